@@ -7,13 +7,14 @@ import importlib
 import os
 
 import pytest
+from harness import measuring
 from harness.insides import abandoned
 from harness.process import as_default, forget_deferred
 from harness.scenes import Scene, Thread
 
 from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.order import assumed, books, plain_calls
+from handlepool.order import assumed, books, measured, plain_calls
 from handlepool.pool import context, deferred
 from handlepool.pool import default as defaults
 
@@ -210,6 +211,15 @@ def pool(make_driver):
     with HandlePool(driver=make_driver()) as pool, as_default(pool), pool.driver.create_stream() as stream:
         yield pool
         pool.driver.synchronize_stream(stream.ptr)
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(request, monkeypatch):
+    """Each test begins with nothing measured. One marked ``unmeasured`` takes all functions to write as declared."""
+    measured.functions.clear()
+    measured.awaited.answers.clear()
+    if request.node.get_closest_marker("unmeasured"):
+        measuring.never(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ from weakref import (
 
 import numpy as np
 
-from handlepool._util.protocols import ARRAY_PROTOCOLS, Wrapper
+from handlepool._util.protocols import ARRAY_PROTOCOLS, Wrapper, holds_values
 
 _BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _WITHOUT_ARRAYS = ("builtins", "numpy", "cupy", "handlepool")
@@ -61,6 +61,14 @@ _IMMUTABLE_TYPE = 1 << 8
 _COLLECTED_TYPE = 1 << 14
 """The bit of ``__flags__`` that types have whose objects tell Python's collector which objects they hold."""
 MOST_PLAIN = 1000
+MOST_OBJECTS = 10_000
+"""Objects that a walk enters, or yields, before it takes what is left for opaque."""
+ATTRIBUTE_LEVELS = 2
+"""Attributes, and attributes of these."""
+_COMPUTING = ("__getitem__", "__iter__", "__next__")
+_LIBRARIES = {*_WITHOUT_ARRAYS, *sys.stdlib_module_names, "torch", "cudnn"} - {"__main__"}
+_computing: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+"""Whether classes compute. Weak, so that a class that its user has dropped can end."""
 
 
 def content(cell: CellType) -> Any:
@@ -71,34 +79,113 @@ def content(cell: CellType) -> Any:
         return None
 
 
-def leaves(*values: object, calls: bool = False, keys: bool = False, owners: list[Any] | None = None) -> Iterator[Any]:
-    """Yield what is reached from values through lists, tuples and dictionaries, in order; each container is entered once.
+class Opaque:
+    """Stand, among leaves, for an object whose arrays are not known.
 
-    ``keys`` adds the keys of dictionaries. ``calls`` adds them, too, and sets, deques, dataclasses, arrays of objects and weak
-    references. Any object of a type written in C leads to the objects that it holds, as a view, an iterator, a generator, a cache
-    or an exception does. Nothing is taken from iterators. Functions lead to their defaults, closures and attributes, partial
-    functions and methods to their bound objects, and a ``torch.nn.Module`` to its parameters and buffers.
-    After all these come the attributes of the objects among them; with ``owners`` these objects are put there instead. Globals
-    and deeper attributes are not reached. A container of more than `MOST_PLAIN` entries that begins with numbers or text, or with
-    lists and tuples of these, is taken to hold nothing else.
+    Attributes
+    ----------
+    held : object
+        The objects that the walk has not entered, or the object that computes.
     """
-    left: list[Any] = [*reversed(values)]
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+def leaves(*values: object, calls: bool = False, keys: bool = False, owners: list[Any] | None = None) -> Iterator[Any]:
+    """Yield the objects that values lead to through lists, tuples and dictionaries, in order.
+
+    Each container is entered once. ``keys`` adds the keys of dictionaries. ``calls`` adds them as well, and sets, deques,
+    dataclasses, arrays of objects and weak references. Any object of a type written in C leads to the objects that it holds, as a
+    view, an iterator, a generator, a cache or an exception does. Nothing is taken from iterators. Functions lead to their
+    defaults, closures and attributes, partial functions and methods to their bound objects, and a ``torch.nn.Module`` to its
+    parameters and buffers. A container of more than `MOST_PLAIN` entries that begins with numbers or text, or with lists and
+    tuples of these, is taken to hold nothing else.
+
+    After all these come the `attribute_leaves` of the objects among them. With ``owners`` these objects are put there instead.
+    Globals are not reached. Behind more than `MOST_OBJECTS` objects an `Opaque` stands for the others.
+    """
+    if not calls:
+        return _walk(values, keys, None)
+    if owners is not None:
+        return _walk(values, keys, owners)
+    # A list is quicker than generators one inside the other.
+    found: list[Any] = []
+    direct = [*_walk(values, keys, found)]
+    return iter(direct + attribute_leaves(found)) if found else iter(direct)
+
+
+def attribute_leaves(owners: Iterable[Any]) -> list[Any]:
+    """Return the leaves of objects' attributes, `ATTRIBUTE_LEVELS` deep, and an `Opaque` for each object that computes.
+
+    An object computes the values that it gives if its class has one of `_COMPUTING`, written in Python, and no array is found in
+    the object.
+    """
+    computing: list[Any] = []
+    found = _attribute_leaves(owners, computing)
+    for owner in computing:
+        if not any(map(_is_array, _attribute_leaves([owner], []))) and not any(map(_is_array, _walk((owner,), False, []))):
+            found.append(Opaque(owner))
+    return found
+
+
+def _attribute_leaves(owners: Iterable[Any], computing: list[Any]) -> list[Any]:
+    seen: dict[int, Any] = {}
+    found: list[Any] = []
+    level = owners
+    for _ in range(ATTRIBUTE_LEVELS):
+        new = {id(each): each for each in level if id(each) not in seen}
+        if not new:
+            break
+        seen |= new
+        for each in new.values():
+            kind = type(each)
+            if known if (known := _computing.get(kind)) is not None else _computes(kind):
+                computing.append(each)
+        level = []
+        found += _walk(attributes(*new.values()), False, level)
+    return found
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, Opaque) or holds_values(value)
+
+
+def _computes(kind: type) -> bool:
+    """Whether a class has a method, written in Python, that may give arrays which no object holds."""
+    known = False
+    for each in kind.__mro__:
+        package = str(each.__module__).partition(".")[0]
+        written = package not in _LIBRARIES or (package == "builtins" and each.__flags__ & _HEAP_TYPE)
+        if written and any(isinstance(each.__dict__.get(name), FunctionType) for name in _COMPUTING):
+            known = True
+    _computing[kind] = known
+    return known
+
+
+def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Iterator[Any]:
+    """Yield the leaves of values but for attributes; objects that have such go to ``owners``. See `leaves`."""
+    calls = owners is not None
+    budget = MOST_OBJECTS
+    left: list[Any] = [*values][::-1]
     entered: dict[int, object] = {}
-    found: dict[int, Any] | None = {} if calls else None  # the owners, once each
+    # The owners, once each.
+    found: dict[int, Any] = {}
     torch = sys.modules.get("torch") if calls else None
     module = getattr(getattr(torch, "nn", None), "Module", ())
-    while left or found:
-        if not left:
-            if owners is not None:
-                owners += (found or {}).values()
-                return
-            left, found = attributes(*(found or {}).values())[::-1], None
-            continue
+    while left:
         value = left.pop()
         if type(value) in _ends:
             yield value
             continue
-        if found is not None and type(value) not in _without_attributes:
+        if calls:
+            budget -= 1
+            if budget < 0:
+                yield Opaque([value, *left])
+                break
+        if calls and type(value) not in _without_attributes:
             if type(value) in _PROXIES:
                 try:
                     value = value.__repr__.__self__  # what it stands for
@@ -162,7 +249,13 @@ def leaves(*values: object, calls: bool = False, keys: bool = False, owners: lis
         if id(value) not in entered:
             entered[id(value)] = value
             if not calls or len(inside) <= MOST_PLAIN or not _begins_plain(inside):
+                if calls and len(inside) > MOST_OBJECTS:
+                    # So that the branch keeps these objects, though the caller empties the container meanwhile.
+                    yield Opaque([*inside])
+                    continue
                 left += reversed([*inside])
+    if owners is not None:
+        owners += found.values()
 
 
 def _begins_plain(values: Iterable[Any]) -> bool:
@@ -196,6 +289,10 @@ def _has_attributes(value: object) -> bool:
         if str(kind.__module__).startswith("torch"):
             _without_attributes.add(kind)
         return False
+    # A user's own class of driver holds events and streams by the hundred, and no array that is an argument.
+    for base in kind.__mro__:
+        if str(base.__module__).startswith("handlepool.drivers"):
+            return False
     return not issubclass(kind, (type, ModuleType))
 
 

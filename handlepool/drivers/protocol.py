@@ -25,6 +25,7 @@ from handlepool.drivers.captures import Edge as Edge
 from handlepool.drivers.captures import MarkedGraph as MarkedGraph
 from handlepool.drivers.captures import RecordedGraph as RecordedGraph
 from handlepool.drivers.captures import RecordingMemory as RecordingMemory
+from handlepool.drivers.checksum import Sums
 from handlepool.drivers.executable import ALIGNMENT as ALIGNMENT
 from handlepool.drivers.executable import AliasPair as AliasPair
 from handlepool.drivers.executable import Copy as Copy
@@ -297,6 +298,13 @@ class Driver(Protocol):
         """Return an array of the host's that a stream copies one without gaps into; called inside `relaxed`.
 
         It is in page-locked memory where there is such a thing. Both are to be kept until the stream has come so far.
+        """
+
+    def checksums(self, arrays: Sequence[Any], pointer: int) -> Sums:
+        """Compute checksums of arrays' bits on a stream that is not being captured; called inside `relaxed`.
+
+        The arrays are the driver's own, on the current device, as the stream. They may have gaps and any type. They are to be
+        kept until the stream has come so far, and so are the sums.
         """
 
     def page_locked(self, values: np.ndarray[Any, Any]) -> bool:

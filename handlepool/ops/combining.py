@@ -19,10 +19,20 @@ from handlepool.ops.elementwise import NUMBERS, Arguments, ElementwiseFunction, 
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
-_INLINE = (*NUMBERS, Traced)
-"""Types of operands that an elementwise function alone takes."""
+
+class _Scalars(dict[type, bool]):
+    """Whether the objects of a type are numbers, or stand for numbers while a function is traced."""
+
+    def __missing__(self, kind: type) -> bool:
+        found = self[kind] = issubclass(kind, (*NUMBERS, Traced))
+        return found
 
 
+# A look-up costs less than `isinstance` with five classes, for each operand of each call.
+_scalars = _Scalars()
+
+
+@launches
 def add(x: ArrayT, *others: object, activation: str | None = None, out: object = None, pool: HandlePool | None = None) -> ArrayT:
     """Add arrays and numbers that broadcast, on the current stream.
 
@@ -49,13 +59,9 @@ def add(x: ArrayT, *others: object, activation: str | None = None, out: object =
     ArgumentError
         For shapes, types or strides that cannot be taken, and an activation that there is not.
     """
-    kind = type(x)
-    inline = isinstance(x, _INLINE)
-    for each in others:
-        # An operand of the first operand's type needs no call: a hit checks one operand alone.
-        inline = inline or (type(each) is not kind and isinstance(each, _INLINE))
-    if inline:
-        return cast("ArrayT", _sum(x, *others, activation=activation, out=out, pool=pool))
+    for each in (x, *others):
+        if _scalars[type(each)]:
+            return cast("ArrayT", _sum(x, *others, activation=activation, out=out, pool=pool))
     return _add.call((x, *others), out, pool, (activation,))
 
 

@@ -38,8 +38,8 @@ Orders = dict[tuple[Driver, int, ActiveRecording | None], "DataOrder"]
 """Of one thread, by driver and device; and by recording, since what is captured waits for nothing outside of that."""
 
 
-Accesses = tuple[Sequence[Piece | Token], Sequence[Piece | Token]]
-"""What a call reads, and what it writes."""
+Accesses = tuple[Sequence[Piece | Token], Sequence[Piece | Token], bool]
+"""The memory that a call reads, the memory that it writes, and whether it may use any other memory."""
 Outer = tuple[Track | None, list[Accesses]]
 """The track of the branch around a branch, and what that one read and wrote on streams of its own choice."""
 
@@ -73,6 +73,8 @@ class DataOrder:
 
     Attributes
     ----------
+    barrier : (Track, int) or None
+        The last call that may have used any memory. Every later call waits for it.
     busy : bool
         Whether somebody is in the middle of the books, or they are closed.
     forks : set
@@ -100,6 +102,7 @@ class DataOrder:
         "_record",
         "_uses",
         "assumed_writers",
+        "barrier",
         "busy",
         "closed",
         "device",
@@ -121,6 +124,7 @@ class DataOrder:
         self.root = root
         self.forks = {fork}
         self.busy = self.closed = False
+        self.barrier: tuple[Track, int] | None = None
         self.running: Track | None = None
         self.foreign_writes: list[Accesses] = []
         self.tracks: dict[int, Track] = {root.pointer: root}
@@ -193,7 +197,10 @@ class DataOrder:
             track = fork.start(self, needs, owned=True)
             if needs and (len(needs) > 1 or track not in needs):
                 self.follow(track, needs)
-            write_down(track, track.next_call(), reads, writes)
+            number = track.next_call()
+            write_down(track, number, reads, writes)
+            if call.opaque:
+                self.barrier = track, number
         except BaseException:
             fork.undo_start()
             raise
@@ -237,8 +244,10 @@ class DataOrder:
         try:
             self.busy = True
             uses = self._uses if self._uses is not _NO_USES else self._entered()
-            for reads, writes in given:
+            opaque = call.opaque
+            for reads, writes, uses_any in given:
                 self.note(track, self.entries(reads), self.entries(writes))
+                opaque = opaque or uses_any
             if ended is None:
                 made, others = call.failed(self, track, allocated or ())
             else:
@@ -253,6 +262,9 @@ class DataOrder:
             finally:
                 number = track.next_call()
                 write_down(track, number, uses.pieces(call.reads), uses.pieces([*call.writes, *made, *others]))
+                # The same holds for a barrier.
+                if opaque:
+                    self.barrier = track, number
         finally:
             self.busy = self.closed
 
@@ -287,23 +299,37 @@ class DataOrder:
         """Be usable again after an interrupt that came in the middle of the books."""
         self.busy = self.closed
 
-    def admit(self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], keep: object, pointer: int) -> None:
+    def admit(
+        self,
+        reads: Sequence[Piece | Token],
+        writes: Sequence[Piece | Token],
+        keep: object,
+        pointer: int,
+        *,
+        opaque: bool = False,
+    ) -> None:
         """Let a stream wait for the branches that a call on it conflicts with, and write the call down.
 
-        Calls on the outermost caller's stream are not written down: whatever starts later comes after them.
+        An opaque call conflicts with all branches. Calls on the outermost caller's stream are not written down: whatever starts
+        later comes after them.
         """
         with self:
             track = self.tracks.get(pointer) or Track(pointer)  # or one of the caller's own choice, who orders it with its own
             noted = track if pointer in self.tracks else self.running
+            if opaque:
+                self.follow(track, self.all_calls())
             if noted is None or noted is self.root:
                 self.follow(track, self.conflicts(reads, writes))
                 return
             self.kept.append(keep)
             read, written = self.entries(reads), self.entries(writes)
-            self.follow(track, needs_of(read, written))
+            needs = needs_of(read, written)
+            self.follow(track, needs if self.barrier is None else self.behind_barrier(needs))
             self.note(noted, read, written)
+            if opaque:
+                self.barrier = noted, noted.count
             if noted is not track:
-                self.foreign_writes.append((reads, writes))
+                self.foreign_writes.append((reads, writes, opaque))
 
     # Look-ups
 
@@ -341,12 +367,12 @@ class DataOrder:
                     if reader not in needs or needs[reader] < call:
                         needs[reader] = call
             writes.append(use)
-        if alone:
-            return reads, writes, needs
-        if not operands.dense:
-            pieces = operands.pieces(addresses)
-            reads, writes = self.entries(pieces[: operands.inputs]), self.entries(pieces[operands.inputs :])
-        return reads, writes, needs_of(reads, writes)
+        if not alone:
+            if not operands.dense:
+                pieces = operands.pieces(addresses)
+                reads, writes = self.entries(pieces[: operands.inputs]), self.entries(pieces[operands.inputs :])
+            needs = needs_of(reads, writes)
+        return reads, writes, needs if self.barrier is None else self.behind_barrier(needs)
 
     def look_up(self, call: Call) -> tuple[list[Use], list[Use], Needs]:
         """Look up what any call reads and what it writes; and what it waits for."""
@@ -355,12 +381,25 @@ class DataOrder:
         uses = self._uses
         reads, writes = uses.pieces(call.reads), uses.pieces(call.writes)
         if not call.assumed_writes:
-            return reads, writes, needs_of(reads, writes)
-        assumed = reads if call.assumed_writes is call.reads else uses.pieces(call.assumed_writes)
-        needs = needs_of(reads, [*writes, *assumed])
-        if needs:
-            call.compare_needs(needs_of(reads, writes), needs)
-        return reads, writes, needs
+            needs = needs_of(reads, writes)
+        else:
+            assumed = reads if call.assumed_writes is call.reads else uses.pieces(call.assumed_writes)
+            needs = needs_of(reads, [*writes, *assumed])
+            if needs:
+                call.compare_needs(needs_of(reads, writes), needs)
+        if call.opaque:
+            needs = self.all_calls()
+        return reads, writes, needs if self.barrier is None else self.behind_barrier(needs)
+
+    def all_calls(self) -> Needs:
+        """Return the last call of each stream."""
+        return {track: track.count for track in self.tracks.values() if track.count}
+
+    def behind_barrier(self, needs: Needs) -> Needs:
+        """Add the last call that may have used any memory to the calls that a call waits for."""
+        assert self.barrier is not None
+        track, call = self.barrier
+        return {**needs, track: max(call, needs.get(track, 0))}
 
     def _entered(self) -> Uses:
         """Return the entries of all memory, which the first launches have none of until they are asked for."""
@@ -392,7 +431,8 @@ class DataOrder:
     def conflicts(self, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token]) -> Needs:
         """Return what a call waits for that is not written down itself."""
         overlapping = self._entered().overlapping
-        return needs_of(*[[use for piece in pieces for use in overlapping(piece)] for pieces in (reads, writes)])
+        needs = needs_of(*[[use for piece in pieces for use in overlapping(piece)] for pieces in (reads, writes)])
+        return needs if self.barrier is None else self.behind_barrier(needs)
 
     def note_launch(
         self, track: Track, call: int, reads: Sequence[Use], writes: Sequence[Use], addresses: Sequence[int], operands: Operands

@@ -26,6 +26,8 @@ class Call:
         Has that memory. It lives as long as the call may run.
     assumed_writes : sequence of Piece
         Memory that the call may write besides. The call waits as if it did, and says afterwards whether it has.
+    opaque : bool
+        Whether the call may use any other memory. It waits for all calls before it, and all calls after it wait for it.
     what : tuple
         The same again when the function that makes the call is called again: what a recording compares.
     runs_python : bool
@@ -41,6 +43,7 @@ class Call:
     writes: Pieces
     keep: object
     assumed_writes: Sequence[Piece] = ()
+    opaque: bool = False
     runs_python: bool = False
 
     @property

@@ -11,14 +11,15 @@ from handlepool._util.names import name_of, shown
 from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ContractError
+from handlepool.order.argument_names import Call as FunctionCall
 from handlepool.order.books import DataOrder, open_order
 from handlepool.order.call import PythonCall
+from handlepool.order.measured import LAST, Writes, begin, unsure
 from handlepool.order.places import before, lanes_for, ordering_pool, run_as_node
 from handlepool.order.plain_calls import does_order_itself
 from handlepool.order.reached import Reached, piece_of, pieces_of
 from handlepool.order.stream_order import order, refuse_derived, torch_of
 from handlepool.order.track import Track
-from handlepool.order.undeclared import Call as FunctionCall
 from handlepool.order.undeclared import Watch
 from handlepool.pool.context import active, recordings, thread
 from handlepool.pool.default import pool_so_far
@@ -69,7 +70,10 @@ class Operation(Generic[P, R_co]):
         self._says = mutates is not None or reads is not None
         self._mutates = _finds(name, parameters, "mutates", mutates)
         self._reads = _finds(name, parameters, "reads", reads)
-        self._method = next(iter(parameters), "") == "self"  # also inside a property, of which nobody tells it
+        # Also inside a property, which does not tell its function its name.
+        self._method = next(iter(parameters), "") == "self"
+        # `dict.setdefault` is atomic, so two threads that call the operation at once have one entry.
+        self._measured: dict[tuple[object, ...], Writes] = {}
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._method = True
@@ -102,10 +106,10 @@ class Operation(Generic[P, R_co]):
             refuse_derived(self.function, call.reached.values)
         device = pool.current_device()
         here = driver.current_stream(device).ptr
-        lanes = lanes_for(pool, here) if recordings else None
+        lanes = lanes_for(pool, here) if recordings and not call.opaque else None
         if lanes is not None:
             return cast(R_co, run_as_node(lanes, pool, call, None))
-        before(pool, call.reads, call.writes, call.keep, here)
+        before(pool, call.reads, [*call.writes, *call.assumed_writes], call.keep, here, opaque=call.opaque)
         if thread.recording is not None and thread.recording.lanes is not None:
             thread.recording.lanes.accessed(call.reads, ())
         torch = None if thread.recording is not None else torch_of(self.function, call.reached.values)
@@ -133,13 +137,33 @@ class Operation(Generic[P, R_co]):
         """
         if thread.recording is not None:
             thread.recording.accessed((), writes)
-        watch = Watch(pool, self._call(args, kwargs), writes, reached)
+        watch = Watch(pool, self.function_call(args, kwargs), writes, reached)
         result = self.function(*args, **kwargs)
         if result is None and not self._says:
-            before(pool, (), pieces_of(pool.driver, self._call(args, kwargs), calls=True), (args, kwargs))  # whatever it wrote
+            # It may have written any array that it can reach.
+            before(pool, (), pieces_of(pool.driver, self.function_call(args, kwargs), calls=True), (args, kwargs))
             self._check_says(args, kwargs)
         watch.ended()
         return result
+
+    def measured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Writes:
+        """Return what measured calls with as many arguments and the same flags have shown.
+
+        Raises
+        ------
+        ContractError
+            Where such a call was found to write more than it declares.
+        """
+        flags = [value for value in (*args, *kwargs.values()) if value is None or value is True or value is False]
+        form = (len(args), *kwargs, *flags)
+        known = self._measured.get(form)
+        if known is None:
+            known = self._measured.setdefault(form, Writes(self._name, declared=True))
+        if known.pending:
+            known.read()
+        if known.places:
+            known.check()
+        return known
 
     def accesses(
         self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any], reached: Reached | None = None
@@ -173,13 +197,13 @@ class Operation(Generic[P, R_co]):
 
     def reach(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reached:
         """Return what the arguments of a call lead to at this moment, and what the function is bound to."""
-        return Reached(driver, *self._call(args, kwargs))
+        return Reached(driver, *self.function_call(args, kwargs))
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
         """Return what the entries of a call lead to at this moment."""
         return [*leaves([find(args, kwargs) for find in (*self._reads, *self._mutates, self._out)], keys=True)]
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
+    def function_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
         """Return the call as that of a method which is bound, so that its object's attributes are seen."""
         if self._method and args:
             return MethodType(self.function, args[0]), args[1:], kwargs
@@ -228,7 +252,21 @@ class OperationCall(PythonCall):
         What these lead to.
     """
 
-    __slots__ = ("_driver", "_pool", "args", "keep", "kwargs", "name", "operation", "reached", "reads", "writes")
+    __slots__ = (
+        "_driver",
+        "_measured",
+        "_pool",
+        "args",
+        "assumed_writes",
+        "keep",
+        "kwargs",
+        "name",
+        "opaque",
+        "operation",
+        "reached",
+        "reads",
+        "writes",
+    )
 
     def __init__(
         self, pool: PoolInternals, operation: Operation[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -239,6 +277,12 @@ class OperationCall(PythonCall):
         self.name = name_of(operation)
         self.reached = operation.reach(driver, args, kwargs)
         self.reads, self.writes = operation.accesses(driver, args, kwargs, self.reached)
+        self.opaque = self.reached.opaque
+        self._measured = operation.measured(args, kwargs)
+        self.assumed_writes: list[Piece] = []
+        if not self._measured.settled:
+            self.assumed_writes += [memory for memory in self.reads if not isinstance(memory, Token)]
+            unsure()
         self.keep = self.reached.values, operation.named(args, kwargs), args, kwargs
 
     @property
@@ -248,8 +292,26 @@ class OperationCall(PythonCall):
         return (self.operation, *[value for value in values if type(value) in _OPTIONS and value == value])
 
     def launch(self, slot: Slot | None) -> Any:
-        """Call the operation; the stream that it is for is current."""
-        return self.operation.run(self._pool, self.args, self.kwargs, [*self.writes], self.reached)
+        """Call the operation, and measure its writes where that is due; the stream that the call is for is current."""
+        run, pool, args, kwargs = self.operation.run, self._pool, self.args, self.kwargs
+        writes, measured = [*self.writes], self._measured
+        if measured.known and measured.calls >= LAST:
+            return run(pool, args, kwargs, writes, self.reached)
+        pointer = pool.driver.current_stream(pool.current_device()).ptr
+        measurement = None
+        try:
+            measurement = begin(pool, pointer, measured, self.reached.arrays, writes)
+            if measured.known and not measured.places:
+                # There may have been nothing to measure.
+                self.assumed_writes = []
+            value = run(pool, args, kwargs, writes, self.reached)
+        except BaseException:
+            if measurement is not None:
+                measurement.drop()
+            raise
+        if measurement is not None:
+            measurement.end(measured, self.operation.function_call(args, kwargs))
+        return value
 
     def new(self, value: Any) -> list[Piece]:
         """Return the memory of arrays in the value that the call was not known to use."""
@@ -260,11 +322,11 @@ class OperationCall(PythonCall):
     ) -> tuple[list[Piece], list[Piece]]:
         """Be told of the value; new memory that was written, and other memory that the call was not ordered for."""
         made: list[Piece] = [(*self._driver.block_range(block), None) for block in allocated or ()]
-        return made, new_among(self._driver, value, (*self.reads, *self.writes, *made))
+        return made, [*new_among(self._driver, value, (*self.reads, *self.writes, *made)), *self.assumed_writes]
 
     def failed(self, order: DataOrder, track: Track, allocated: Sequence[Any]) -> tuple[list[Piece], list[Piece]]:
         """Be told that the operation raised an error; what it may have written besides."""
-        return [(*self._driver.block_range(block), None) for block in allocated], []
+        return [(*self._driver.block_range(block), None) for block in allocated], [*self.assumed_writes]
 
 
 def operation_of(function: Any, args: tuple[Any, ...]) -> tuple[Operation[..., Any], tuple[Any, ...]] | None:
@@ -307,9 +369,10 @@ def operation(function: Callable[..., Any] | None = None, *, mutates: Entries | 
 
     It is for functions of CuPy kernels, torch operations or other launches. Within a region data orders such a function like a
     graph function, as a branch and in a fork's body, and elsewhere it is called as it is. It reads all arrays in its arguments,
-    defaults and closure, and in the attributes of a method's object one level deep. It writes what ``mutates`` says, its ``out``,
-    and the new arrays that it returns. A kernel that writes to its argument and returns nothing may have written all that it was
-    given, where nothing is declared: then branches that share an input wait for each other.
+    defaults and closure, and in the attributes of objects among these, two attributes deep. It writes what ``mutates`` says, its
+    ``out``, and the new arrays that it returns. Its first call is measured, and ordered as if it wrote all that it was given. So
+    are further calls, until the host sees the answer. A kernel that writes to its argument and returns nothing may have written
+    all that it was given, where nothing is declared: then branches that share an input wait for each other.
 
     Parameters
     ----------
@@ -333,9 +396,10 @@ def operation(function: Callable[..., Any] | None = None, *, mutates: Entries | 
     ArgumentError
         For an entry that names no parameter; and for an attribute that is not there, at a call in a fork or a recording.
     ContractError
-        At the first call, where nothing is declared, nothing returned, and no ``out`` given. And for what was written and not
-        declared, as far as that is found: a torch tensor, by its version, where a branch that was given it may still read it; and
-        with ``HandlePool(check=True)``, which compares a call's arguments before and after it, any array.
+        At the first call, where nothing is declared, nothing returned, and no ``out`` given. And for an array that was written
+        and not declared: at the next call, at the join, or at `record`, where the first, third or tenth call wrote it. For a
+        torch tensor, by its version, where a branch that was given it may still read it. With ``HandlePool(check=True)`` at each
+        call, which compares its arguments before and after it.
 
     Examples
     --------
@@ -439,9 +503,10 @@ def follow_branches(
         return
     pointer = driver.current_stream(device).ptr
     track = books.tracks.get(pointer) or Track(pointer)
-    if does_order_itself(function):  # what it reads and writes is its own to know
+    # A function that orders itself knows by itself what it reads and writes.
+    if reached.opaque or does_order_itself(function):
         with books:
-            books.follow(track, {each: each.count for each in books.tracks.values()})
+            books.follow(track, books.all_calls())
         return
     declared = operation_of(function, args)
     if declared is None:
@@ -449,6 +514,9 @@ def follow_branches(
         writes = reads
     else:
         operation, args = declared
-        reads, writes = operation.accesses(driver, args, kwargs, operation.reach(driver, args, kwargs))
+        own = operation.reach(driver, args, kwargs)
+        reads, writes = operation.accesses(driver, args, kwargs, own)
+        if not operation.measured(args, kwargs).settled:
+            writes = [*writes, *reads]
     with books:
         books.follow(track, books.conflicts(reads, writes))

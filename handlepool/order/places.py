@@ -33,6 +33,8 @@ def run(pool: PoolInternals, call: Call, slot: Slot) -> Any:
         lanes = lanes_for(pool, slot.pointer)
         if lanes is not None:
             return run_as_node(lanes, pool, call, slot)
+        if thread.told is not None:
+            thread.told.extend(call.writes)
         order = open_order(pool.driver, pool.current_device())
         if order is not None:
             order.admit(call.reads, call.writes, call.keep, slot.pointer)
@@ -52,6 +54,8 @@ def begin_for(pool: PoolInternals) -> Begin | None:
         pieces = launch.operands.pieces(addresses)
         inputs = launch.operands.inputs
         slot = pool.slot()
+        if thread.told is not None:
+            thread.told.extend(pieces[inputs:])
         order.admit(pieces[:inputs], pieces[inputs:], operands, slot.pointer)
         return slot
 
@@ -83,7 +87,8 @@ def run_as_node(lanes: CallRecorder, pool: PoolInternals, call: Call, slot: Slot
         return run_on(pool, lane.side_stream, device, None, *rest)
 
     new = call.new if call.runs_python else None
-    result = lanes.run(call.name, call.reads, call.writes, call.keep, launch, new, what=call.what)
+    options: dict[str, Any] = {"what": call.what, "assumed_writes": call.assumed_writes}
+    result = lanes.run(call.name, call.reads, call.writes, call.keep, launch, new, **options)
     if call.allocated:
         lanes.made(result)
     return result
@@ -97,9 +102,20 @@ def ordering_pool() -> PoolInternals | None:
     return None
 
 
-def before(pool: PoolInternals, reads: Sequence[Any], writes: Sequence[Any], keep: object, pointer: int | None = None) -> None:
+def before(
+    pool: PoolInternals,
+    reads: Sequence[Any],
+    writes: Sequence[Any],
+    keep: object,
+    pointer: int | None = None,
+    *,
+    opaque: bool = False,
+) -> None:
     """Let a stream, the current one by default, wait for the branches that a call conflicts with, and write the call down."""
+    if thread.told is not None:
+        thread.told.extend(writes)
     device = pool.current_device()
     order = open_order(pool.driver, device)
     if order is not None:
-        order.admit(reads, writes, keep, pool.driver.current_stream(device).ptr if pointer is None else pointer)
+        stream = pool.driver.current_stream(device).ptr if pointer is None else pointer
+        order.admit(reads, writes, keep, stream, opaque=opaque)

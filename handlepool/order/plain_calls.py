@@ -18,11 +18,15 @@ from weakref import ReferenceType
 from handlepool._util.names import kind_of
 from handlepool._util.reachable import CACHE, attributes, bound_call, content, leaves
 from handlepool.drivers.protocol import Driver
+from handlepool.order.argument_names import UNNAMED, named_values
 from handlepool.order.assumed import warn_of_assumed_write, warn_of_change
 from handlepool.order.books import DataOrder
 from handlepool.order.call import PythonCall
+from handlepool.order.measured import LAST, Measurement, begin, functions, unsure, writes_of
 from handlepool.order.reached import Reached, arrays_in, piece_of, pieces_of
 from handlepool.order.track import Track
+from handlepool.pool.context import thread
+from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 from handlepool.tensors.layout import Piece, Token, share
 
@@ -59,6 +63,10 @@ class PlainCall(PythonCall):
         What it is given; None for a function that orders itself.
     caused_wait : bool
         Whether it waits for another call because of its assumed writes alone.
+    measurable : bool
+        Whether the call counts among the calls that are measured: nothing else tells its writes.
+    measurement : Measurement or None
+        Of its writes, while it runs.
     """
 
     __slots__ = (
@@ -68,11 +76,16 @@ class PlainCall(PythonCall):
         "_form",
         "_given",
         "_out",
+        "_settled",
         "_writer",
+        "_written",
         "assumed_writes",
         "caused_wait",
         "keep",
+        "measurable",
+        "measurement",
         "name",
+        "opaque",
         "reached",
         "reads",
         "writes",
@@ -97,10 +110,53 @@ class PlainCall(PythonCall):
         self._out = pieces_of(driver, kwargs["out"]) if "out" in kwargs else []
         self._form = (*codes, len(args), 0 if reached is None else reached.given, *kwargs)
         self.reads = self._given
-        self.writes = self._out
-        self.assumed_writes = [] if _may_write.get(self._form) is False else self._given
+        self.opaque = reached is not None and reached.opaque
+        self._written = written = functions.get(self._form) or writes_of(self._form, self.name)
+        if written.pending:
+            written.read()
+        self.writes = [*self._out, *self._changed()] if written.places else self._out
+        # Another thread may read an answer meanwhile. It counts for later calls.
+        self._settled = self._exact or written.known
+        may_write = _may_write.get(self._form)
+        self.assumed_writes = [] if self._exact or (self._settled and may_write is False) else self._given
+        # A call that did not return new arrays alone counts as a writer of all its arrays, whatever it writes.
+        self.measurable = not (self._exact or may_write or (written.known and written.calls >= LAST))
+        if self.assumed_writes and thread.told is not None:
+            unsure()
         self.caused_wait = False
+        self.measurement: Measurement | None = None
         self.keep = self._call, reached and reached.values
+
+    def _changed(self) -> list[Piece]:
+        """Return the memory of the arguments that earlier calls were found to write."""
+        places = self._written.places
+        if UNNAMED in places:
+            return self._given
+        values = named_values(self._call)
+        return pieces_of(self._driver, *[values.get(place) for place in places], calls=True)
+
+    def begin(self, pool: PoolInternals, pointer: int) -> None:
+        """Begin to measure the call, where it is due, on a stream that waits for all that the call waits for."""
+        reached = self.reached
+        assert reached is not None
+        self.measurement = begin(pool, pointer, self._written, reached.arrays, self.writes)
+        # There may have been nothing to measure.
+        self._settled = self._settled or (self._written.known and not self._written.places)
+
+    def returned(self, value: object, allocated: Sequence[Any]) -> None:
+        """End the measurement, where the call returned new arrays alone."""
+        measurement, self.measurement = self.measurement, None
+        assert measurement is not None
+        if self.is_new(allocated, value):
+            measurement.end(self._written, self._call)
+        else:
+            measurement.drop()
+
+    def raised(self) -> None:
+        """Drop the measurement of a call that has raised an error."""
+        if self.measurement is not None:
+            self.measurement.drop()
+            self.measurement = None
 
     def launch(self, slot: Slot) -> Any:
         """Call the function; the slot's stream is current."""
@@ -134,7 +190,7 @@ class PlainCall(PythonCall):
         if pure or self._exact:
             if allocated is not None and self._form not in _may_write:
                 self._learn(False)
-            return made, others
+            return made, others if self._settled else others + self._given
         in_place = not found or any(share(memory, known) for _, memory in found for known in self._given)
         if in_place and not self.assumed_writes and not order.waits_for_all(track, self._given):
             warn_of_change(self._writer)

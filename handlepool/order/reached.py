@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from handlepool._util.protocols import has
-from handlepool._util.reachable import attributes, bound_call, leaves
+from handlepool._util.reachable import Opaque, attribute_leaves, bound_call, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.tensors.layout import Piece, piece
 
@@ -38,6 +38,8 @@ class Reached:
         How many of the values are reached without an attribute.
     pieces : list of Piece
         The memory of the arrays that have elements.
+    opaque : bool
+        Whether an object among the values may give any array.
     flat : bool
         Whether the arguments are the driver's arrays and plain values, of a function that is bound to nothing: then there is
         nothing to walk.
@@ -45,7 +47,7 @@ class Reached:
         Then, those of the values that are True, False or None.
     """
 
-    __slots__ = ("arrays", "direct", "flags", "flat", "given", "pieces", "values")
+    __slots__ = ("arrays", "direct", "flags", "flat", "given", "opaque", "pieces", "values")
 
     def __init__(self, driver: Driver, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         native = driver.array_types[0]
@@ -68,18 +70,19 @@ class Reached:
                 elif type(value) not in _PLAIN:
                     self.flat = False
                     break
-            self.given, self.direct = len(arrays), len(values)
+            self.given, self.direct, self.opaque = len(arrays), len(values), False
         if not self.flat:
             owners: list[Any] = []
             values = [*leaves(args, kwargs, calls=True, owners=owners)]
             own = [*leaves(bound_call(function), calls=True, owners=owners)]
-            deeper = [*leaves(*attributes(*owners), calls=True, owners=[])] if owners else []
+            deeper = attribute_leaves(owners) if owners else []
             arrays = arrays_among(driver, values)
             self.given, self.direct = len(arrays), len(values) + len(own)
             own += deeper
             arrays += arrays_among(driver, own)
             values += own
             self.pieces = [memory for _, memory in arrays if memory[1] > memory[0]]
+            self.opaque = Opaque in map(type, values)
         self.arrays = arrays
         self.values = values
 

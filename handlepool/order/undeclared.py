@@ -3,17 +3,15 @@
 Both look at the arrays that a call was given and that share no memory with what it is known to write.
 """
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from sys import modules
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 
 from handlepool._util.names import name_of
-from handlepool._util.reachable import content, leaves
 from handlepool.errors import ContractError
+from handlepool.order.argument_names import ADVICE, Call, name_of_array
 from handlepool.order.books import beside, calls_so_far, written_since
 from handlepool.order.places import before
 from handlepool.order.plain_calls import PlainCall
@@ -25,8 +23,6 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token, share
 
 Writes = Iterable[Piece | Token]
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""A function and its arguments; the object of a bound method is not among these."""
 
 
 class Watch:
@@ -116,7 +112,7 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
     tensors = [*tensors]
     if tensors and (thread.rehearsal is not None or (thread.recording is not None and thread.recording.lanes is not None)):
         raise ContractError(
-            f"{name_of(call[0])} wrote {place_of(tensors[0], call)}, which it did not declare: say what it writes, {ADVICE}"
+            f"{name_of(call[0])} wrote {name_of_array(tensors[0], call)}, which it did not declare: say what it writes, {ADVICE}"
         )
     for tensor in tensors:
         memory = piece_of(pool.driver, tensor)
@@ -126,8 +122,8 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
             before(pool, (), (memory,), tensor)
     if late is not None:
         raise ContractError(
-            f"{name_of(call[0])} wrote {place_of(late, call)}, which it did not declare and which a branch that nothing orders "
-            f"before it was given, too: say what it writes, {ADVICE}"
+            f"{name_of(call[0])} wrote {name_of_array(late, call)}, which it did not declare and which a branch that nothing "
+            f"orders before it was given, too: say what it writes, {ADVICE}"
         )
 
 
@@ -155,7 +151,7 @@ def check_unchanged(pool: PoolInternals, copies: list[tuple[Any, bytes]], call: 
     for array, copy in copies:
         if _bytes_of(pool, array) not in (copy, None) and not _told(pool, array, since):
             raise ContractError(
-                f"{name_of(call[0])} wrote {place_of(array, call)}, which it did not declare: say what it writes, {ADVICE}"
+                f"{name_of(call[0])} wrote {name_of_array(array, call)}, which it did not declare: say what it writes, {ADVICE}"
             )
 
 
@@ -184,26 +180,3 @@ def _meets(pool: PoolInternals, array: Any, memory: list[Piece]) -> bool:
 def _bytes_of(pool: PoolInternals, array: Any) -> bytes | None:
     values: np.ndarray[Any, Any] | None = integration().peek(array) if is_tensor(array) else pool.driver.peek(array)
     return None if values is None else values.tobytes()
-
-
-# Messages
-
-ADVICE = 'as with @handlepool.operation(mutates="x")'
-
-
-def place_of(array: Any, call: Call) -> str:
-    """Return what messages call an array that a call was given."""
-    function, args, kwargs = call
-    try:
-        named = inspect.signature(function).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # a function that does not say what it takes
-        named = {str(index): value for index, value in enumerate(args)} | kwargs
-    places = {f"argument {name}": value for name, value in named.items()}
-    inner = inspect.unwrap(function.__func__ if isinstance(function, MethodType) else function)
-    if isinstance(function, MethodType):
-        places |= {f"self.{name}": value for name, value in getattr(function.__self__, "__dict__", {}).items()}
-    if isinstance(inner, FunctionType):
-        cells = zip(inner.__code__.co_freevars, map(content, inner.__closure__ or ()), strict=True)
-        places |= {f"{name} of its closure": value for name, value in cells}
-    found = [place for place, value in places.items() if any(leaf is array for leaf in leaves(value, calls=True))]
-    return found[0] if found else "an array that it was given"

@@ -55,6 +55,7 @@ class CallRecorder(Protocol):
         new: Callable[[T], Iterable[Any]] | None = None,
         *,
         what: tuple[object, ...] = (),
+        assumed_writes: Sequence[Any] = (),
     ) -> T:
         """Record ``call(slot)`` as a node, and return its value.
 
@@ -192,10 +193,18 @@ class _Thread(threading.local):
     """It notes the calls while a function is called for the first time to be recorded with lanes."""
     launched: Callable[[Any, Any, Any], None] | None = None
     """It gets each plan, and the new arrays, while a function is called to be recorded without lanes."""
+    told: list[Any] | None = None
+    """The memory that calls inside of a measured call write, and `UNSURE`, while that call runs."""
     states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
 
 
 thread = _Thread()
+
+
+def tell(told: list[Any] | None) -> list[Any] | None:
+    """Let this thread's calls tell another list of their writes; return the former list."""
+    outer, thread.told = thread.told, told
+    return outer
 
 
 class BranchPools(list[RunningPool]):
@@ -247,6 +256,9 @@ class Active(list[object]):
 branch_pools = BranchPools()
 recordings = Recordings()
 active = Active()
+
+UNSURE: Any = object()
+"""Stands among the memory that is told of for a call that is not known to write it, and is ordered as if it did."""
 
 NOT_CACHED: Any = object()
 """What a look at the cache returns where nothing was launched."""

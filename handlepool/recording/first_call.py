@@ -14,6 +14,7 @@ from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.graphs.plan import Plan
 from handlepool.order.accesses import Memory
+from handlepool.order.measured import awaited, wait_for_answers
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
 from handlepool.pool.context import run_on
 from handlepool.pool.deferred import defer, remember
@@ -55,6 +56,7 @@ class FirstCall:
         self._launches = Launches(pool) if counted or lanes is None else None
         self._shapes: list[Any] = []
         self._captured = False
+        self._asked = 0
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function on the caller's stream; return its value."""
@@ -65,6 +67,7 @@ class FirstCall:
             call = partial(_rehearsed, self._rehearsal, pool, home, call)
         if self._launches is not None:
             call = partial(self._launches.around, call)
+        self._asked = awaited.asked
         with self._copies.noted():
             returned = call(function, args, kwargs)
         self._shapes = _shapes(pool.driver, returned)
@@ -127,12 +130,17 @@ class FirstCall:
         ------
         CaptureError
             For a difference from the first call, and for a function that cannot be recorded.
+        ContractError
+            For an operation that wrote more than it declares.
         """
         pool, name, lanes, driver = self._pool, self._name, self._lanes, self._pool.driver
         recording = Recording(pool, name, lanes, () if self._rehearsal is None else self._rehearsal.calls)
         state, launches = None, self._launches
         again = None if launches is None or lanes is not None else Launches(pool)
         try:
+            if awaited.asked > self._asked and not self._captured:
+                # The nodes of operations that are known to write as they declare run side by side.
+                wait_for_answers(self._asked)
             renewed = given.renew()
             if self._captured:
                 self._copies.renew()

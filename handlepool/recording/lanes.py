@@ -232,6 +232,7 @@ class Lanes:
         new: Callable[[T], Iterable[Piece | Token]] | None = None,
         *,
         what: tuple[object, ...] = (),
+        assumed_writes: Pieces = (),
     ) -> T:
         """Record a call as a node, and return its value.
 
@@ -248,6 +249,8 @@ class Lanes:
             Returns, for the value, the other memory that the call wrote. The call's allocations are known.
         what : tuple
             See `CallSignature`.
+        assumed_writes : sequence of Piece
+            Other memory that the call may overwrite.
 
         Raises
         ------
@@ -256,7 +259,8 @@ class Lanes:
         OwnershipError
             In a finalizer that found its thread in the middle of the books.
         """
-        opened = self._begin(CallSignature(name, sizes_of(writes), place_of_call(), what), reads, writes, keep)
+        signature = CallSignature(name, sizes_of(writes), place_of_call(), what)
+        opened = self._begin(signature, reads, (*writes, *assumed_writes), keep)
         try:
             result = call(opened[1].show())
             written = [] if new is None else [*new(result)]

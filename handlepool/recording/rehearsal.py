@@ -121,6 +121,7 @@ class Rehearsal:
         new: Callable[[T], Iterable[Piece | Token]] | None = None,
         *,
         what: tuple[object, ...] = (),
+        assumed_writes: Pieces = (),
     ) -> T:
         """Make a call where it would be made without lanes."""
         self.calls.append(CallSignature(name, sizes_of(writes), place_of_call(), what))

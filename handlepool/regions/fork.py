@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 from handlepool._util.arguments import TO_RUN, check_ran
 from handlepool._util.names import name_of
-from handlepool._util.reachable import leaves
+from handlepool._util.reachable import Opaque, leaves
 from handlepool.errors import ArgumentError, OwnershipError, PoolClosedError
 from handlepool.order.accesses import Operands
 from handlepool.order.books import open_order
+from handlepool.order.measured import awaited, read_answers
 from handlepool.order.operation import Operation, OperationCall, operation_of
 from handlepool.order.plain_calls import PlainCall
 from handlepool.order.reached import Reached, arrays_among
@@ -110,9 +111,9 @@ class Fork:
 
         The branch starts after everything that the caller's stream has been given by now, after the branches whose outputs it
         reads, and after those that read or write what it overwrites. Memory decides, so views count. A plain function reads the
-        arrays in its arguments, defaults and closure, and in the attributes of objects among these, ``self`` too; globals, deeper
-        attributes and raw pointers are not seen. What it writes in place is said by
-        `handlepool.operation`, or guessed from what it returns.
+        arrays in its arguments, defaults and closure, and in the attributes of objects among these, ``self`` too, two attributes
+        deep. Globals, deeper attributes and raw pointers are not seen. `handlepool.operation` declares writes in place. Those of
+        another function are measured at its first call, which is ordered as if it wrote all that it was given.
 
         A branch that follows the last one of a state runs there. The others take the states in turn, and two on one state run one
         after the other. Where every side slot of the device is out, the branch runs on the caller's stream, with the same result.
@@ -214,9 +215,17 @@ class Fork:
             return run_on(pool, stream, ordinal, inside, *run)
         outer = order.enter_branch(order.tracks[slot.pointer])
         ended: tuple[T] | None = None
+        plain = call if leases.slots and isinstance(call, PlainCall) and call.measurable else None
         try:
-            ended = (run_on(pool, stream, ordinal, inside, *run),)
+            if plain is not None:
+                plain.begin(pool, slot.pointer)
+            value: T = run_on(pool, stream, ordinal, inside, *run)
+            if plain is not None and plain.measurement is not None:
+                plain.returned(value, region.allocated[known:])
+            ended = (value,)
         finally:
+            if plain is not None and ended is None:
+                plain.raised()
             # Where no state was left, the region's allocator was not in place.
             seen = bool(leases.slots) or self._inherited
             order.end_branch(outer, call, region.allocated[known:] if seen or ended is None else None, ended)
@@ -264,9 +273,10 @@ class Fork:
         if order is not None:
             home = order.tracks.get(self._pointer) or Track(self._pointer)
             reached = [*leaves(*map(_with_arrays, arrays), calls=True)]
+            opaque = Opaque in map(type, reached)
             pieces = [memory for _, memory in arrays_among(driver, reached) if memory[1] > memory[0]]
             with order:
-                order.follow(home, order.conflicts(pieces, ()))
+                order.follow(home, order.all_calls() if opaque else order.conflicts(pieces, ()))
             current = driver.current_stream(self._ordinal).ptr
             if current != self._pointer:
                 self._pool.device(self._ordinal).edges.order(self._pointer, current)
@@ -426,8 +436,11 @@ class Fork:
                 join.fail()
                 defer(join.settle)
             raise
-        if self._inherited and error is None:
-            leases.check_in_time()
+        if error is None:
+            if self._inherited:
+                leases.check_in_time()
+            if awaited.answers:
+                read_answers()
 
     def __del__(self, _defer: Callable[[Any], None] = defer, _join: type[Join] = Join) -> None:
         # Nobody left it: its thread ended inside, or an interrupt came while it was left.

@@ -5,6 +5,7 @@ import queue
 import threading
 import weakref
 
+from harness import measuring
 from harness.accounts import (
     RESTORES,
     Accounts,
@@ -15,7 +16,7 @@ from harness.accounts import (
     streams_of_books,
     waiting,
 )
-from harness.insides import abandoned, finish_queues, known_writes, scratch_of, squeeze, stream_of, take_memory
+from harness.insides import abandoned, finish_queues, scratch_of, squeeze, stream_of, take_memory
 from harness.process import set_default
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -109,7 +110,7 @@ class Lifetimes(Forks):
         side_streams.MOST_SIDE_SLOTS = sides
         for left in (context.active, deferred.deferred, abandoned(), branch_regions):  # by an example that failed
             left.clear()
-        known_writes().clear()  # of a function's first call more is ordered
+        measuring.forget()  # of a function's first call more is ordered
         self.driver = Driver(devices=DEVICES, scheduler="adversarial", seed=schedule, memory=MEMORY, check_order=True)
         self.options = {"idle_limit": idle, "scratch_limit": limit}
         self.actors = [Actor(), Actor()]

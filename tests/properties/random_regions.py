@@ -23,7 +23,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from harness.insides import known_writes
+from harness import measuring
 from harness.region_cases import Case
 from harness.region_maker import make_case
 from harness.region_shrink import shrunk, told
@@ -96,7 +96,7 @@ class Judge:
         for free in FREE:
             summary.runs += 1
             if free == FREE[-1]:
-                known_writes().clear()  # so that functions are new again, each after others
+                measuring.forget()  # so that functions are new again, each after others
             try:
                 outcome = self.world(free).run(case)
                 complaint = outcome.differs(expected) or self.world(free).left_behind()

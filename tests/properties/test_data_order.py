@@ -64,6 +64,7 @@ def needed_somewhere(seeds):
 
 
 @pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.unmeasured
 def test_g17_every_wait_that_is_needed_is_one_whose_loss_is_found():
     found = 0
     for world, case, waits in needed_somewhere(range(8)):

@@ -353,7 +353,11 @@ class Held:
     """An object of which nothing is seen."""
 
     def __init__(self, y):
-        self.y = y
+        self.box = SimpleNamespace(y=y)
+
+    @property
+    def y(self):
+        return self.box.y
 
 
 def test_blocks_within_others_are_parts_of_these():

@@ -142,6 +142,7 @@ def test_g17_wait_for_what_no_branch_made_returns_at_once(world):
         assert not world.driver.calls["wait_event"] + world.driver.calls["record_event"]
 
 
+@pytest.mark.unmeasured
 def test_g17_wait_waits_for_the_writers_alone(world):
     """A reader, and a branch of other arrays, are not waited for: their streams stay held back."""
     driver = world.driver

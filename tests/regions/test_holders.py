@@ -6,6 +6,7 @@ import contextvars
 import functools
 import gc
 import itertools
+import os
 import queue
 import random
 import re
@@ -172,6 +173,7 @@ def test_g17_an_operation_that_mutates_a_dictionary_writes_the_arrays_of_its_key
     assert {*over_seeds(mutates_keys)} == {11}
 
 
+@pytest.mark.unmeasured
 def test_g17_control_where_keys_are_left_out(monkeypatch):
     monkeypatch.setattr(operation_module, "leaves", lambda *values, keys=False, **options: leaves(*values, **options))
     assert {*over_seeds(mutates_keys, control=True)} != {11}
@@ -257,6 +259,16 @@ def run_structure(number, *, apart):
 def test_g17_any_structure_is_ordered_and_one_of_other_arrays_overlaps(part):
     for number in range(part * 50, part * 50 + 50):
         assert run_structure(number, apart=True) == (11, True), number
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a branch waits since")
+def test_g17_many_structures_are_ordered_and_those_of_other_arrays_overlap():
+    """HANDLEPOOL_TEST_COUNT says how many."""
+    count = int(os.environ.get("HANDLEPOOL_TEST_COUNT", "2000"))
+    found = [run_structure(300 + number, apart=True) for number in range(count)]
+    assert {value for value, _ in found} == {11}
+    assert sum(apart for _, apart in found) >= 0.95 * count
 
 
 @pytest.mark.filterwarnings("ignore:a branch waits since")

@@ -63,6 +63,7 @@ def test_g17_a_branch_comes_after_what_it_writes_in_place_was_made_and_before_wh
     assert {*over_seeds(lambda scene: chain(scene, multiplying))} == {(35, 31)}
 
 
+@pytest.mark.unmeasured
 def test_g17_control_what_is_not_declared_is_not_ordered():
     assert {*over_seeds(lambda scene: chain(scene, lying), control=True)} != {(35, 31)}
 
@@ -103,6 +104,7 @@ def test_g17_who_mutates_an_object_mutates_the_arrays_in_its_attributes():
     assert {*over_seeds(lambda scene: in_turn(scene, Whole))} == {(10, 110)}
 
 
+@pytest.mark.unmeasured
 def test_g17_control_where_the_object_is_a_token_alone(monkeypatch):
     monkeypatch.setattr(operation_module, "pieces_of", lambda driver, *values, calls=False: [])
     assert {*over_seeds(lambda scene: in_turn(scene, Whole), control=True)} != {(10, 110)}
@@ -119,6 +121,7 @@ def test_g17_a_bound_method_may_be_mapped():
     assert {*over_seeds(bound)} == {36}
 
 
+@pytest.mark.unmeasured
 def test_g17_control_a_method_that_declares_nothing_of_its_state_is_not_ordered():
     undeclared = handlepool.operation(Total.add.function, mutates=())
     assert {*over_seeds(lambda scene: methods(scene, undeclared), control=True)} != {(36, 36)}
@@ -178,6 +181,7 @@ def waits(scene, function):
 
 
 @pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.unmeasured
 def test_g7_operations_that_only_read_an_array_run_beside_each_other_and_plain_kernels_do_not(make_driver):
     def look(scene, y):
         scene.driver.enqueue(scene.driver.current_stream().ptr, lambda x: None, reads=[y])
@@ -286,6 +290,7 @@ def test_g17_in_a_branch_it_waits_where_it_is_called():
     assert {*over_seeds(lambda scene: in_branches(scene, multiplying))} == {(30, 31)}
 
 
+@pytest.mark.unmeasured
 def test_g17_control_in_a_branch_plain_code_does_not():
     assert {*over_seeds(lambda scene: in_branches(scene, times), control=True)} != {(30, 31)}
 
@@ -382,6 +387,7 @@ def checked():
         yield scene
 
 
+@pytest.mark.unmeasured
 def test_with_checks_a_branch_that_writes_what_was_not_declared_is_an_error(checked):
     scene = checked
     y = scene.array(1)
@@ -445,6 +451,7 @@ def told_inside(scene, y, way):
 @pytest.mark.filterwarnings("ignore:a branch waits since times")
 @pytest.mark.parametrize("way", ["an operation", "a graph function", "a fork of its own"])
 @pytest.mark.parametrize("slots", [MOST_SIDE_SLOTS, 1, 0])
+@pytest.mark.unmeasured
 def test_with_checks_a_plain_function_may_overwrite_an_argument_by_what_is_ordered_itself(way, slots):
     with Scene(HostDriver(), check=True) as scene:
         sides = scene.pool.internals.device(0).sides
@@ -476,6 +483,7 @@ def test_with_checks_a_counter_of_numpys_in_an_object_may_change(checked):
     assert (checked.read(y), counter.count[0]) == (2, 3)
 
 
+@pytest.mark.unmeasured
 def test_with_checks_what_an_inner_fork_wrote_before_excuses_nobody(checked):
     scene = checked
     y = scene.array(1)
@@ -599,6 +607,7 @@ def test_g17_a_branch_waits_for_who_made_a_tensor_however_that_left_its_branch(s
             assert scene.driver.calls["wait_event"] - before == waits
 
 
+@pytest.mark.unmeasured
 def test_g17_a_tensor_that_was_written_beside_its_reader_and_not_declared_is_an_error(scene, ones):
     t = ones(4)
     with pytest.raises(ContractError, match=r"in_place wrote argument t, which it did not declare and which a branch "):
@@ -612,6 +621,7 @@ def test_g17_a_tensor_that_was_written_beside_its_reader_and_not_declared_is_an_
     assert works(scene)
 
 
+@pytest.mark.unmeasured
 def test_g17_a_tensor_that_was_written_and_not_declared_is_an_error_where_it_is_recorded_on_lanes(scene, ones):
     t, x = ones(4), scene.array(1)
 

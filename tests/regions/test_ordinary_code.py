@@ -36,6 +36,7 @@ def test_ordinary_code_gives_numpys_values_and_is_in_order(name):
 
 
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.unmeasured
 def test_control_ordinary_code_without_its_order_is_caught(name, monkeypatch):
     driver = HostDriver(scheduler="adversarial", seed=0, check_order=True)
 

@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from harness import measuring
 from harness.insides import known_writes
 from harness.scenes import BranchError, Scene, over_seeds
 
@@ -70,12 +71,14 @@ def test_g17_the_first_call_of_a_function_waits_for_readers_of_what_it_may_write
     assert {*over_seeds(scenario)} == {(10, 2)}
 
 
+@pytest.mark.unmeasured
 def test_g17_control_a_function_that_is_taken_to_write_nothing_does_not(monkeypatch):
     monkeypatch.setattr(plain_calls, "_may_write", Pure())
     monkeypatch.setattr(DataOrder, "waits_for_all", lambda *_: True)  # or it is an error that this was found too late
     assert {*over_seeds(lambda scene: read_and_overwritten(scene, tenfold), control=True)} != {(10, 2)}
 
 
+@pytest.mark.unmeasured
 def test_g7_a_function_that_returned_new_arrays_waits_for_no_other_reader_from_its_second_call_on(scene):
     x = scene.array(1)
     ordered = []
@@ -94,6 +97,7 @@ def test_a_lambda_is_known_again_by_its_code_and_by_the_functions_that_it_was_gi
         with scene.states.fork() as fork:
             guessed = bool(PlainCall(scene.driver, function, (scene, x, *args), {}).assumed_writes)
             fork.run(function, scene, x, *args)
+        measuring.settle(scene)
         return guessed
 
     assert [is_guessed(lambda scene, x: scene.plus(x, 1)) for _ in range(3)] == [True, False, False]
@@ -144,6 +148,7 @@ def test_g17_one_that_raises_for_once_may_have_written_what_it_was_given():
     assert {*over_seeds(raised_for_once)} == {11}
 
 
+@pytest.mark.unmeasured
 def test_g17_control_one_that_raises_and_is_taken_to_have_read_alone_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(PlainCall, "failed", lambda *_: ([], []))
     assert {*over_seeds(raised, control=True)} != {11}
@@ -289,8 +294,9 @@ def test_g17_whatever_kind_of_object_it_is(kind):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.unmeasured
 def test_g17_control_where_objects_are_not_looked_into(way, monkeypatch):
-    monkeypatch.setattr("handlepool.order.reached.attributes", lambda *_: [])
+    monkeypatch.setattr("handlepool.order.reached.attribute_leaves", lambda _: [])
     assert {*over_seeds(lambda scene: reads_an_attribute(scene, way), control=True)} != {11}
 
 
@@ -513,7 +519,7 @@ def test_a_long_container_of_numbers_or_text_is_not_walked(container):
     holder = Holder(None, container)
     assert len([*leaves(lambda: holder, calls=True)]) < 10
     holder.h = [holder, *container]
-    assert len([*leaves(lambda: holder, calls=True)]) > len(MANY)
+    assert type([*leaves(lambda: holder, calls=True)][-1]) is reachable.Opaque
 
 
 @pytest.mark.parametrize("value", [np.ones(3), HandlePool, np, 7, "a"])
@@ -639,6 +645,7 @@ def test_g17_what_was_there_before_and_is_given_back_is_overwritten_after_all_wh
 
 
 @pytest.mark.parametrize("used", [None, "result"])
+@pytest.mark.unmeasured
 def test_g17_control_whoever_only_notes_that_forgets_the_readers(used, monkeypatch):
     conflicts = DataOrder.conflicts
     monkeypatch.setattr(DataOrder, "conflicts", lambda order, reads, writes: conflicts(order, reads, writes) if reads else {})
@@ -650,6 +657,7 @@ def numbered(scene, y, number):
     return new(scene, y) if number == 0 else tenfold(scene, y)
 
 
+@pytest.mark.unmeasured
 def test_a_function_that_writes_in_place_for_once_is_warned_of_where_another_branch_reads_that(make_driver):
     with Scene(make_driver(check_order=False)) as scene, scene.states.fork() as fork:  # which would find it first
         y = scene.array(1)
@@ -809,6 +817,7 @@ def test_g17_what_a_function_does_says_nothing_of_calls_with_more_arguments(make
             assert (y.get() == 10).all(), seed
 
 
+@pytest.mark.unmeasured
 def test_g17_control_where_all_of_them_are_one_function_a_branch_does_not_wait(make_pool, monkeypatch, make_default):
     monkeypatch.setattr(plain_calls, "_codes", lambda values: ())
     monkeypatch.setattr(DataOrder, "waits_for_all", lambda *_: True)

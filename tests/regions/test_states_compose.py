@@ -100,6 +100,7 @@ def test_g15_a_region_inside_a_region_is_ordered(scenario, expected):
 
 @pytest.mark.parametrize("make", [without_starts, without_joins])
 @pytest.mark.parametrize(("scenario", "expected"), NESTED, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.unmeasured
 def test_g15_control_a_region_inside_a_region_without_waits(scenario, expected, make):
     assert any(result != expected for result in over_seeds(scenario, make=make))
 
@@ -214,6 +215,7 @@ def test_g8_work_of_a_branch_on_another_stream_has_memory_of_that_stream(run, wo
 
 
 @pytest.mark.parametrize("work", WORKS)
+@pytest.mark.unmeasured
 def test_g8_control_memory_of_the_outer_regions_is_handed_on_while_that_stream_uses_it(monkeypatch, work):
     monkeypatch.setattr("handlepool.regions.fork.inherited", lambda *_: context.thread.region)
     monkeypatch.setattr("handlepool.regions.memory._allocator_of", lambda _: context.thread.region.allocator)

@@ -1,8 +1,8 @@
 """The driver for NVIDIA GPUs: CuPy, nvidia-cudnn-frontend and, for what CuPy lacks, ``cuda.bindings.driver``.
 
-With `executable`, `kernel_executable`, `fast_launch`, `early`, `capture` and `shared`, the only module that imports CuPy or
-launches with cuDNN's binding. The runtime half of cuda-bindings is never used: it needs a driver as new as itself. cuDNN's rule
-for threads is that a handle is used by one thread at a time; who keeps it is the pool.
+With `executable`, `kernel_executable`, `sums`, `fast_launch`, `early`, `capture` and `shared`, the only module that imports CuPy
+or launches with cuDNN's binding. The runtime half of cuda-bindings is never used: it needs a driver as new as itself. cuDNN's
+rule for threads is that a handle is used by one thread at a time; who keeps it is the pool.
 """
 
 import inspect
@@ -28,6 +28,7 @@ from handlepool.drivers.cuda import early, failures, fast_launch, planning, shar
 from handlepool.drivers.cuda.edges import Dependencies, libcuda, with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
+from handlepool.drivers.cuda.sums import CudaSums
 from handlepool.drivers.cuda.throwaway import ThrowawayCapture
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.executable import Copy, SavedPlan
@@ -427,6 +428,10 @@ class CudaDriver:
     def page_locked(self, values: np.ndarray[Any, Any]) -> bool:
         found = runtime.pointerGetAttributes(values.__array_interface__["data"][0])
         return bool(found.type == runtime.memoryTypeHost)
+
+    def checksums(self, arrays: Sequence[cupy.ndarray], pointer: int) -> CudaSums:
+        device = self.current_device()
+        return CudaSums(arrays, pointer, self._edges.get(device) or self._edges.setdefault(device, Events(self)))
 
     def array_device(self, array: cupy.ndarray) -> int:
         return int(array.data.device_id)

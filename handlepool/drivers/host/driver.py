@@ -25,7 +25,9 @@ from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.host.graphs import RecordedGraph, RecordingMemory
 from handlepool.drivers.host.limit import ADVICE, limit
 from handlepool.drivers.host.memory import Memory, Owner, RegionAllocator
+from handlepool.drivers.host.race_checker import Access
 from handlepool.drivers.host.streams import Device, Event, Latch, Stream, StreamTable
+from handlepool.drivers.host.sums import HostSums
 from handlepool.drivers.host.testing import Controls
 from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.operands import check_operands, operand_name
@@ -462,6 +464,20 @@ class HostDriver(Controls):
         host = np.empty_like(raw_view(array)[0])
         self._enqueue(self._streams.resolve(pointer), np.copyto, (host,), (array,), "copy to the host")
         return host
+
+    def checksums(self, arrays: Sequence[Array], pointer: int) -> HostSums:
+        self._note("checksums")
+        self._forbid("checksums")
+        queue = self._streams.resolve(pointer)
+        self._streams.captures.refuse(queue, "checksums")
+        views = [raw_view(array) for array in arrays]
+        sums = HostSums(partial(self._streams.wait_on_host, purpose="checksums"))
+        raw = [view for view, _ in views]
+        # Memory that is freed waits for these reads, and their order is not checked.
+        reads = [Access(block, view, False, checked=False) for view, block in views if block is not None]
+        self._streams.give(queue, lambda: sums.compute(*raw), reads, "checksums")
+        sums.queued(queue.tail)
+        return sums
 
     def _check_run(self, target: Array, source: Array, call: str) -> None:
         """Refuse what a GPU would copy wrongly: it copies as many bytes, whatever lies there."""

@@ -31,14 +31,21 @@ Clock = dict[int, int]
 
 
 class Access:
-    """What an operation does to a part of a block."""
+    """What an operation does to a part of a block.
 
-    __slots__ = ("block", "view", "writes")
+    Attributes
+    ----------
+    checked : bool
+        Whether the order of the access is checked. That of a checksum is not: nothing depends on the values that it reads.
+    """
 
-    def __init__(self, block: Any, view: Array, writes: bool) -> None:
+    __slots__ = ("block", "checked", "view", "writes")
+
+    def __init__(self, block: Any, view: Array, writes: bool, *, checked: bool = True) -> None:
         self.block = block
         self.view = view
         self.writes = writes
+        self.checked = checked
 
     def meets(self, other: "Access") -> bool:
         """Whether the two may not run beside each other."""
@@ -124,7 +131,7 @@ class Order:
             if operation.accesses:
                 where = f"{where}, at {place_of_call()}"
             for access in operation.accesses:
-                if access.view.size:
+                if access.view.size and access.checked:
                     self._accessed(Past(access, operation.label or "an operation", where, component, moment), access.block, clock)
             operation.clock = clock
 

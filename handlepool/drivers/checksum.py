@@ -1,0 +1,106 @@
+"""Checksums of arrays' bits: two of one array differ where a bit of it changed in between, except by a chance of 1 in 2^64.
+
+Each driver computes them on a stream (`Driver.checksums`). An array is read as words, each of which is mixed with its place. The
+checksum is the sum of all. The mixing loses nothing, so a change inside of one word always changes the sum.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from handlepool.tensors.layout import bytes_at, span
+
+STEP = 0x9E3779B97F4A7C15
+"""From one place to the next, as in splitmix64, whose mixing this is."""
+FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_AT_ONCE = 1 << 18
+"""Words that NumPy mixes at once, so that its temporary arrays stay small."""
+
+
+class Sums(Protocol):
+    """Checksums that a stream computes. Whoever has asked for them keeps them until they are ready."""
+
+    def ready(self) -> bool:
+        """Whether the stream has come so far; called inside `Driver.relaxed`."""
+
+    def wait(self) -> None:
+        """Wait on the host until the stream has come so far; called inside `Driver.relaxed`."""
+
+    def values(self) -> list[int] | None:
+        """Return a checksum for each array, once they are ready; None where they could not be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """An array's memory as words.
+
+    Attributes
+    ----------
+    start : int
+        Address of the first word.
+    size : int
+        Bytes of a word: 1, 2, 4 or 8.
+    axes : tuple of (int, int)
+        How many words there are along each axis, and the bytes from one to the next; the innermost first. Words follow each
+        other along the first axis, and there are fewer axes than the array has where its memory allows that.
+    """
+
+    start: int
+    size: int
+    axes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> "Words":
+        """Return the words of an array, whose first element is at an address; strides in bytes, of any sign."""
+        if 0 in shape or not itemsize:
+            return cls(address, 1, ((0, 1),))
+        start, _ = span(address, shape, strides, itemsize)
+        # Where the stride is 0, all elements along the axis are one.
+        steps = sorted((abs(step), extent) for extent, step in zip(shape, strides, strict=True) if extent > 1 and step)
+        axes = [(itemsize, 1)]
+        for step, extent in steps:
+            count, inner = axes[-1]
+            if step == count * inner:
+                axes[-1] = count * extent, inner
+            else:
+                axes.append((extent, step))
+        (run, _), *outer = axes
+        size = math.gcd(8, start, run, *(step for _, step in outer))
+        return cls(start, size, ((run // size, size), *outer))
+
+    @property
+    def count(self) -> int:
+        """Words in all."""
+        return math.prod(extent for extent, _ in self.axes)
+
+    def as_numpy(self) -> np.ndarray[Any, Any]:
+        """Return the words of memory of the host's; the last axis is the innermost."""
+        shape, strides = (tuple(axis[place] for axis in self.axes[::-1]) for place in (0, 1))
+        if 0 in shape:
+            return np.empty(shape, f"u{self.size}")
+        start, stop = span(self.start, shape, strides, self.size)
+        return np.ndarray(shape, f"u{self.size}", bytes_at(start, stop, None), 0, strides)
+
+
+def of_host(array: np.ndarray[Any, Any]) -> int:
+    """Return the checksum of an array in the host's memory."""
+    address = array.__array_interface__["data"][0]
+    return fold(Words.of(address, array.shape, array.strides, array.itemsize).as_numpy())
+
+
+def fold(words: np.ndarray[Any, Any]) -> int:
+    """Return the sum of words that are mixed with their places."""
+    flat, total = words.reshape(-1), 0
+    for first in range(0, len(flat), _AT_ONCE):
+        part = flat[first : first + _AT_ONCE].astype(np.uint64)
+        places = np.arange(first + 1, first + 1 + len(part), dtype=np.uint64)
+        total += int(_mixed(part + places * np.uint64(STEP)).sum(dtype=np.uint64))
+    return total % (1 << 64)
+
+
+def _mixed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(FACTORS[0])
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(FACTORS[1])
+    return values ^ (values >> np.uint64(31))

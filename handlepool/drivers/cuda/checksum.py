@@ -1,0 +1,44 @@
+"""Checksums on a GPU: the argument of the kernel in ``checksum.cu``. Needs no CUDA."""
+
+from array import array as buffer
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from handlepool.drivers.checksum import Words
+
+THREADS = 256
+"""Of a block."""
+MOST_BLOCKS = 256
+"""For each array."""
+MOST_ARRAYS = 12
+"""Of one launch, whose argument has less than the 4 KiB that CUDA takes on every GPU."""
+MOST_AXES = 16
+MACROS = {"THREADS": THREADS, "MOST_ARRAYS": MOST_ARRAYS, "MOST_AXES": MOST_AXES}
+
+
+@cache
+def source() -> str:
+    """Return the kernel's source."""
+    return (Path(__file__).parent / "checksum.cu").read_text(encoding="utf-8")
+
+
+def arguments(words: Sequence[Words], sums: int) -> tuple["buffer[int]", tuple[int, int]]:
+    """Return a launch's argument, and its blocks, for arrays whose sums are to be written to an address.
+
+    Raises
+    ------
+    ValueError
+        For an array with more than `MOST_AXES` axes that cannot be joined.
+    """
+    values = [sums]
+    for each in words:
+        rank = len(each.axes)
+        if rank > MOST_AXES:
+            raise ValueError(f"an array has {rank} axes that cannot be joined, and a checksum takes {MOST_AXES}")
+        none = [0] * (MOST_AXES - rank)
+        values += [each.start, each.size, each.count, rank]
+        values += [*(extent for extent, _ in each.axes), *none, *(step for _, step in each.axes), *none]
+    values += [0] * ((MOST_ARRAYS - len(words)) * (4 + 2 * MOST_AXES))
+    most = max(each.count for each in words)
+    return buffer("Q", values), (min(max(-(-most // THREADS), 1), MOST_BLOCKS), len(words))

@@ -1,0 +1,114 @@
+"""Launches the checksum kernel, and reads its sums."""
+
+import os
+from array import array as buffer
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from handlepool.drivers.checksum import Words
+from handlepool.drivers.cuda.checksum import MACROS, MOST_ARRAYS, MOST_BLOCKS, THREADS, arguments, source
+from handlepool.drivers.cuda.early import immortal
+from handlepool.drivers.event_pool import Events
+
+_functions: dict[int, int] = {}
+"""The kernel of each device. Kernels live as long as the process: a destructor would call CUDA (guarantee 10)."""
+_under_way: deque["CudaSums"] = deque()
+"""Sums that streams may still write: whoever has asked for them may drop them before. Appends and pops are atomic."""
+
+
+class CudaSums:
+    """See `handlepool.drivers.checksum.Sums`. The kernel writes to page-locked memory, so no copy to the host is needed.
+
+    Parameters
+    ----------
+    arrays : sequence of cupy.ndarray
+        On the current device.
+    pointer : int
+        The stream, which is not being captured.
+    events : Events
+        Of the current device.
+    """
+
+    def __init__(self, arrays: Sequence[Any], pointer: int, events: Events) -> None:
+        words = [Words.of(array.data.ptr, array.shape, array.strides, array.itemsize) for array in arrays]
+        self._memory: Any = cupy.cuda.alloc_pinned_memory(8 * MOST_BLOCKS * len(words))
+        self._events = events
+        self._parts: list[tuple[int, int]] = []
+        launches, first = [], 0
+        for place in range(0, len(words), MOST_ARRAYS):
+            argument, grid = arguments(words[place : place + MOST_ARRAYS], self._memory.ptr + 8 * first)
+            launches.append((argument, grid))
+            across, down = grid
+            self._parts += [(first + across * each, across) for each in range(down)]
+            first += across * down
+        function = _function()
+        _forget_written()
+        # The event says when the host may read, and when the page-locked memory may be given to others.
+        self._event: Any = events.take()
+        _under_way.append(self)
+        for argument, (across, down) in launches:
+            places = buffer("Q", (argument.buffer_info()[0],))
+            cupy.cuda.driver.launchKernel(function, across, down, 1, THREADS, 1, 1, 0, pointer, places.buffer_info()[0], 0)
+        runtime.eventRecord(self._event, pointer)
+
+    def ready(self) -> bool:
+        """As the protocol says."""
+        if self._event is not None and runtime.eventQuery(self._event) == 0:
+            self._passed()
+        return self._event is None
+
+    def wait(self) -> None:
+        """As the protocol says."""
+        if self._event is not None:
+            runtime.eventSynchronize(self._event)
+            self._passed()
+
+    def _passed(self) -> None:
+        event, self._event = self._event, None
+        # Another thread may have put the event back in between.
+        if event is not None:
+            self._events.put(event)
+
+    def values(self) -> list[int]:
+        """As the protocol says."""
+        sums = np.frombuffer(self._memory, np.uint64, sum(count for _, count in self._parts))
+        return [int(sums[first : first + count].sum(dtype=np.uint64)) for first, count in self._parts]
+
+
+def _forget_written() -> None:
+    """Let go of sums that their streams have written, up to the first that is not."""
+    while _under_way:
+        try:
+            sums = _under_way.popleft()
+        except IndexError:
+            # Another thread has just taken the last one.
+            return
+        if not sums.ready():
+            _under_way.append(sums)
+            return
+
+
+def _after_fork() -> None:
+    """Let a forked child end nothing of its parent's (guarantee 13)."""
+    _inherited.append([*_under_way])
+    _under_way.clear()
+
+
+_inherited: list[object] = []
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _function() -> int:
+    """Return the current device's kernel, compiled and loaded where it is not."""
+    device = runtime.getDevice()
+    pointer = _functions.get(device)
+    if pointer is None:
+        options = ("--std=c++17", *(f"-D{name}={value}" for name, value in MACROS.items()))
+        module = cupy.RawModule(code=source(), options=options)
+        pointer = _functions[device] = int(immortal(module.get_function("checksum").kernel).ptr)
+    return pointer

@@ -1,0 +1,45 @@
+"""Checksums as one operation of a host stream."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from handlepool.drivers.checksum import of_host
+from handlepool.drivers.host.scheduler import Operation
+
+
+class HostSums:
+    """See `handlepool.drivers.checksum.Sums`.
+
+    Parameters
+    ----------
+    wait : callable
+        Waits on the host for an operation.
+    """
+
+    def __init__(self, wait: Callable[[Operation], None]) -> None:
+        self._wait = wait
+        self._values: list[int] | None = None
+        self._operation: Operation | None = None
+
+    def compute(self, *arrays: np.ndarray[Any, Any]) -> None:
+        """Compute the checksums, as the queued work."""
+        self._values = [of_host(array) for array in arrays]
+
+    def queued(self, operation: Operation) -> None:
+        """Take note of the operation that computes them."""
+        self._operation = operation
+
+    def ready(self) -> bool:
+        """As the protocol says. Neither makes queued work run, nor counts as a wait of the host, in the check of the order."""
+        return self._operation is not None and self._operation.done
+
+    def wait(self) -> None:
+        """As the protocol says."""
+        if self._operation is not None:
+            self._wait(self._operation)
+
+    def values(self) -> list[int] | None:
+        """As the protocol says."""
+        return self._values

@@ -1,0 +1,44 @@
+"""Names, for messages, of the arrays that a call is given."""
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+from handlepool._util.reachable import attributes, bound_call, content, leaves
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function and its arguments; the object of a bound method is not among these."""
+ADVICE = 'as with @handlepool.operation(mutates="x")'
+UNNAMED = "an array that it was given"
+
+
+def named_values(call: Call) -> dict[str, Any]:
+    """Return the values that a call can reach, by name: arguments, attributes of its object, and names of its closure."""
+    function, args, kwargs = call
+    try:
+        named = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        # The function does not tell its parameters.
+        named = {str(index): value for index, value in enumerate(args)} | kwargs
+    values = {f"argument {name}": value for name, value in named.items()}
+    bound = bound_call(function)
+    if isinstance(bound, MethodType):
+        owner = bound.__self__
+        values |= {f"self.{name}": value for name, value in getattr(owner, "__dict__", {}).items()}
+        if not isinstance(owner, type):
+            values |= {"self": attributes(owner)}
+        bound = bound.__func__
+    inner = inspect.unwrap(bound)
+    if isinstance(inner, FunctionType):
+        cells = zip(inner.__code__.co_freevars, map(content, inner.__closure__ or ()), strict=True)
+        values |= {f"{name} of its closure": value for name, value in cells}
+    return values
+
+
+def name_of_array(array: Any, call: Call) -> str:
+    """Return what messages call an array that a call was given."""
+    for name, value in named_values(call).items():
+        if any(leaf is array for leaf in leaves(value, calls=True)):
+            return name
+    return UNNAMED

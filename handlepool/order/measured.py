@@ -1,0 +1,358 @@
+"""What calls really write, measured (guarantee 17).
+
+A function may write arrays that it does not declare. So the bits of the arrays that its first call is given are compared: a
+checksum of each is computed on the call's stream before the call and after it, without copies, and without a wait of the host.
+Until the host sees that the stream has come so far, further calls of the function count as writing what they are given. Calls
+three and ten are measured again, since a first call may be special. A write of equal values is not seen.
+
+- A measurement that fails tells nothing, and the next call is measured.
+- Under a capture nothing is measured.
+- Arrays of other libraries, NumPy's, and arrays of other devices are not measured. For torch's tensors
+  `handlepool.order.undeclared` compares versions.
+- Calls inside a call, of graph functions, operations and branches, order their writes on their own. These are left out.
+"""
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+from handlepool._util.frames import frames_inside
+from handlepool._util.reachable import leaves
+from handlepool.drivers.checksum import Sums
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import LEGACY_STREAM
+from handlepool.errors import ContractError
+from handlepool.order.argument_names import ADVICE, UNNAMED, Call, named_values
+from handlepool.order.books import calls_so_far, written_since
+from handlepool.pool.context import UNSURE, process, tell, thread
+from handlepool.pool.deferred import abandon
+from handlepool.pool.internals import PoolInternals
+from handlepool.tensors.layout import Piece, Token, share
+
+AGAIN = (3, 10)
+"""Calls that are measured though an earlier one was."""
+LAST = AGAIN[-1]
+"""After so many calls of a known function no call is counted."""
+_MOST_KNOWN = 10_000
+
+
+class Writes:
+    """The undeclared writes of one function, as its measured calls have shown them.
+
+    Attributes
+    ----------
+    name : str
+        The function's.
+    calls : int
+        How many calls could have been measured.
+    known : bool
+        Whether a measurement has succeeded, or there was nothing to measure.
+    places : frozenset of str
+        Arguments, attributes and names of the closure that calls were found to write, as `named_values` names them.
+    pending : deque
+        Answers that have not been read.
+    """
+
+    __slots__ = ("_declared", "calls", "known", "name", "pending", "places")
+
+    def __init__(self, name: str, *, declared: bool) -> None:
+        self.name = name
+        self.known = False
+        self.places: frozenset[str] = frozenset()
+        self._declared = declared
+        self.calls = 0
+        # Appends and pops are atomic, so two threads that call the function at once take no answer twice.
+        self.pending: deque[_Answer] = deque()
+
+    @property
+    def settled(self) -> bool:
+        """Whether calls count as writing `places` alone, from now on."""
+        return self.known
+
+    @property
+    def due(self) -> bool:
+        """Whether to measure the next call."""
+        return (not self.known and not self.pending) or self.calls + 1 in AGAIN
+
+    def count(self) -> None:
+        """Count a call that could be measured."""
+        self.calls += 1
+
+    def expect(self, answer: "_Answer") -> None:
+        """Await an answer."""
+        self.pending.append(answer)
+        awaited.expect(self, answer)
+
+    def read(self) -> None:
+        """Read the answers that there are."""
+        found: set[str] = set()
+        while self.pending:
+            try:
+                answer = self.pending.popleft()
+            except IndexError:
+                # Another thread has just taken the last one.
+                break
+            if answer.given_up():
+                continue
+            if not answer.ready():
+                self.pending.appendleft(answer)
+                break
+            changed = answer.take()
+            if changed is not None:
+                found.update(changed)
+                self.known = self.known or answer.sure
+        if not found <= self.places:
+            self.places |= found
+            if not self._declared:
+                self._warn(sorted(found))
+
+    def check(self) -> None:
+        """Refuse a declared operation that was found to write more than it declares.
+
+        Raises
+        ------
+        ContractError
+        """
+        if self.places and self._declared:
+            raise ContractError(f"{self.name} wrote {min(self.places)}, which it did not declare: say what it writes, {ADVICE}")
+
+    def _warn(self, places: Sequence[str]) -> None:
+        warnings.warn(
+            f"{self.name} returned new arrays and wrote {places[0]} as well: from now on its branches are ordered as writers of "
+            f"{' and '.join(places)}. Say what it writes with @handlepool.operation(mutates=...)",
+            stacklevel=frames_inside(),
+        )
+
+
+class _Answer:
+    """The comparison of one call, which its stream will give.
+
+    Attributes
+    ----------
+    sure : bool
+        Whether the measurement saw all that the call may have written.
+    read : bool
+        Whether the function's `Writes` have taken the answer in.
+    """
+
+    __slots__ = ("_after", "_before", "_driver", "_names", "_process", "read", "sure")
+
+    def __init__(self, driver: Driver, before: Sums, after: Sums, names: Sequence[str | None], sure: bool) -> None:
+        self._driver = driver
+        self._before = before
+        self._after = after
+        # None for an array whose writes are ordered in another way.
+        self._names = names
+        self._process = process()
+        self.read = False
+        self.sure = sure
+
+    def given_up(self) -> bool:
+        """Give up an answer of the parent's process: a forked child touches nothing of its parent's (guarantee 13)."""
+        if self._process == process():
+            return False
+        abandon(self)
+        self.read = True
+        return True
+
+    def ready(self) -> bool:
+        """Whether the stream has come so far."""
+        with self._driver.relaxed():
+            return self._after.ready()
+
+    def wait(self) -> None:
+        """Wait on the host until the stream has come so far."""
+        if self._process == process():
+            with self._driver.relaxed():
+                self._after.wait()
+
+    def take(self) -> list[str] | None:
+        """Return the names of the arrays that have changed; None where the checksums could not be computed."""
+        self.read = True
+        one, other = self._before.values(), self._after.values()
+        if one is None or other is None:
+            return None
+        found = zip(self._names, one, other, strict=True)
+        return [name for name, before, after in found if name is not None and before != after]
+
+
+class Measurement:
+    """Compares the arrays of one call. Made by `begin`, where the call's stream waits for all that the call waits for."""
+
+    __slots__ = ("_arrays", "_before", "_outer", "_pointer", "_pool", "_since", "_told")
+
+    def __init__(self, pool: PoolInternals, pointer: int, arrays: Sequence[tuple[Any, Piece]], before: Sums) -> None:
+        self._pool, self._pointer = pool, pointer
+        self._arrays = arrays
+        self._before = before
+        self._since = calls_so_far(pool)
+        self._told: list[Any] = []
+        self._outer = tell(self._told)
+
+    def end(self, writes: Writes, call: Call) -> None:
+        """Compare, after the call has returned; the answer comes later."""
+        self.drop()
+        driver = self._pool.driver
+        told = [piece for piece in self._told if piece is not UNSURE and not isinstance(piece, Token)]
+        try:
+            names = [
+                None if self._is_known(memory, told) else name
+                for (_, memory), name in zip(self._arrays, self._names(call), strict=True)
+            ]
+            with driver.relaxed():
+                after = driver.checksums([array for array, _ in self._arrays], self._pointer)
+        except Exception:
+            # The call has succeeded. Its next one is measured.
+            return
+        # Books do not tell a write from one that is only assumed.
+        sure = self._since is None or UNSURE not in self._told
+        writes.expect(_Answer(driver, self._before, after, names, sure))
+
+    def drop(self) -> None:
+        """Compare nothing: the call has raised an error, or it counts as writing anyway."""
+        tell(self._outer)
+        if self._outer is not None:
+            self._outer.extend(self._told)
+
+    def _is_known(self, memory: Piece, told: Sequence[Piece]) -> bool:
+        """Whether calls inside the call told of writes to an array."""
+        if any(share(memory, each) for each in told):
+            return True
+        return self._since is not None and written_since(self._pool, memory, self._since)
+
+    def _names(self, call: Call) -> list[str]:
+        names: dict[int, str] = {}
+        for name, value in named_values(call).items():
+            for leaf in leaves(value, calls=True):
+                names.setdefault(id(leaf), name)
+        return [names.get(id(array), UNNAMED) for array, _ in self._arrays]
+
+
+def begin(
+    pool: PoolInternals, pointer: int, writes: Writes, arrays: Iterable[tuple[Any, Piece]], written: Sequence[Piece | Token]
+) -> Measurement | None:
+    """Begin to measure a call on a stream; None where that is not due, cannot be done, or there is nothing to measure.
+
+    Parameters
+    ----------
+    pool : PoolInternals
+    pointer : int
+        The stream, of the current device.
+    writes : Writes
+        Of the function.
+    arrays : iterable of (array, Piece)
+        What the call is given, which is kept until the stream has come so far.
+    written : sequence of Piece or Token
+        What it is known to write.
+    """
+    if thread.recording is not None:
+        return None
+    if not writes.due:
+        writes.count()
+        return None
+    driver = pool.driver
+    try:
+        if pointer != LEGACY_STREAM and driver.is_capturing(pointer):
+            return None
+        writes.count()
+        chosen = [*_measurable(pool, arrays, [piece for piece in written if not isinstance(piece, Token)])]
+        if not chosen:
+            writes.known = True
+            return None
+        with driver.relaxed():
+            before = driver.checksums([array for array, _ in chosen], pointer)
+    except Exception:
+        # Without memory for the sums, say. What is wrong with the GPU the call itself will meet.
+        return None
+    return Measurement(pool, pointer, chosen, before)
+
+
+def _measurable(
+    pool: PoolInternals, arrays: Iterable[tuple[Any, Piece]], written: Sequence[Piece]
+) -> Iterator[tuple[Any, Piece]]:
+    """Yield the driver's arrays of the current device that are not known to be written, each piece of memory once."""
+    driver, device = pool.driver, pool.current_device()
+    seen: set[Piece] = set()
+    for array, memory in arrays:
+        if memory[1] <= memory[0] or memory in seen or not isinstance(array, driver.array_types[0]):
+            continue
+        seen.add(memory)
+        if driver.array_device(array) == device and not any(share(memory, each) for each in written):
+            yield array, memory
+
+
+def wait_for_answers(since: int = 0) -> None:
+    """Wait on the host for the answers that this thread has asked for, and read them.
+
+    Parameters
+    ----------
+    since : int
+        A former `awaited.asked`: later answers alone count.
+
+    Raises
+    ------
+    ContractError
+        For an operation that was found to write more than it declares.
+    """
+    for number, _, answer in awaited.answers:
+        if number > since:
+            answer.wait()
+    read_answers(since)
+
+
+def read_answers(since: int = 0) -> None:
+    """Read those answers that the host can see; see `wait_for_answers`."""
+    waiting = awaited.take(since)
+    try:
+        for _, writes, _ in waiting:
+            writes.read()
+    finally:
+        awaited.answers.extend([each for each in waiting if not each[2].read])
+    for _, writes, answer in waiting:
+        if answer.read:
+            writes.check()
+
+
+def unsure() -> None:
+    """Tell a call around this one, which is measured, that this one is ordered as a writer before it is known to be one."""
+    if thread.told is not None:
+        thread.told.append(UNSURE)
+
+
+functions: dict[Hashable, Writes] = {}
+"""Plain functions, by code and structure of the arguments. `dict.setdefault` is atomic: two threads that call a function for the
+first time have one entry."""
+
+
+def writes_of(form: Hashable, name: str) -> Writes:
+    """Return what is known of a plain function."""
+    known = functions.get(form)
+    if known is None:
+        if len(functions) >= _MOST_KNOWN:
+            functions.clear()
+        known = functions.setdefault(form, Writes(name, declared=False))
+    return known
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.asked = 0
+        self.answers: list[tuple[int, Writes, _Answer]] = []
+
+    def expect(self, writes: Writes, answer: _Answer) -> None:
+        """Await an answer."""
+        self.asked += 1
+        self.answers.append((self.asked, writes, answer))
+
+    def take(self, since: int) -> list[tuple[int, Writes, _Answer]]:
+        """Take out the answers that were asked for since then."""
+        # An answer that a call of the function has read was reported there.
+        left = [each for each in self.answers if not each[2].read]
+        self.answers = [each for each in left if each[0] <= since]
+        return [each for each in left if each[0] > since]
+
+
+awaited = _Thread()
+"""Of the calling thread: the answers that it awaits, and how many it has asked for."""
