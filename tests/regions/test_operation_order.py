@@ -423,6 +423,7 @@ def test_with_checks_a_plain_function_that_returns_new_arrays_and_changes_an_arg
 
 
 @pytest.mark.filterwarnings("ignore:a branch waits since times")
+@pytest.mark.filterwarnings("ignore:new_and_in_place returned new arrays")
 def test_control_a_plain_function_that_returns_nothing_may_change_its_arguments_and_without_checks_any_may(checked, make_driver):
     y = checked.array(1)
     with checked.states.fork() as fork:
