@@ -31,9 +31,9 @@ at_once.allocate = lambda count: [()] * count  # type: ignore[attr-defined]
 class Empty:
     """A branch that begins as a graph function's does, and has nothing to launch."""
 
-    def launch(self, pool: Any, begin: Any, args: Any, kwargs: Any) -> None:
+    def launch(self, branch: Any, args: Any, kwargs: Any) -> None:
         """How a fork launches it."""
-        at_once(begin, args, None)
+        at_once(branch.begin, args, None)
 
 
 def bare_events(driver: Any, stream: Any, count: int, names: dict[str, Any]) -> str:
@@ -59,9 +59,9 @@ def main() -> int:
         import numpy as np
 
         from handlepool import ParallelStates
-        from handlepool.pool.context import launchers
+        from handlepool.pool.context import LAUNCHES
 
-        launchers[Empty] = Empty.launch, None
+        setattr(Empty, LAUNCHES, Empty.launch)
         driver = pool.driver
         rng = np.random.default_rng(0)
         x, w, y = shape.image(driver, rng), shape.filter(driver, rng), shape.output(driver)

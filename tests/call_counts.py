@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness.graphs import convolution as conv
+from harness.process import as_default
 
 import handlepool
 from handlepool import HandlePool, ParallelStates
@@ -163,8 +164,7 @@ def count_recorded(pool, x, w, program) -> dict[str, tuple[int, int]]:
 
 def count_all() -> dict[str, tuple[int, int]]:
     """On the host driver."""
-    with HandlePool(driver=HostDriver(devices=1)) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=HostDriver(devices=1)) as pool, as_default(pool):
         driver = pool.driver
         x, w = (driver.asarray(np.ones(shape, np.float32)) for shape in SHAPES)
         with driver.create_stream():
@@ -210,8 +210,7 @@ def count_cuda() -> dict[str, tuple[int, int]]:
         def recording_memory(self):
             return SimpleNamespace(allocator=None, nbytes=0, holds=lambda _: False, release=lambda: True, tell=nothing)
 
-    with World(driver=Recording()) as world, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("handlepool.pool.default._default", world.pool)
+    with World(driver=Recording()) as world, as_default(world.pool), pytest.MonkeyPatch.context() as patch:
         patch.setattr(shortcuts, "cupy", SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc)))
         x, w = (world.array(*shape) for shape in SHAPES)
         program = handlepool.record(world.states.map, conv, [x] * 4, [w] * 4, pool=world.pool)

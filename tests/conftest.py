@@ -1,17 +1,21 @@
 """Fixtures that the tests of every layer share."""
 
+import contextlib
 import functools
 import gc
+import importlib
 import os
 
 import pytest
 from harness import measuring
+from harness.insides import abandoned
+from harness.process import as_default, forget_deferred
 from harness.scenes import Scene, Thread
 
 from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.order import books, measured
-from handlepool.pool import context, deferred, process_end
+from handlepool.order import assumed, books, measured, plain_calls
+from handlepool.pool import context, deferred
 from handlepool.pool import default as defaults
 
 for name in list(os.environ):
@@ -48,14 +52,55 @@ def nothing_deferred():
     """
     deferred.deferred.clear()
     yield
-    if deferred.abandoned:
+    if abandoned():
         deferred.deferred.run(1000)
-        deferred.abandoned.clear()
-    # An interrupt as a branch begins, or as a recording ends, leaves it there, where it costs others time and no more.
-    context.branch_pools.clear()
-    context.recordings.clear()
-    context.active.clear()
-    process_end.process_end.ending.clear()
+        abandoned().clear()
+    forget_deferred()
+
+
+LIMITS = {
+    "handlepool.drivers.host.scheduler": ("PATIENCE_SECONDS",),
+    "handlepool.graphs.operand_forms": ("MOST_COPIED",),
+    "handlepool.graphs.timing": ("ROUNDS", "MOST_LAUNCHES"),
+    "handlepool.integrations.dask": ("MOST_PROGRAMS", "MOST_FUNCTIONS"),
+    "handlepool.pool.plan_cache": ("MOST_SPLITS",),
+    "handlepool.recording.lane": ("LEFT_FREE",),
+    "handlepool.recording.lanes": ("MOST_NODES",),
+    "handlepool.recording.record": ("MOST_SECONDS",),
+    "handlepool.recording.tuning": ("MOST_ROUNDS", "CLOSE"),
+}
+"""The limits that tests change, by the module that reads each."""
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """Gives limits of the package other values during the test: ``limits(MOST_COPIED=1000)``."""
+    homes = {name: module for module, names in LIMITS.items() for name in names}
+
+    def limit(**values):
+        for name, value in values.items():
+            monkeypatch.setattr(importlib.import_module(homes[name]), name, value)
+
+    return limit
+
+
+@pytest.fixture
+def torch_door(monkeypatch):
+    """Lets modules of the package meet a stand-in for torch: ``torch_door(make, "order.undeclared")``."""
+
+    def stand_in(make, *modules):
+        for module in modules:
+            monkeypatch.setattr(f"handlepool.{module}.integration", make)
+
+    return stand_in
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """The writes that the package knows of plain functions: none at first."""
+    monkeypatch.setattr(assumed, "_warned", set())
+    monkeypatch.setattr(plain_calls, "_may_write", known := {})
+    return known
 
 
 @pytest.fixture(params=["threads", "adversarial"])
@@ -110,9 +155,16 @@ def asked_anew():
 
 
 @pytest.fixture
-def unused(monkeypatch):
+def make_default():
+    """Makes a pool the default one to the end of the test; with None, there is none yet: ``make_default(pool)``."""
+    with contextlib.ExitStack() as former:
+        yield lambda pool: former.enter_context(as_default(pool))
+
+
+@pytest.fixture
+def unused(make_default, monkeypatch):
     """No default pool yet, and what becomes one ended afterwards."""
-    monkeypatch.setattr(defaults, "_default", None)
+    make_default(None)
     monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
     yield
     made = defaults._default
@@ -128,13 +180,12 @@ def in_thread():
 
 
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
-def each_pool(request, make_driver, monkeypatch):
+def each_pool(request, make_driver):
     """A pool on each driver in turn, the default one during the test, with a stream of the test's own current."""
     driver = request.param
     if driver == "cuda" and (problem := drivers.available("cuda")):
         pytest.skip(f"needs an NVIDIA GPU: {problem}")
-    with HandlePool(driver=make_driver() if driver == "host" else "cuda") as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=make_driver() if driver == "host" else "cuda") as pool, as_default(pool):
         stream = pool.driver.create_stream()
         with stream:
             yield pool
@@ -149,16 +200,15 @@ def driver(scheduler):
 
 @pytest.fixture
 def scene(make_driver):
-    """A scene with its stream current."""
-    with Scene(make_driver()) as scene:
+    """A scene with its stream current, whose pool is the default one."""
+    with Scene(make_driver(scheduler="adversarial"), default=True) as scene:
         yield scene
 
 
 @pytest.fixture
-def pool(make_driver, monkeypatch):
+def pool(make_driver):
     """The default pool, on a host driver of two devices, with a stream of its own."""
-    with HandlePool(driver=make_driver()) as pool, pool.driver.create_stream() as stream:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=make_driver()) as pool, as_default(pool), pool.driver.create_stream() as stream:
         yield pool
         pool.driver.synchronize_stream(stream.ptr)
 

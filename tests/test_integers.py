@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from harness.scenes import Scene
 
 import handlepool
 from handlepool import (
@@ -23,13 +22,6 @@ from handlepool.testing import reference
 
 KINDS = [np.int8, np.uint8, np.int32, np.int64, np.uint64, np.intp]
 WRONG = [True, False, np.True_, 1.5, 2.0, np.float64(2), "2", b"2", [2], object]
-
-
-@pytest.fixture
-def scene(monkeypatch):
-    with Scene(seed=1) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
-        yield scene
 
 
 @pytest.mark.parametrize("kind", KINDS)

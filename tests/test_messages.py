@@ -55,9 +55,9 @@ def shown(*_, **__):
 
 
 @pytest.fixture
-def default(make_pool, monkeypatch):
+def default(make_pool, make_default):
     pool = make_pool(devices=1, check_order=False)
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     with pool.driver.create_stream():
         yield pool
 

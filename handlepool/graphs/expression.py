@@ -17,6 +17,7 @@ import numpy as np
 from handlepool._util.names import kind_of, shown
 from handlepool.drivers.expression import OPERATIONS, Expression, Step, bits_of
 from handlepool.errors import ArgumentError, ArrayTypeError, HandlePoolError, TraceError
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Layout, as_dtype
 
 MOST_STEPS = 2000
@@ -63,7 +64,7 @@ class Traced:
     def __repr__(self) -> str:
         return f"<a traced value of {self.trace.name}, {self.dtype} of shape {self.shape}>"
 
-    def astype(self, dtype: Any) -> Traced:
+    def astype(self, dtype: object) -> Traced:
         """Round to a floating type, or compare with 0 for truth values."""
         try:
             name = as_dtype(dtype).name
@@ -71,37 +72,37 @@ class Traced:
             name = ""
         return self.trace.cast(self, name, dtype)
 
-    def clip(self, min: Any = None, max: Any = None) -> Traced:
+    def clip(self, min: object = None, max: object = None) -> Traced:
         """As the function `clip`."""
         return clip(self, min, max)
 
     # Arithmetic
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: object) -> Any:
         return apply("add", self, other)
 
-    def __radd__(self, other: Any) -> Any:
+    def __radd__(self, other: object) -> Any:
         return apply("add", other, self)
 
-    def __sub__(self, other: Any) -> Any:
+    def __sub__(self, other: object) -> Any:
         return apply("subtract", self, other)
 
-    def __rsub__(self, other: Any) -> Any:
+    def __rsub__(self, other: object) -> Any:
         return apply("subtract", other, self)
 
-    def __mul__(self, other: Any) -> Any:
+    def __mul__(self, other: object) -> Any:
         return apply("multiply", self, other)
 
-    def __rmul__(self, other: Any) -> Any:
+    def __rmul__(self, other: object) -> Any:
         return apply("multiply", other, self)
 
-    def __truediv__(self, other: Any) -> Any:
+    def __truediv__(self, other: object) -> Any:
         return apply("divide", self, other)
 
-    def __rtruediv__(self, other: Any) -> Any:
+    def __rtruediv__(self, other: object) -> Any:
         return apply("divide", other, self)
 
-    def __pow__(self, other: Any) -> Any:
+    def __pow__(self, other: object) -> Any:
         return pow(self, other)
 
     def __rpow__(self, other: Any) -> Any:
@@ -124,34 +125,34 @@ class Traced:
     def __ne__(self, other: object) -> Any:
         return apply("not_equal", self, other)
 
-    def __lt__(self, other: Any) -> Any:
+    def __lt__(self, other: object) -> Any:
         return apply("less", self, other)
 
-    def __le__(self, other: Any) -> Any:
+    def __le__(self, other: object) -> Any:
         return apply("less_equal", self, other)
 
-    def __gt__(self, other: Any) -> Any:
+    def __gt__(self, other: object) -> Any:
         return apply("greater", self, other)
 
-    def __ge__(self, other: Any) -> Any:
+    def __ge__(self, other: object) -> Any:
         return apply("greater_equal", self, other)
 
-    def __and__(self, other: Any) -> Any:
+    def __and__(self, other: object) -> Any:
         return _combined("logical_and", "&", self, other)
 
-    def __rand__(self, other: Any) -> Any:
+    def __rand__(self, other: object) -> Any:
         return _combined("logical_and", "&", other, self)
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: object) -> Any:
         return _combined("logical_or", "|", self, other)
 
-    def __ror__(self, other: Any) -> Any:
+    def __ror__(self, other: object) -> Any:
         return _combined("logical_or", "|", other, self)
 
-    def __xor__(self, other: Any) -> Any:
+    def __xor__(self, other: object) -> Any:
         return _combined("logical_xor", "^", self, other)
 
-    def __rxor__(self, other: Any) -> Any:
+    def __rxor__(self, other: object) -> Any:
         return _combined("logical_xor", "^", other, self)
 
     def __invert__(self) -> Any:
@@ -209,7 +210,7 @@ class Traced:
             f"function is called once for all elements; use where(condition, a, b), &, | and ~"
         )
 
-    def _refuse_number(self, *_: Any) -> Any:
+    def _refuse_number(self, *_: object) -> Any:
         raise TraceError(
             f"{self.trace.name}: float(x), int(x) or a function of Python's math asks for the number of a traced value, and the "
             f"function is called once for all elements; use functions over elements, as numpy.exp(x)"
@@ -217,7 +218,7 @@ class Traced:
 
     __float__ = __int__ = __index__ = __complex__ = __round__ = __floor__ = __ceil__ = __trunc__ = _refuse_number
 
-    def _refuse_part(self, *_: Any) -> Any:
+    def _refuse_part(self, *_: object) -> Any:
         raise TraceError(
             f"{self.trace.name}: an index, a loop or len() asks for parts of a traced value, which stands for one element; "
             f"pass the parts of an array as arguments"
@@ -225,7 +226,7 @@ class Traced:
 
     __getitem__ = __setitem__ = __iter__ = __len__ = __contains__ = _refuse_part
 
-    def _refuse_operator(self, *_: Any) -> Any:
+    def _refuse_operator(self, *_: object) -> Any:
         raise self._unknown("an operator among //, %, @, << and >>")
 
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refuse_operator
@@ -266,7 +267,7 @@ class Trace:
         kind = "bool" if gives == "truth" else promoted(kinds)
         return self._step(Step(operation, tuple(operand.number for operand in operands)), self._shape(operation, operands), kind)
 
-    def cast(self, value: Traced, name: str, asked: Any) -> Traced:
+    def cast(self, value: Traced, name: str, asked: object) -> Traced:
         """Take note of a change of type."""
         if name == "bool":
             return self._as_truth(value)
@@ -277,7 +278,7 @@ class Trace:
             number = self._step(Step(f"as_{name}", (number.number,)), number.shape, name)
         return Traced(self, number.number, number.shape, name)
 
-    def expression(self, result: Any, titles: Sequence[str]) -> tuple[Expression, Traced]:
+    def expression(self, result: object, titles: Sequence[str]) -> tuple[Expression, Traced]:
         """Return the expression of a result, without unneeded steps, and the result."""
         if not isinstance(result, Traced):
             raise TraceError(
@@ -324,7 +325,7 @@ class Trace:
             )
         return value
 
-    def _operand(self, operation: str, value: Any) -> Traced:
+    def _operand(self, operation: str, value: object) -> Traced:
         if isinstance(value, Traced):
             return self._own(value)
         if isinstance(value, (bool, np.bool_)):
@@ -355,7 +356,7 @@ class Trace:
         return broadcast(f"{self.name}: {operation}", [operand.shape for operand in operands])
 
 
-def as_number(what: str, value: Any) -> float:
+def as_number(what: str, value: object) -> float:
     """Return a Python number, or a NumPy scalar, as a float.
 
     Raises
@@ -465,7 +466,7 @@ def _known_functions() -> str:
     return f"Known are +, -, *, /, **, comparisons, &, |, ^, ~, astype and {', '.join(sorted(VOCABULARY))}"
 
 
-def apply(operation: str, *values: Any) -> Any:
+def apply(operation: str, *values: object) -> Any:
     """Trace an operation on values, among them a traced value."""
     for value in values:
         if isinstance(value, Traced):
@@ -473,7 +474,7 @@ def apply(operation: str, *values: Any) -> Any:
     raise TraceError(f"{operation} of {', '.join(map(shown, values))} alone: take Python's own for numbers, as math.exp(0.5)")
 
 
-def _combined(operation: str, sign: str, *values: Any) -> Any:
+def _combined(operation: str, sign: str, *values: object) -> Any:
     for value in values:
         if not (isinstance(value, (bool, np.bool_)) or (isinstance(value, Traced) and value.kind == "bool")):
             trace = next(each.trace for each in values if isinstance(each, Traced))
@@ -481,73 +482,73 @@ def _combined(operation: str, sign: str, *values: Any) -> Any:
     return apply(operation, *values)
 
 
-def pow(x: Any, y: Any) -> Any:
+def pow(x: DeviceArray, y: object) -> Any:
     """Return x to the power of y; a square is a product."""
     return apply("multiply", x, x) if isinstance(y, (int, float)) and y == 2 else apply("pow", x, y)
 
 
-def where(condition: Any, x: Any, y: Any) -> Any:
+def where(condition: object, x: DeviceArray, y: object) -> Any:
     """Return x where a condition holds or is not 0, else y."""
     return apply("where", condition, x, y)
 
 
-def clip(x: Any, min: Any = None, max: Any = None) -> Any:
+def clip(x: DeviceArray, min: object = None, max: object = None) -> Any:
     """Return x between two bounds; the upper one counts where they cross."""
     least = x if min is None else apply("maximum", x, min)
     return least if max is None else apply("minimum", least, max)
 
 
-def positive(x: Any) -> Any:
+def positive(x: DeviceArray) -> Any:
     """Return x."""
     return x
 
 
-def square(x: Any) -> Any:
+def square(x: DeviceArray) -> Any:
     """Return x times x."""
     return apply("multiply", x, x)
 
 
-def reciprocal(x: Any) -> Any:
+def reciprocal(x: DeviceArray) -> Any:
     """Return 1 / x."""
     return apply("divide", 1.0, x)
 
 
-def isnan(x: Any) -> Any:
+def isnan(x: DeviceArray) -> Any:
     """Return where x is no number."""
     return apply("not_equal", x, x)
 
 
-def isinf(x: Any) -> Any:
+def isinf(x: DeviceArray) -> Any:
     """Return where x is infinite."""
     return apply("equal", apply("abs", x), float("inf"))
 
 
-def isfinite(x: Any) -> Any:
+def isfinite(x: DeviceArray) -> Any:
     """Return where x is a finite number."""
     return apply("less", apply("abs", x), float("inf"))
 
 
-def relu(x: Any) -> Any:
+def relu(x: DeviceArray) -> Any:
     """Return max(x, 0)."""
     return apply("maximum", x, 0.0)
 
 
-def sigmoid(x: Any) -> Any:
+def sigmoid(x: DeviceArray) -> Any:
     """Return 1 / (1 + exp(-x))."""
     return apply("divide", 1.0, apply("add", 1.0, apply("exp", apply("negative", x))))
 
 
-def silu(x: Any) -> Any:
+def silu(x: DeviceArray) -> Any:
     """Return x / (1 + exp(-x))."""
     return apply("divide", x, apply("add", 1.0, apply("exp", apply("negative", x))))
 
 
-def hardsigmoid(x: Any) -> Any:
+def hardsigmoid(x: DeviceArray) -> Any:
     """Return x / 6 + 1 / 2 between 0 and 1."""
     return apply("multiply", clip(apply("add", x, 3.0), 0.0, 6.0), 1 / 6)
 
 
-def hardswish(x: Any) -> Any:
+def hardswish(x: DeviceArray) -> Any:
     """Return x hardsigmoid(x)."""
     return apply("multiply", x, hardsigmoid(x))
 

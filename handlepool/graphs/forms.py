@@ -282,7 +282,7 @@ def _add_spatial_axis(forms: OperandForms, node: FrontendNode) -> None:
             declare(tensor, [n, c, 1, w], [outer, channel, max(w * step, 1), step])
 
 
-def _symmetrise_padding(forms: OperandForms, node: Any) -> None:
+def _symmetrise_padding(forms: OperandForms, node: FrontendNode) -> None:
     """Pad alike on both sides, and give and take so much more: a padding that differs from side to side was not measured.
 
     As far as the larger side needs it, in whole steps, so that what is wanted is a part of what comes out.

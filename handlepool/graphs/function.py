@@ -75,12 +75,12 @@ class GraphFunction(ArrayCall[P, R_co]):
     is launched. It raises `GraphNotSupportedError` when cuDNN has no plan.
     """
 
-    def __new__(cls, *_: Any, **__: Any) -> GraphFunction[P, R_co]:
+    def __new__(cls, *_: object, **__: object) -> GraphFunction[P, R_co]:
         """Make the function that a call runs."""
 
         # A partial of nothing: calling one is a C call that goes straight on to `call`, and calling an object with a method
         # `__call__` costs 0.15 µs more, of the 2 that we have.
-        def call(*arrays: Any, out: Any = None, **options: Any) -> Any:
+        def call(*arrays: object, out: object = None, **options: object) -> Any:
             pool = current_pool()
             key = option_key(options) if options else ()
             result = hit(self, pool, None, arrays, out, key)
@@ -96,11 +96,11 @@ class GraphFunction(ArrayCall[P, R_co]):
         self,
         function: Callable[Concatenate[Any, P], R_co],
         *,
-        inputs: Any = None,
-        outputs: Any = None,
+        inputs: object = None,
+        outputs: object = None,
         check: Callable[..., None] | None = None,
         copies: bool = True,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         checked = normalise(settings)
         recipe = Recipe(
@@ -127,7 +127,7 @@ class GraphFunction(ArrayCall[P, R_co]):
 
     # Calls
 
-    def run(self, arrays: MutableMapping[Any, Any], /, **options: Any) -> MutableMapping[Any, Any]:
+    def run(self, arrays: MutableMapping[Any, Any], /, **options: object) -> MutableMapping[Any, Any]:
         """Launch on the current stream with arrays by reference, outputs among them.
 
         Parameters
@@ -175,7 +175,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         self,
         pool: PoolInternals,
         arrays: tuple[Any, ...],
-        out: Any,
+        out: object,
         options: dict[str, Any],
         settings: Settings = (),
         converted: ConvertedArguments | None = None,
@@ -255,7 +255,7 @@ class GraphFunction(ArrayCall[P, R_co]):
             pool.plans.shorten(device, key, (self, option_key, arrays[0].shape), partial(shortcut, pool, arrays, outs))
         return plan
 
-    def plan_for(self, *arrays: Any, out: Any = None, **options: Any) -> Plan:
+    def plan_for(self, *arrays: object, out: object = None, **options: object) -> Plan:
         """Return the plan that a call with these arguments uses, built when there is none yet; nothing is launched.
 
         Its ``engine``, ``workspace_size``, ``candidates`` and ``graph`` say what cuDNN chose for what, and `Plan.select` chooses
@@ -280,7 +280,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         """
         return self._plan_in(current_pool(), arrays, out, options)
 
-    def _plan_in(self, pool: PoolInternals, arrays: tuple[Any, ...], out: Any, options: dict[str, Any]) -> Plan:
+    def _plan_in(self, pool: PoolInternals, arrays: tuple[Any, ...], out: object, options: dict[str, Any]) -> Plan:
         outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
         views = [
             layout_of(self._name, pool, operand_name(place, len(arrays), len(outs)), array)
@@ -288,7 +288,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         ]
         return self.plan(pool, tuple(views[: len(arrays)]), tuple(views[len(arrays) :]), options)
 
-    def tune(self, *arrays: Any, states: SideStates | None = None, out: Any = None, **options: Any) -> Tuning:
+    def tune(self, *arrays: object, states: SideStates | None = None, out: object = None, **options: object) -> Tuning:
         """Time the plans that cuDNN proposes while all states run them concurrently, and keep the quickest.
 
         The quickest plan alone is not always the quickest beside others. The plan that was used before stays unless another one
@@ -471,7 +471,7 @@ class GraphFunction(ArrayCall[P, R_co]):
     def __copy__(self) -> GraphFunction[P, R_co]:
         return self
 
-    def __deepcopy__(self, memo: Any) -> GraphFunction[P, R_co]:
+    def __deepcopy__(self, memo: object) -> GraphFunction[P, R_co]:
         return self
 
     def cache_clear(self) -> None:
@@ -480,7 +480,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         current_pool().plans.discard(lambda key: isinstance(key, tuple) and getattr(key[0], "variants", None) is mine)
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: object) -> Any:
     """Return what tells an option from those that are equal and of other types."""
     kind = type(value)
     return (kind, typed_key(value)) if isinstance(value, tuple) and not of_integers(value) else kind
@@ -526,19 +526,19 @@ R = TypeVar("R")
 
 @overload
 def graph(
-    function: Callable[Concatenate[Graph, P], R], *, inputs: None = None, outputs: Any = None, **settings: Unpack[Given]
+    function: Callable[Concatenate[Graph, P], R], *, inputs: None = None, outputs: object = None, **settings: Unpack[Given]
 ) -> GraphFunction[P, R]: ...
 @overload
 def graph(
-    *, inputs: None = None, outputs: Any = None, **settings: Unpack[Given]
+    *, inputs: None = None, outputs: object = None, **settings: Unpack[Given]
 ) -> Callable[[Callable[Concatenate[Graph, P], R]], GraphFunction[P, R]]: ...
 @overload
 def graph(
-    function: Callable[Concatenate[Graph, ...], R], *, inputs: Any, outputs: Any = None, **settings: Unpack[Given]
+    function: Callable[Concatenate[Graph, ...], R], *, inputs: object, outputs: object = None, **settings: Unpack[Given]
 ) -> GraphFunction[Concatenate[Any, ...], R]: ...  # how many arrays there are, inputs alone says
 @overload
 def graph(
-    *, inputs: Any, outputs: Any = None, **settings: Unpack[Given]
+    *, inputs: object, outputs: object = None, **settings: Unpack[Given]
 ) -> Callable[[Callable[Concatenate[Graph, ...], R]], GraphFunction[Concatenate[Any, ...], R]]: ...
 def graph(function: Callable[..., Any] | None = None, *, inputs: Any = None, outputs: Any = None, **settings: Any) -> Any:
     """Decorate a function ``f(g, *tensors, **options)`` that builds a cuDNN graph: it becomes a callable over arrays.

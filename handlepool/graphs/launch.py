@@ -32,7 +32,7 @@ _PLAIN_OPTIONS = (int, bool, str, type(None))
 
 
 def hit(
-    function: Hashable, pool: PoolInternals, begin: Begin | None, arrays: tuple[Any, ...], out: Any, key: tuple[Any, ...]
+    function: Hashable, pool: PoolInternals, begin: Begin | None, arrays: tuple[Any, ...], out: object, key: tuple[Any, ...]
 ) -> Any:
     """Launch at once what these arrays led to before; `NOT_CACHED` where that cannot be told so quickly.
 
@@ -64,7 +64,7 @@ def hit(
     return NOT_CACHED
 
 
-def _hit_node(pool: PoolInternals, attempts: Sequence[Shortcut], arrays: tuple[Any, ...], out: Any) -> Any:
+def _hit_node(pool: PoolInternals, attempts: Sequence[Shortcut], arrays: tuple[Any, ...], out: object) -> Any:
     """Launch as a node of this thread's recording; `NOT_CACHED` where the call is none, or where plans are counted."""
     driver = pool.driver
     lanes = lanes_for(pool, driver.current_stream(pool.current_device()).ptr)
@@ -88,7 +88,7 @@ def run_known(
     pool: HandlePool | None,
     functions: Sequence[Hashable],
     arrays: tuple[Any, ...],
-    out: Any,
+    out: object,
     key: tuple[Any, ...],
     prepare: "Callable[[PoolInternals], GraphCall]",
 ) -> Any:
@@ -344,7 +344,7 @@ class GraphCall(Call):
     stream: int | None = None
     callers: Sequence[int] = ()
 
-    def __init__(self, pool: PoolInternals, plan: Plan, operands: tuple[Any, ...], result: Any, given: bool) -> None:
+    def __init__(self, pool: PoolInternals, plan: Plan, operands: tuple[Any, ...], result: object, given: bool) -> None:
         self._pool = pool
         self._given = given
         self._more: tuple[GraphCall, ...] = ()

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from handlepool.tensors.graph_types import FrontendTensor
+
 _NO_MATTER = ("name", "owner", "uid_assigned")
 """Attributes of a tensor that no plan depends on."""
 _MOST_INTEGERS = 64
@@ -30,7 +32,7 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], m
     places: dict[int, int] = {}
     tensors: list[list[Any]] = []
 
-    def place(tensor: Any) -> int:
+    def place(tensor: FrontendTensor) -> int:
         if id(tensor) not in places:
             index = places[id(tensor)] = len(tensors)
             tensors.append([])

@@ -190,7 +190,7 @@ def _get_default_handle(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lowering(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _backend_handle_for_lowering(graph: cudnn.pygraph, settings: Any) -> Any:
+    def _backend_handle_for_lowering(graph: "cudnn.pygraph", settings: Any) -> Any:
         handle = graph._handle  # noqa: SLF001 - here and below, what it has no public name for
         default = handle is None and settings.get("device_property") is None and is_installed()
         if not default and not isinstance(handle, PooledHandle):
@@ -227,7 +227,7 @@ class Builders:
 _builders = Builders()
 
 
-def _of_graph(graph: cudnn.pygraph, handle: object) -> Any:
+def _of_graph(graph: "cudnn.pygraph", handle: object) -> Any:
     """Return what a graph is executed with: the handle that is given, else the graph's own, else the current stream's."""
     handle = graph._handle if handle is None else handle  # noqa: SLF001
     if handle is None and getattr(graph, "_handlepool", False):
@@ -264,7 +264,7 @@ _ON_ITS_STREAM = object()
 
 
 def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __exit__(graph: cudnn.pygraph, *error: object) -> Any:
+    def __exit__(graph: "cudnn.pygraph", *error: object) -> Any:
         if is_installed() and graph._Graph__workspace is None:  # noqa: SLF001
             graph._Graph__workspace = _ON_ITS_STREAM  # noqa: SLF001
         return original(graph, *error)

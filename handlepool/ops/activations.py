@@ -10,13 +10,14 @@ from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import GraphCall, by_keyword, launches, misplaced, run_known
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Layout
 
 ACTIVATIONS = ("relu", "sigmoid", "tanh", "gelu", "swish")
 FLOATING_TYPES = ("float16", "bfloat16", "float32")
 
 
-def check_activation(name: str, activation: Any) -> None:
+def check_activation(name: str, activation: object) -> None:
     """Raise for what is neither an activation nor None.
 
     Raises
@@ -30,12 +31,12 @@ def check_activation(name: str, activation: Any) -> None:
     raise ArgumentError(f"{name}: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)}{meant}, or None")
 
 
-def activate(g: Any, x: Any, kind: str) -> Any:
+def activate(g: object, x: DeviceArray, kind: str) -> Any:
     """Add an activation's node to a graph; ``gelu`` is the exact one, with the error function."""
     return getattr(g, kind)(x)
 
 
-def activation_call(pool: PoolInternals, kind: str, x: Any, out: Any = None) -> GraphCall:
+def activation_call(pool: PoolInternals, kind: str, x: object, out: object = None) -> GraphCall:
     """Return an activation that is ready to be launched; ``out`` may be ``x``."""
     return _functions[kind].prepare(pool, (x,), out, {})
 
@@ -95,7 +96,7 @@ def swish(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = N
     return _apply(swish, x, extra, out, pool)
 
 
-def _apply(function: Callable[..., Any], x: Any, extra: tuple[Any, ...], out: Any, pool: HandlePool | None) -> Any:
+def _apply(function: Callable[..., Any], x: object, extra: tuple[Any, ...], out: object, pool: HandlePool | None) -> Any:
     if extra:
         raise misplaced(function, extra)
     kind = function.__name__

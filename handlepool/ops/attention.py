@@ -27,13 +27,13 @@ GPU and the version.
 @by_keyword
 def scaled_dot_product_attention(
     q: ArrayT,
-    k: Any,
-    v: Any,
+    k: object,
+    v: object,
     *extra: Never,
-    attn_mask: Any = None,
+    attn_mask: object = None,
     is_causal: bool = False,
     scale: float | None = None,
-    out: Any = None,
+    out: object = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
     """Compute softmax(q kᵀ scale + attn_mask) v, on the current stream.
@@ -87,7 +87,9 @@ def scaled_dot_product_attention(
     return run_known("scaled_dot_product_attention", pool, (_attention,), arrays, out, key, prepare)
 
 
-def _prepare(pool: PoolInternals, arrays: tuple[Any, ...], out: Any, values: tuple[Any, ...], key: tuple[Any, ...]) -> GraphCall:
+def _prepare(
+    pool: PoolInternals, arrays: tuple[Any, ...], out: object, values: tuple[Any, ...], key: tuple[Any, ...]
+) -> GraphCall:
     name = "scaled_dot_product_attention"
     is_causal, scale = values
     causal = flag(f"{name}: is_causal", is_causal)

@@ -33,7 +33,7 @@ _scalars = _Scalars()
 
 
 @launches
-def add(x: ArrayT, *others: Any, activation: str | None = None, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+def add(x: ArrayT, *others: object, activation: str | None = None, out: object = None, pool: HandlePool | None = None) -> ArrayT:
     """Add arrays and numbers that broadcast, on the current stream.
 
     Parameters
@@ -67,7 +67,7 @@ def add(x: ArrayT, *others: Any, activation: str | None = None, out: Any = None,
 
 @launches
 @by_keyword
-def concat(arrays: Sequence[ArrayT], axis: int, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+def concat(arrays: Sequence[ArrayT], axis: int, *extra: Never, out: object = None, pool: HandlePool | None = None) -> ArrayT:
     """Lay arrays one behind the other along an axis, on the current stream.
 
     Parameters
@@ -135,7 +135,7 @@ def _describe_add(layouts: tuple[Layout, ...], *, activation: str | None) -> Des
     return Add(activation), lying_as(first, first.shape)
 
 
-def _summed(x: Any, *others: Any, activation: str | None = None) -> Any:
+def _summed(x: Any, *others: object, activation: str | None = None) -> Any:
     check_activation("add", activation)
     for other in others:
         x = x + other
@@ -165,12 +165,12 @@ def _beside(layout: Layout, axis: int) -> tuple[int, ...]:
     return layout.shape[:axis] + layout.shape[axis + 1 :]
 
 
-def _options_of_add(activation: Any) -> dict[str, Any]:
+def _options_of_add(activation: object) -> dict[str, Any]:
     check_activation("add", activation)
     return {"activation": activation}
 
 
-def _options_of_concat(axis: Any) -> dict[str, Any]:
+def _options_of_concat(axis: object) -> dict[str, Any]:
     try:
         if not holds_values(axis):  # which a message would show
             return {"axis": as_integer(axis)}

@@ -34,6 +34,7 @@ from handlepool.pool.default import chosen_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors import frontend
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.inference import Convolution, axis_order, dense_strides
 from handlepool.tensors.layout import Layout
 
@@ -45,7 +46,7 @@ _BYTES = bytes, bytearray, memoryview
 """Which are sequences of integers to Python."""
 
 
-def pair(function: str, name: str, value: Any, least: int = 1) -> tuple[int, int]:
+def pair(function: str, name: str, value: object, least: int = 1) -> tuple[int, int]:
     """Return stride or dilation along height and width."""
     try:
         entries = _two(value)
@@ -71,7 +72,7 @@ def sides(function: str, value: Any) -> Sides:
     )
 
 
-def named_padding(function: str, name: str, w: Any, stride: Shape, dilation: Shape) -> Sides:
+def named_padding(function: str, name: str, w: DeviceArray, stride: Shape, dilation: Shape) -> Sides:
     """Return the zeros on both sides of each spatial axis that torch's "same" or "valid" stands for.
 
     With "same" the result has the extents of the images. An odd zero comes behind.
@@ -104,7 +105,7 @@ def _two(value: Any) -> tuple[int, int]:
     return one, other
 
 
-def _is_sequence(value: Any) -> bool:
+def _is_sequence(value: object) -> bool:
     if isinstance(value, _BYTES):
         return False
     return isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
@@ -121,7 +122,7 @@ def geometry(function: str, pairs: Mapping[str, Any]) -> dict[str, Any]:
     return how
 
 
-def settings_of(workspace_limit: Any, allow_tf32: Any, deterministic: Any) -> Settings:
+def settings_of(workspace_limit: object, allow_tf32: object, deterministic: object) -> Settings:
     """Return the settings of an operation as they key a plan, so that none is taken for another one that it equals."""
     return normalise({"workspace_limit": workspace_limit, "allow_tf32": allow_tf32, "deterministic": deterministic})
 
@@ -247,17 +248,17 @@ SATURATED = 30.0
 @by_keyword
 def conv2d(
     x: ArrayT,
-    w: Any,
+    w: DeviceArray,
     *extra: Never,
     stride: Pair = 1,
     padding: Padding = 0,
     dilation: Pair = 1,
     groups: int = 1,
     mode: str = "cross_correlation",
-    bias: Any = None,
-    add: Any = None,
+    bias: object = None,
+    add: object = None,
     activation: str | None = None,
-    out: Any = None,
+    out: object = None,
     workspace_limit: int | None = None,
     allow_tf32: bool = True,
     deterministic: bool = False,
@@ -348,7 +349,7 @@ def conv2d(
 
 
 @by_keyword
-def conv2d_plan(x: Any, w: Any, *extra: Never, pool: HandlePool | None = None, **options: Any) -> Plan:
+def conv2d_plan(x: DeviceArray, w: DeviceArray, *extra: Never, pool: HandlePool | None = None, **options: object) -> Plan:
     """Return the plan that `conv2d` uses for these arguments, built when there is none yet.
 
     Parameters
@@ -378,7 +379,7 @@ def _prepare(
     pool: PoolInternals,
     arrays: tuple[Any, ...],
     parts: tuple[str, ...],
-    out: Any,
+    out: object,
     values: tuple[Any, ...],
     key: tuple[Any, ...],
 ) -> GraphCall:
@@ -396,7 +397,7 @@ def _prepare(
     settings = settings_of(*limits)
 
     def fused(
-        some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None
+        some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None
     ) -> GraphCall:
         function = (_summed if "add" in some else _plain)[copies]
         applied = activation if "activation" in some else None

@@ -9,9 +9,10 @@ from handlepool.drivers.operands import taken
 from handlepool.errors import ArrayTypeError
 from handlepool.pool.default import chosen_pool
 from handlepool.pool.pool import HandlePool
+from handlepool.tensors.graph_types import DeviceArray
 
 
-def asarray(values: Any, *, pool: HandlePool | None = None) -> Any:
+def asarray(values: object, *, pool: HandlePool | None = None) -> Any:
     """Copy values to the current device, on the current stream.
 
     Parameters
@@ -43,7 +44,7 @@ def asarray(values: Any, *, pool: HandlePool | None = None) -> Any:
     return driver.asarray(values)
 
 
-def asnumpy(array: Any, *, pool: HandlePool | None = None) -> np.ndarray[Any, Any]:
+def asnumpy(array: DeviceArray, *, pool: HandlePool | None = None) -> np.ndarray[Any, Any]:
     """Copy an array to the host, after the current stream's work.
 
     Parameters

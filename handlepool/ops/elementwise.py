@@ -57,11 +57,11 @@ class Arguments:
         return type(other) is Arguments and other._key == self._key
 
 
-def _bits(name: str, place: int, number: Any) -> int:
+def _bits(name: str, place: int, number: object) -> int:
     return bits_of(as_number(f"{name}: argument {place}", number))
 
 
-def _exact(value: Any) -> Any:
+def _exact(value: object) -> Any:
     """Return a key that tells equal values apart, as 0.0 and -0.0."""
     if isinstance(value, (float, np.floating)):
         return type(value), float(value).hex()
@@ -112,7 +112,7 @@ class ElementwiseFunction:
         self._kernel = KernelFunction(partial(describe, function, self.__name__), self.__name__, _as_option)
         self._function = function
 
-    def __call__(self, *args: Any, out: Any = None, pool: HandlePool | None = None, **options: Any) -> Any:
+    def __call__(self, *args: object, out: object = None, pool: HandlePool | None = None, **options: object) -> Any:
         """Launch on the current stream, or become part of another elementwise function."""
         plain = not options
         for arg in args:
@@ -127,7 +127,7 @@ class ElementwiseFunction:
         arrays = tuple([arg for arg in args if not isinstance(arg, NUMBERS)])
         return self._kernel.call(arrays, out, pool, (Arguments(self.__name__, args, options),))
 
-    def _inline(self, args: tuple[Any, ...], out: Any, options: dict[str, Any]) -> Any:
+    def _inline(self, args: tuple[Any, ...], out: object, options: dict[str, Any]) -> Any:
         if out is not None:
             raise TraceError(f"{self.__name__} was given out= inside of an elementwise function; use what it returns")
         return self._function(*args, **options)
@@ -152,7 +152,7 @@ class ElementwiseFunction:
     def __copy__(self) -> ElementwiseFunction:
         return self
 
-    def __deepcopy__(self, memo: Any) -> ElementwiseFunction:
+    def __deepcopy__(self, memo: object) -> ElementwiseFunction:
         return self
 
 
@@ -242,7 +242,7 @@ def describe(function: Callable[..., Any], name: str, layouts: tuple[Layout, ...
 
 
 @launches
-def multiply(x: ArrayT, *others: Any, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+def multiply(x: ArrayT, *others: object, out: object = None, pool: HandlePool | None = None) -> ArrayT:
     """Multiply arrays and numbers that broadcast, on the current stream.
 
     Parameters
@@ -268,7 +268,7 @@ def multiply(x: ArrayT, *others: Any, out: Any = None, pool: HandlePool | None =
     return cast("ArrayT", _product(x, *others, out=out, pool=pool))
 
 
-def _multiplied(x: Any, *others: Any) -> Any:
+def _multiplied(x: Any, *others: object) -> Any:
     for other in others:
         x = x * other
     return x

@@ -14,13 +14,14 @@ from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import GraphCall, check_arrays
 from handlepool.ops.activations import activate
 from handlepool.pool.internals import PoolInternals
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Layout, share
 
 Prepare = Callable[[tuple[str, ...], bool, tuple[Any, ...], Any, ConvertedArguments | None], GraphCall]
 """Prepares a call with some parts of the epilogue fused: parts, whether operands may be copied, arrays, outs, converted."""
 
 
-def parts_of(bias: Any, add: Any, activation: Any) -> tuple[str, ...]:
+def parts_of(bias: object, add: object, activation: object) -> tuple[str, ...]:
     """Return the parts of an epilogue that were given, in their order."""
     given = {"bias": bias, "add": add, "activation": activation}
     return tuple(part for part, value in given.items() if value is not None)
@@ -77,7 +78,7 @@ class Stages:
     key: object
     copying: bool = False
 
-    def call(self, arrays: tuple[Any, ...], out: Any) -> GraphCall:
+    def call(self, arrays: tuple[Any, ...], out: object) -> GraphCall:
         """Return the call for two factors, then the bias and the addend, as ``parts`` has them."""
         outs = _outs(out)
         try:
@@ -90,7 +91,7 @@ class Stages:
             self.pool.status.diagnose(error)
             raise
 
-    def _prepare(self, arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None) -> GraphCall:
+    def _prepare(self, arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None) -> GraphCall:
         parts, splits = self.parts, self.pool.plans.splits
         given = (*arrays, *_outs(out))
         key = self._split_key(given)
@@ -129,7 +130,7 @@ class Stages:
         return key
 
     def _attempt(
-        self, some: tuple[str, ...], arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None
+        self, some: tuple[str, ...], arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None
     ) -> GraphCall:
         """Prepare without copies of operands, but where all can be fused with copies of views, or where nothing else is left."""
         if not self.copying:
@@ -145,7 +146,7 @@ class Stages:
                 raise
             raise GraphNotSupportedError(str(error)) from error
 
-    def _finish(self, call: GraphCall, arrays: tuple[Any, ...], first: int, rest: tuple[str, ...], out: Any) -> GraphCall:
+    def _finish(self, call: GraphCall, arrays: tuple[Any, ...], first: int, rest: tuple[str, ...], out: object) -> GraphCall:
         result, others = call.operands[-1], arrays[first:]
         if out is not None:
             self._check_apart(result, others, first)
@@ -161,14 +162,14 @@ class Stages:
                 raise ArgumentError(f"out= of {self.name} shares memory with argument {place}; pass an array of its own")
 
 
-def _advice(x: Any, outs: tuple[Any, ...]) -> str:
+def _advice(x: DeviceArray, outs: tuple[Any, ...]) -> str:
     """Say what to do about a view that cuDNN has no plan for."""
     if _gaps(outs):
         return ". out is a view with gaps; leave it out, and copy what is returned: out[...] = it"
     return ". x is a view with gaps; pass a contiguous copy" if _gaps((x,)) else ""
 
 
-def _outs(out: Any) -> tuple[Any, ...]:
+def _outs(out: object) -> tuple[Any, ...]:
     return () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
 

@@ -53,7 +53,7 @@ class Filtering:
         return cls(name, options, plain, copying, finisher(name, axis=1))
 
     def call(
-        self, arrays: tuple[Any, ...], activation: Any, out: Any, values: tuple[Any, ...], limits: tuple[Any, ...], pool: Any
+        self, arrays: tuple[Any, ...], activation: object, out: Any, values: tuple[Any, ...], limits: tuple[Any, ...], pool: Any
     ) -> Any:
         """Launch for the public function that these are the arguments of.
 
@@ -82,7 +82,7 @@ class Filtering:
         parts = parts_of(arrays[2] if len(arrays) > 2 else None, None, activation)
 
         def fused(
-            some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None
+            some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None
         ) -> GraphCall:
             applied = activation if "activation" in some else None
             function = self.copying if copies else self.plain

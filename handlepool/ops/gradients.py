@@ -21,6 +21,7 @@ from handlepool.ops.convolution import (
 )
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Layout
 
 
@@ -28,14 +29,14 @@ from handlepool.tensors.layout import Layout
 @by_keyword
 def conv2d_input_grad(
     dy: ArrayT,
-    w: Any,
+    w: DeviceArray,
     shape: Sequence[int],
     *extra: Never,
     stride: Pair = 1,
     padding: Padding = 0,
     dilation: Pair = 1,
     groups: int = 1,
-    out: Any = None,
+    out: object = None,
     workspace_limit: int | None = None,
     allow_tf32: bool = True,
     deterministic: bool = False,
@@ -77,14 +78,14 @@ def conv2d_input_grad(
 @by_keyword
 def conv2d_weight_grad(
     x: ArrayT,
-    dy: Any,
+    dy: DeviceArray,
     shape: Sequence[int],
     *extra: Never,
     stride: Pair = 1,
     padding: Padding = 0,
     dilation: Pair = 1,
     groups: int = 1,
-    out: Any = None,
+    out: object = None,
     workspace_limit: int | None = None,
     allow_tf32: bool = True,
     deterministic: bool = False,
@@ -127,8 +128,8 @@ def _run(
     extra: tuple[Any, ...],
     pool: HandlePool | None,
     arrays: tuple[Any, ...],
-    out: Any,
-    shape: Any,
+    out: object,
+    shape: object,
     options: dict[str, Any],
     settings: Settings,
 ) -> Any:
@@ -151,14 +152,14 @@ def _build_weight(g: Any, /, x: Any, dy: Any, *, shape: Shape, groups: int, **ho
     return g.conv_wgrad(x, dy, **parameters(**how)).set_dim(list(shape))  # which the two arrays leave open
 
 
-def _check_input(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, shape: Shape, groups: int, **how: Any) -> None:
+def _check_input(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, shape: Shape, groups: int, **how: object) -> None:
     dy, w = layouts
     _check("conv2d_input_grad", [("dy", dy), ("w", w)], outs)
     check_channels("conv2d_input_grad", ("shape", shape), ("w", w.shape), groups)
     check_result("conv2d_input_grad", shape, w.shape, dy.shape, how, transposed=True)
 
 
-def _check_weight(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, shape: Shape, groups: int, **how: Any) -> None:
+def _check_weight(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, shape: Shape, groups: int, **how: object) -> None:
     x, dy = layouts
     _check("conv2d_weight_grad", [("x", x), ("dy", dy)], outs)
     check_channels("conv2d_weight_grad", ("x", x.shape), ("shape", shape), groups)

@@ -30,7 +30,7 @@ def pad(
     *extra: Never,
     mode: str = "constant",
     value: float = 0,
-    out: Any = None,
+    out: object = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
     """Put elements around an array, on the current stream.
@@ -72,7 +72,7 @@ def pad(
 
 @launches
 @by_keyword
-def channel_shuffle(x: ArrayT, groups: int, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+def channel_shuffle(x: ArrayT, groups: int, *extra: Never, out: object = None, pool: HandlePool | None = None) -> ArrayT:
     """Interleave the channels of groups, on the current stream.
 
     The first channel of each group comes first, then the second channel of each group, as torch has it.
@@ -107,7 +107,7 @@ def channel_shuffle(x: ArrayT, groups: int, *extra: Never, out: Any = None, pool
 
 @launches
 @by_keyword
-def to_channels_last(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+def to_channels_last(x: ArrayT, *extra: Never, out: object = None, pool: HandlePool | None = None) -> ArrayT:
     """Copy an array to the channels-last layout, on the current stream.
 
     Parameters
@@ -140,7 +140,7 @@ def to_channels_last(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool
 
 @launches
 @by_keyword
-def to_contiguous(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+def to_contiguous(x: ArrayT, *extra: Never, out: object = None, pool: HandlePool | None = None) -> ArrayT:
     """Copy an array to the contiguous layout, on the current stream.
 
     Parameters
@@ -169,7 +169,7 @@ def to_contiguous(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | 
     return _to_contiguous.call((x,), out, pool, ())
 
 
-def _options_of_pad(widths: Any, mode: Any, value: Any) -> dict[str, Any]:
+def _options_of_pad(widths: object, mode: object, value: object) -> dict[str, Any]:
     try:
         if not isinstance(widths, Sequence) or isinstance(widths, (str, bytes, bytearray, memoryview)):
             raise TypeError
@@ -263,7 +263,7 @@ def _describe_layout(name: str, last: bool, layouts: tuple[Layout, ...]) -> Desc
     return Concat(0), dense(x.shape, x.dtype, (0, *range(2, x.ndim), 1) if last else None)
 
 
-def _options_of_shuffle(groups: Any) -> dict[str, Any]:
+def _options_of_shuffle(groups: object) -> dict[str, Any]:
     return {"groups": at_least(1, "channel_shuffle: groups", groups)}
 
 

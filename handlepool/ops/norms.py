@@ -204,14 +204,14 @@ def instance_norm(
 @by_keyword
 def batch_norm(
     x: ArrayT,
-    mean: Any,
-    variance: Any,
+    mean: object,
+    variance: object,
     *extra: Never,
-    weight: Any = None,
-    bias: Any = None,
+    weight: object = None,
+    bias: object = None,
     eps: float = 1e-5,
     activation: str | None = None,
-    out: Any = None,
+    out: object = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
     """Normalise channels by given means and variances, on the current stream.
@@ -253,7 +253,7 @@ def batch_norm(
 
 @launches
 @by_keyword
-def softmax(x: ArrayT, *extra: Never, axis: Axes = -1, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+def softmax(x: ArrayT, *extra: Never, axis: Axes = -1, out: object = None, pool: HandlePool | None = None) -> ArrayT:
     """Divide exp(x) by its row's sum, on the current stream.
 
     Parameters
@@ -281,7 +281,7 @@ def softmax(x: ArrayT, *extra: Never, axis: Axes = -1, out: Any = None, pool: Ha
     return _softmax.call((x,), out, pool, (axis,))
 
 
-def _call(function: KernelFunction, x: Any, weight: Any, bias: Any, out: Any, pool: Any, values: tuple[Any, ...]) -> Any:
+def _call(function: KernelFunction, x: object, weight: Any, bias: Any, out: Any, pool: Any, values: tuple[Any, ...]) -> Any:
     arrays = (x, *(each for each in (weight, bias) if each is not None))
     return function.call(arrays, out, pool, (*values, weight is not None, bias is not None))
 
@@ -301,7 +301,7 @@ def _eps(name: str, eps: Any) -> float:
     return number
 
 
-def _axes(name: str, axis: Any) -> tuple[int, ...]:
+def _axes(name: str, axis: object) -> tuple[int, ...]:
     try:
         if isinstance(axis, Sequence) and not isinstance(axis, (str, bytes, bytearray, memoryview)):
             found = tuple(map(as_integer, axis))
@@ -318,25 +318,25 @@ def _axes(name: str, axis: Any) -> tuple[int, ...]:
     )
 
 
-def _options_of_rows(name: str, axis: Any, eps: Any, weighted: bool, biased: bool) -> dict[str, Any]:
+def _options_of_rows(name: str, axis: object, eps: object, weighted: bool, biased: bool) -> dict[str, Any]:
     return {"axis": _axes(name, axis), "eps": _eps(name, eps), "weighted": weighted, "biased": biased}
 
 
-def _options_of_groups(groups: Any, eps: Any, weighted: bool, biased: bool) -> dict[str, Any]:
+def _options_of_groups(groups: object, eps: object, weighted: bool, biased: bool) -> dict[str, Any]:
     number = at_least(1, "group_norm: groups", groups)
     return {"groups": number, "eps": _eps("group_norm", eps), "weighted": weighted, "biased": biased}
 
 
-def _options_of_instances(eps: Any, weighted: bool, biased: bool) -> dict[str, Any]:
+def _options_of_instances(eps: object, weighted: bool, biased: bool) -> dict[str, Any]:
     return {"eps": _eps("instance_norm", eps), "weighted": weighted, "biased": biased}
 
 
-def _options_of_batches(eps: Any, activation: Any, weighted: bool, biased: bool) -> dict[str, Any]:
+def _options_of_batches(eps: object, activation: object, weighted: bool, biased: bool) -> dict[str, Any]:
     check_activation("batch_norm", activation)
     return {"eps": _eps("batch_norm", eps), "activation": activation, "weighted": weighted, "biased": biased}
 
 
-def _options_of_softmax(axis: Any) -> dict[str, Any]:
+def _options_of_softmax(axis: object) -> dict[str, Any]:
     return {"axis": _axes("softmax", axis)}
 
 

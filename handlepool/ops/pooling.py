@@ -25,7 +25,7 @@ def max_pool2d(
     stride: Pair | None = None,
     padding: Pair = 0,
     ceil_mode: bool = False,
-    out: Any = None,
+    out: object = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
     """Take the largest element of each window of images, on the current stream.
@@ -76,7 +76,7 @@ def avg_pool2d(
     padding: Pair = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
-    out: Any = None,
+    out: object = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
     """Take the mean of each window of images, on the current stream; it is computed in float32.
@@ -109,7 +109,7 @@ def avg_pool2d(
 
 @launches
 @by_keyword
-def mean2d(x: ArrayT, *extra: Never, keepdims: bool = False, out: Any = None, pool: HandlePool | None = None) -> ArrayT:
+def mean2d(x: ArrayT, *extra: Never, keepdims: bool = False, out: object = None, pool: HandlePool | None = None) -> ArrayT:
     """Take the mean of each channel of each image, on the current stream; it is computed in float32.
 
     Parameters
@@ -194,7 +194,7 @@ def _describe_whole(layouts: tuple[Layout, ...], *, keepdims: bool) -> Described
     return Windows("mean", (height, width)), dense(shape, x.dtype)
 
 
-def _options(name: str, window: Any, stride: Any, padding: Any, ceil_mode: Any) -> dict[str, Any]:
+def _options(name: str, window: object, stride: object, padding: object, ceil_mode: object) -> dict[str, Any]:
     rows, columns = size = pair(name, "window", window)
     margins = pair(name, "padding", padding, 0)
     if margins[0] * 2 > rows or margins[1] * 2 > columns:
@@ -206,13 +206,13 @@ def _options(name: str, window: Any, stride: Any, padding: Any, ceil_mode: Any) 
     return {"window": size, "stride": steps, "padding": margins, "ceil_mode": flag(f"{name}: ceil_mode", ceil_mode)}
 
 
-def _options_of_mean(*how: Any) -> dict[str, Any]:
+def _options_of_mean(*how: object) -> dict[str, Any]:
     *windows, counted = how
     options = _options("avg_pool2d", *windows)
     return {**options, "count_include_pad": flag("avg_pool2d: count_include_pad", counted)}
 
 
-def _options_of_whole(keepdims: Any) -> dict[str, Any]:
+def _options_of_whole(keepdims: object) -> dict[str, Any]:
     return {"keepdims": flag("mean2d: keepdims", keepdims)}
 
 

@@ -15,6 +15,7 @@ from handlepool.ops.convolution import check_type, check_vector, settings_of
 from handlepool.ops.epilogue import Stages, along, finisher, parts_of
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Layout
 
 
@@ -22,11 +23,11 @@ from handlepool.tensors.layout import Layout
 @by_keyword
 def matmul(
     a: ArrayT,
-    b: Any,
+    b: object,
     *extra: Never,
-    bias: Any = None,
+    bias: object = None,
     activation: str | None = None,
-    out: Any = None,
+    out: object = None,
     workspace_limit: int | None = None,
     allow_tf32: bool = True,
     deterministic: bool = False,
@@ -77,11 +78,11 @@ def matmul(
 @by_keyword
 def linear(
     x: ArrayT,
-    w: Any,
+    w: DeviceArray,
     *extra: Never,
-    bias: Any = None,
+    bias: object = None,
     activation: str | None = None,
-    out: Any = None,
+    out: object = None,
     workspace_limit: int | None = None,
     allow_tf32: bool = True,
     deterministic: bool = False,
@@ -131,7 +132,7 @@ class _Product:
         plain, copying = (GraphFunction(build, check=check, name=name, copies=copies) for copies in (False, True))
         return cls(name, plain, copying, finisher(name, axis=-1))
 
-    def __call__(self, a: Any, b: Any, bias: Any, out: Any, values: tuple[Any, ...], pool: Any) -> Any:
+    def __call__(self, a: object, b: object, bias: object, out: Any, values: tuple[Any, ...], pool: Any) -> Any:
         arrays = (a, b) if bias is None else (a, b, bias)
         _, workspace_limit, allow_tf32, deterministic = values
         plain = workspace_limit is None and type(allow_tf32) is type(deterministic) is bool  # which tell themselves
@@ -143,7 +144,7 @@ class _Product:
         return run_known(self.name, pool, (self.plain,), arrays, out, key, prepare)
 
     def prepare(
-        self, pool: PoolInternals, arrays: tuple[Any, ...], out: Any, values: tuple[Any, ...], key: tuple[Any, ...]
+        self, pool: PoolInternals, arrays: tuple[Any, ...], out: object, values: tuple[Any, ...], key: tuple[Any, ...]
     ) -> GraphCall:
         activation, *limits = values
         check_activation(self.name, activation)
@@ -151,7 +152,7 @@ class _Product:
         parts = parts_of(arrays[2] if len(arrays) > 2 else None, None, activation)
 
         def fused(
-            some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: Any, converted: ConvertedArguments | None
+            some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None
         ) -> GraphCall:
             applied = activation if "activation" in some else None
             if applied in ACTIVATIONS and applied not in BEHIND_A_PRODUCT:
@@ -163,11 +164,11 @@ class _Product:
         return Stages(self.name, pool, parts, activation, fused, self.finish, key).call(arrays, out)
 
 
-def _build_matmul(g: Any, a: Any, b: Any, bias: Any = None, *, activation: str | None) -> Any:
+def _build_matmul(g: object, a: object, b: object, bias: object = None, *, activation: str | None) -> Any:
     return _product(g, a, b, bias, activation, False)
 
 
-def _build_linear(g: Any, x: Any, w: Any, bias: Any = None, *, activation: str | None) -> Any:
+def _build_linear(g: object, x: object, w: DeviceArray, bias: object = None, *, activation: str | None) -> Any:
     return _product(g, x, w, bias, activation, True)
 
 

@@ -36,7 +36,7 @@ def interpolate2d(
     scale_factor: float | Sequence[float] | None = None,
     mode: str = "nearest",
     align_corners: bool = False,
-    out: Any = None,
+    out: object = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
     """Bring images to another size, on the current stream.
@@ -79,7 +79,7 @@ def interpolate2d(
     return _interpolate.call((x,), out, pool, (size, scale_factor, mode, align_corners))
 
 
-def _options(size: Any, scale_factor: Any, mode: Any, align_corners: Any) -> dict[str, Any]:
+def _options(size: object, scale_factor: object, mode: object, align_corners: object) -> dict[str, Any]:
     name = "interpolate2d"
     if (size is None) == (scale_factor is None):
         raise ArgumentError(f"{name}: size={shown(size)} and scale_factor={shown(scale_factor)}; give one of them")
@@ -92,7 +92,7 @@ def _options(size: Any, scale_factor: Any, mode: Any, align_corners: Any) -> dic
     return {"size": found, "factors": _factors(scale_factor), "mode": mode, "align_corners": corners}
 
 
-def _factors(value: Any) -> tuple[float, float] | None:
+def _factors(value: object) -> tuple[float, float] | None:
     if value is None:
         return None
     both = value if isinstance(value, (list, tuple)) else (value, value)

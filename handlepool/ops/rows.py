@@ -20,6 +20,7 @@ from handlepool.ops.convolution import (
 from handlepool.ops.epilogue import along
 from handlepool.ops.filtering import Filtering, steps, windows
 from handlepool.pool.pool import HandlePool
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Layout
 
 
@@ -27,15 +28,15 @@ from handlepool.tensors.layout import Layout
 @by_keyword
 def conv1d(
     x: ArrayT,
-    w: Any,
+    w: DeviceArray,
     *extra: Never,
     stride: int | Sequence[int] = 1,
     padding: int | str | Sequence[Any] = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
-    bias: Any = None,
+    bias: object = None,
     activation: str | None = None,
-    out: Any = None,
+    out: object = None,
     workspace_limit: int | None = None,
     allow_tf32: bool = True,
     deterministic: bool = False,
@@ -106,7 +107,7 @@ def _build(g: Any, /, x: Any, w: Any, bias: Any = None, *, groups: int, activati
     return y if activation is None else activate(g, y, activation)
 
 
-def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, groups: int, activation: str | None, **how: Any) -> None:
+def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, groups: int, activation: str | None, **how: object) -> None:
     """Raise for arrays that no convolution takes, before a plan is built."""
     x, w, *rest = layouts
     like = ("x", x.dtype)

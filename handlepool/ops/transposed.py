@@ -11,6 +11,7 @@ from handlepool.ops.convolution import Pair, check_array, check_vector, paramete
 from handlepool.ops.epilogue import along
 from handlepool.ops.filtering import Filtering, Shape, steps, windows
 from handlepool.pool.pool import HandlePool
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Layout
 
 
@@ -18,16 +19,16 @@ from handlepool.tensors.layout import Layout
 @by_keyword
 def conv_transpose2d(
     x: ArrayT,
-    w: Any,
+    w: DeviceArray,
     *extra: Never,
     stride: Pair = 1,
     padding: Pair = 0,
     output_padding: Pair = 0,
     dilation: Pair = 1,
     groups: int = 1,
-    bias: Any = None,
+    bias: object = None,
     activation: str | None = None,
-    out: Any = None,
+    out: object = None,
     workspace_limit: int | None = None,
     allow_tf32: bool = True,
     deterministic: bool = False,
@@ -90,16 +91,16 @@ def conv_transpose2d(
 @by_keyword
 def conv_transpose1d(
     x: ArrayT,
-    w: Any,
+    w: DeviceArray,
     *extra: Never,
     stride: Pair = 1,
     padding: Pair = 0,
     output_padding: Pair = 0,
     dilation: Pair = 1,
     groups: int = 1,
-    bias: Any = None,
+    bias: object = None,
     activation: str | None = None,
-    out: Any = None,
+    out: object = None,
     workspace_limit: int | None = None,
     allow_tf32: bool = True,
     deterministic: bool = False,

@@ -137,13 +137,14 @@ class Leases:
         """
         self.keep(kept)
         self._former = None
-        if self.region is None:
-            self.own_region().prepare()
         order = self.order
         if order is None or order.closed:
             order = self._open_books()
         assert call is not None
         track = order.start_call(self, call)
+        # After the lease: of a lost context, that says so first.
+        if self.region is None:
+            self.own_region().prepare()
         slot = self._callers_slot if track is self._home else track.slot
         assert slot is not None
         return slot
@@ -402,9 +403,10 @@ class UnorderedLeases(Leases):
 
     def begin_call(self, kept: object, call: Call | None) -> Slot:
         """Start the next branch on the next state, whatever it reads and writes."""
+        slot = self.begin_unordered(kept, owned=True)
         if self.region is None:
             self.own_region().prepare()
-        return self.begin_unordered(kept, owned=True)
+        return slot
 
     def leave_order(self, *, joined: bool) -> None:
         """Note in the books of an outer fork that states were joined in which ordered forks had their bodies."""

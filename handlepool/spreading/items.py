@@ -15,12 +15,13 @@ from handlepool.drivers.operands import ASARRAY
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArrayTypeError
 from handlepool.recording.update import PLAIN, is_foreign
+from handlepool.tensors.graph_types import DeviceArray
 
 MOST_FUNCTIONS = 100
 """Whose globals are looked at."""
 
 
-def itself(value: Any) -> Any:
+def itself(value: object) -> Any:
     """Return it."""
     return value
 
@@ -34,7 +35,7 @@ def geometry(value: Any) -> Hashable:
     return value.shape, value.strides, value.dtype
 
 
-def check_copied(place: str, value: Any, driver: Driver, *, inside: bool) -> None:
+def check_copied(place: str, value: object, driver: Driver, *, inside: bool) -> None:
     """Raise for an array that is not copied to devices: of another library, with a mask, which would be lost.
 
     With ``inside`` also for one of the driver's inside an object: nothing would order its use after whoever writes it.
@@ -89,6 +90,6 @@ def global_elsewhere(function: Any, is_elsewhere: Callable[[Any], bool]) -> str 
     return None
 
 
-def steps(array: Any) -> tuple[int, ...]:
+def steps(array: DeviceArray) -> tuple[int, ...]:
     """Strides of the axes that have any: those of extent 1 say nothing."""
     return tuple([step for extent, step in zip(array.shape, array.strides, strict=True) if extent != 1])

@@ -166,7 +166,7 @@ def spread(
     return Spread(pool, name, function, workers, items, to == "host", in_flight, errors == "raise", on_done, shows)
 
 
-def _chosen(driver: Driver, name: str, devices: Any) -> list[int]:
+def _chosen(driver: Driver, name: str, devices: object) -> list[int]:
     count = driver.device_count()
     if devices is None:
         return [*range(count)]
@@ -185,7 +185,7 @@ def _chosen(driver: Driver, name: str, devices: Any) -> list[int]:
     return chosen
 
 
-def _check_closure(driver: Driver, name: str, function: Any, devices: Sequence[int]) -> None:
+def _check_closure(driver: Driver, name: str, function: object, devices: Sequence[int]) -> None:
     """Raise for an array that the function reads beside its arguments, and that one of the devices does not have."""
     plain = getattr(function, "__func__", function)
     cells = zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True) if isinstance(plain, FunctionType) else ()
@@ -408,7 +408,7 @@ class Spread(Iterator[Any]):
                 continue
             self._flights.append(self._give(worker, index, item))
 
-    def _give(self, worker: DeviceWorker, index: int, item: Any) -> InFlight:
+    def _give(self, worker: DeviceWorker, index: int, item: object) -> InFlight:
         try:
             return worker.give(index, item)
         except Exception as error:
@@ -538,6 +538,6 @@ def _settle(workers: Workers, status: Any) -> bool:
         return False
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> Any:
     """Return an array of the host's in ordinary memory: what is page-locked is used again."""
     return np.array(value, order="K") if isinstance(value, np.ndarray) else value

@@ -72,7 +72,13 @@ class InFlight:
     __slots__ = ("copy_plan", "device", "done", "error", "event", "index", "kept", "value")
 
     def __init__(
-        self, index: int, device: int, value: Any = None, kept: Any = None, event: Any = None, copy_plan: "CopyPlan | None" = None
+        self,
+        index: int,
+        device: int,
+        value: object = None,
+        kept: Sequence[Any] | None = None,
+        event: object = None,
+        copy_plan: "CopyPlan | None" = None,
     ) -> None:
         self.index, self.device, self.value, self.kept, self.event, self.copy_plan = index, device, value, kept, event, copy_plan
         self.error: Exception | None = None
@@ -193,7 +199,7 @@ class DeviceWorker:
         self.running.append(flight)
         return flight
 
-    def _give(self, index: int, item: Any, arrays: list[Any] | None, key: Hashable) -> InFlight:
+    def _give(self, index: int, item: object, arrays: list[Any] | None, key: Hashable) -> InFlight:
         """Enqueue it the general way, and find out whether items like it can go the short one."""
         driver = self._driver
         with on_device(driver, self.device):
@@ -275,7 +281,7 @@ class DeviceWorker:
 
     # The short way
 
-    def _plain(self, item: Any) -> list[Any] | None:
+    def _plain(self, item: object) -> list[Any] | None:
         """Return the arrays of an item that holds nothing else, all NumPy's or all the driver's; None for any other."""
         found = [*leaves(item)] if isinstance(item, (list, tuple, dict)) else [item]
         kinds = {*map(type, found)}
@@ -292,7 +298,7 @@ class DeviceWorker:
                 return not any(map(driver.page_locked, arrays))
         return len(arrays) == 1 or len({driver.array_device(each) for each in arrays}) == 1
 
-    def _learn(self, arrays: list[Any], key: Hashable, staged: Any) -> None:
+    def _learn(self, arrays: list[Any], key: Hashable, staged: object) -> None:
         """Let items like this one, which was copied and went to a program, go the short way, where they can."""
         copies = [*leaves(staged)]
         copy_plan = self._programs.get((geometry(staged), ()))
@@ -433,7 +439,7 @@ class DeviceWorker:
             )
         return stream
 
-    def _on(self, which: int, function: Callable[..., Any], *args: Any) -> Any:
+    def _on(self, which: int, function: Callable[..., Any], *args: object) -> Any:
         return run_on(self._internals, self._streams[which], self.device, None, function, args, {})
 
     def _order(self, first: int, then: int) -> None:
@@ -463,7 +469,7 @@ class DeviceWorker:
 
     # Copies
 
-    def _staged(self, item: Any, caller: Stream) -> Any:
+    def _staged(self, item: object, caller: Stream) -> Any:
         """Return an item with copies on this device of its arrays, which share memory as they do."""
         return rebuilt(item, copier(self._driver, item, partial(self._brought, caller, False)))
 
@@ -508,7 +514,7 @@ class DeviceWorker:
         self._wait(self.device, brings, source, caller.ptr)
         return target
 
-    def _to_host(self, kept: list[Any], value: Any) -> Any:
+    def _to_host(self, kept: list[Any], value: object) -> Any:
         if not isinstance(value, self._driver.array_types):
             return value
         with self._driver.relaxed():
@@ -517,7 +523,7 @@ class DeviceWorker:
 
     # The function
 
-    def _compute(self, staged: Any, caller: Stream, kept: list[Any]) -> Any:
+    def _compute(self, staged: object, caller: Stream, kept: list[Any]) -> Any:
         """Enqueue the function on the current stream, which computes; copies of what it returns."""
         driver, device = self._driver, self.device
         program = self._program(staged)
@@ -537,7 +543,7 @@ class DeviceWorker:
         copy_all(driver, results.copies)
         return results.value
 
-    def _program(self, staged: Any) -> Program | None:
+    def _program(self, staged: object) -> Program | None:
         """Return the program for arrays that lie like these; None where the function is to run eagerly."""
         driver = self._driver
         if self._eager.always:
@@ -554,7 +560,7 @@ class DeviceWorker:
                 self._programs.pop(next(iter(self._programs))).program.close()
             function, shared = self._function, self._shared
 
-            def call(item: Any) -> Any:
+            def call(item: object) -> Any:
                 return function(rebuilt(item, itself), *shared)  # it may change the lists and dictionaries of its item
 
             call.__qualname__ = self._name
@@ -568,7 +574,7 @@ class DeviceWorker:
         self._programs[key] = copy_plan
         return copy_plan.program
 
-    def _own(self, array: Any, target: Any = None) -> Any:
+    def _own(self, array: object, target: object = None) -> Any:
         copy = new_like(self._driver, array) if target is None else target
         self._driver.copy(copy, array)
         return copy

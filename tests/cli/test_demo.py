@@ -249,14 +249,26 @@ def test_overlap_counts_the_branches_that_ran_at_a_time():
 # The chain
 
 
+@pytest.fixture
+def one_round(monkeypatch):
+    """Measurements end after one round."""
+    for module in (measure, network):
+        monkeypatch.setattr(module, "_BUDGET", 0.0)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """The cuda driver is not available, and the host driver is."""
+    monkeypatch.setattr(drivers, "available", lambda name: None if name == "host" else "there is no GPU")
+
+
 def measured():
     """What the demo finds over a schedule that means harm, with the order of accesses checked."""
     with HandlePool(driver=HostDriver(scheduler="adversarial", check_order=True)) as pool:
         return measure.measure(COLOURS[:12, :16] / np.float32(255), builtin_filters()[:2], states=3, pool=pool)
 
 
-def test_g17_the_chain_of_the_demo_is_in_order_and_compared(monkeypatch):
-    monkeypatch.setattr(measure, "_BUDGET", 0.0)
+def test_g17_the_chain_of_the_demo_is_in_order_and_compared(one_round):
     report = measured()
     assert [result.name for result in report.results] == ["edges", "sobel x", "edges, then edges"]
     assert all(result.right for result in report.results)
@@ -265,8 +277,7 @@ def test_g17_the_chain_of_the_demo_is_in_order_and_compared(monkeypatch):
     assert first.end <= then.start
 
 
-def test_the_network_is_right_in_each_way_and_its_calls_ran_on_lanes_behind_what_they_read(monkeypatch):
-    monkeypatch.setattr(network, "_BUDGET", 0.0)
+def test_the_network_is_right_in_each_way_and_its_calls_ran_on_lanes_behind_what_they_read(one_round):
     with HandlePool(driver=HostDriver(scheduler="adversarial", check_order=True)) as pool:
         report = network.measure(COLOURS / np.float32(255), states=3, pool=pool)
     assert report.right
@@ -282,16 +293,14 @@ def test_the_network_is_right_in_each_way_and_its_calls_ran_on_lanes_behind_what
     assert all(call.end <= last.start for call in report.calls if call is not last)
 
 
-def test_control_a_network_that_is_computed_otherwise_is_wrong(monkeypatch):
-    monkeypatch.setattr(network, "_BUDGET", 0.0)
+def test_control_a_network_that_is_computed_otherwise_is_wrong(monkeypatch, one_round):
     monkeypatch.setattr(network._Reference, "max_pool2d", staticmethod(lambda x, *_, **how: x))
     with HandlePool(driver=HostDriver()) as pool:
         report = network.measure(COLOURS / np.float32(255), states=2, pool=pool)
     assert not report.right
 
 
-def test_g17_control_without_order_the_chain_of_the_demo_reads_too_early(monkeypatch):
-    monkeypatch.setattr(measure, "_BUDGET", 0.0)
+def test_g17_control_without_order_the_chain_of_the_demo_reads_too_early(monkeypatch, one_round):
     fork = measure.ParallelStates.fork
     monkeypatch.setattr(measure.ParallelStates, "fork", lambda states: fork(states, ordered=False))
     with pytest.raises(ContractError, match="not ordered"):
@@ -308,14 +317,12 @@ def test_the_chain_is_a_blur_and_the_edges_or_what_a_file_has_first_and_last():
 # The driver
 
 
-def test_the_demo_falls_back_to_host_and_says_why(monkeypatch):
+def test_the_demo_falls_back_to_host_and_says_why(no_gpu, monkeypatch):
     monkeypatch.delenv("HANDLEPOOL_DRIVER", raising=False)
-    monkeypatch.setattr(drivers, "available", lambda name: None if name == "host" else "there is no GPU")
     assert demo.choose_driver(None) == ("host", "because there is no GPU")
 
 
-def test_a_driver_that_was_asked_for_is_not_replaced(monkeypatch):
-    monkeypatch.setattr(drivers, "available", lambda name: "there is no GPU")
+def test_a_driver_that_was_asked_for_is_not_replaced(no_gpu, monkeypatch):
     with pytest.raises(DriverNotAvailableError, match=r"the cuda driver was asked for .*there is no GPU"):
         demo.choose_driver("cuda")
     monkeypatch.setenv("HANDLEPOOL_DRIVER", "cuda")
@@ -410,12 +417,12 @@ def test_out_must_not_be_the_photograph(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_cuda_without_a_gpu_is_one_line_and_exit_status_2(tmp_path, monkeypatch):
-    monkeypatch.setattr(drivers, "available", lambda name: "no GPU was found")
+def test_cuda_without_a_gpu_is_one_line_and_exit_status_2(no_gpu, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _assert_one_line(call_main("demo", "--driver", "cuda"), "the cuda driver was asked for (asked for by name)")
 
 
+@pytest.mark.slow
 def test_a_result_that_is_wrong_is_named_and_exit_status_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "reference_conv2d", lambda x, w, **_: np.full(x.shape, 1e3))
     options = Namespace(image=None, out=tmp_path / "out.png", states=2, size=32, driver="host", filters=_one_filter(tmp_path))

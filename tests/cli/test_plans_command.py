@@ -20,10 +20,9 @@ X = handlepool.ArraySpec((1, 2, 8, 8), "float16")
 
 
 @pytest.fixture
-def path(make_driver, tmp_path, monkeypatch):
+def path(make_driver, tmp_path):
     """A plan directory with two plans, used at different times."""
-    with Scene(make_driver(), plan_directory=tmp_path / "plans") as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+    with Scene(make_driver(), plan_directory=tmp_path / "plans", default=True) as scene:
         double(scene.array(1))
         plus(scene.array(1), scene.array(2))
         scene.driver.synchronize_stream(scene.stream.ptr)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.process import as_default
 
 import handlepool
 from handlepool import drivers
@@ -67,6 +68,7 @@ def written(tmp_path_factory):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SCRIPTS, *NETWORKS, "devices", "recorded_host", "serving", "sizing"])
 def test_a_script_runs_without_a_gpu_and_writes_what_it_found(name, written):
     _, results = written(name)
@@ -80,6 +82,7 @@ def test_a_script_runs_without_a_gpu_and_writes_what_it_found(name, written):
     assert all(ratio["kept"] is None for ratio in results["ratios"].values())  # not judged
 
 
+@pytest.mark.slow
 def test_a_shared_workspace_gives_wrong_results_on_the_host_driver_too(written):
     _, results = written("wrong")
     (counts,) = results["wrong"].values()
@@ -87,6 +90,7 @@ def test_a_shared_workspace_gives_wrong_results_on_the_host_driver_too(written):
     assert counts["a workspace each"] == counts["handlepool's fork"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_every_script_has_a_picture_in_two_forms(name, written):
     pytest.importorskip("matplotlib", reason="the pictures need matplotlib, and it is not installed")
@@ -122,6 +126,7 @@ def test_pages_whose_figures_are_missing_are_an_error(tmp_path):
     refused(run("tables", tmp_path, page, "--check"), "memory.json")
 
 
+@pytest.mark.slow
 def test_the_pages_can_be_filled(written, tmp_path):
     for name in SCRIPTS:
         folder = written(name)[0].parent
@@ -168,8 +173,7 @@ def devices_on(module, make_driver, monkeypatch, tmp_path):
         path = tmp_path / "devices.json"
         quick = ["--quick", "--driver", "host", "--way", "recorded", "spread", "--json", str(path), *options]
         monkeypatch.setattr(sys, "argv", ["devices.py", *quick])
-        with handlepool.HandlePool(driver=driver) as pool:
-            monkeypatch.setattr("handlepool.pool.default._default", pool)
+        with handlepool.HandlePool(driver=driver) as pool, as_default(pool):
             monkeypatch.setattr(pool, "close", lambda: None)
             status = devices.main()
             driver.fail_at(0)
@@ -218,9 +222,9 @@ def test_a_process_that_ends_is_named(module):
         processes._received()
 
 
-def test_a_client_that_fails_is_named(module, make_pool, monkeypatch):
+def test_a_client_that_fails_is_named(module, make_pool, make_default):
     serving, pool = module("serving"), make_pool()
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     options = SimpleNamespace(network="ensemble", side=9, thin=32, dtype="float32", threads=2)
     server = serving.Server(pool.driver, [0, 1], options)
     assert len(server.sample(0.01)) >= 4
@@ -234,6 +238,7 @@ def test_a_client_that_fails_is_named(module, make_pool, monkeypatch):
         serving.check("other", [2 * server.scores[0]], server.scores[0])
 
 
+@pytest.mark.slow
 def test_all_devices_goes_on_after_a_part_that_is_cut_off(tmp_path):
     done = run("all_devices", tmp_path, "--only", "sizing", "serving", "--quick", "--driver", "host", "--limit", "9.5")
     assert done.returncode == 1
@@ -242,6 +247,7 @@ def test_all_devices_goes_on_after_a_part_that_is_cut_off(tmp_path):
     assert "sizing.py" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_all_devices_writes_what_its_parts_found(tmp_path):
     done = run("all_devices", tmp_path, "--only", "serving", "--quick", "--driver", "host")
     assert done.returncode == 0, done.stdout
@@ -257,6 +263,7 @@ def test_pairs_are_all_and_disjoint_in_a_round(count, monkeypatch):
     assert all(len({device for pair in pairs for device in pair}) == 2 * len(pairs) for pairs in rounds)
 
 
+@pytest.mark.slow
 def test_handles_of_each_device_are_as_many_as_the_formula_says(written):
     _, results = written("sizing")
     assert len(results["sizes"]) == 4
@@ -265,6 +272,7 @@ def test_handles_of_each_device_are_as_many_as_the_formula_says(written):
         assert all(each["handles"] == each["formula"] > 0 for each in found)
 
 
+@pytest.mark.slow
 def test_figures_of_several_gpus_fill_a_page_by_themselves(written, tmp_path):
     folder = written("devices")[0].parent
     for name in ("serving", "sizing"):
@@ -281,6 +289,7 @@ def test_figures_of_several_gpus_fill_a_page_by_themselves(written, tmp_path):
     assert run("tables", folder, page, "--check").returncode == 0
 
 
+@pytest.mark.slow
 def test_all_says_what_failed_and_goes_on(tmp_path):
     done = run("all", tmp_path, "--only", "exits", "acquire", "--quick", "--driver", "host", "--limit", "0.01")
     assert done.returncode == 1
@@ -299,6 +308,7 @@ def test_a_script_for_gpus_alone_says_so(name, says):
     refused(run(name, "--quick", "--driver", "host"), says)
 
 
+@pytest.mark.slow
 def test_operations_are_those_of_the_networks(written):
     _, results = written("operations")
     assert {name.split()[0] for name in results["counts"]["googlenet"]} == {
@@ -333,6 +343,7 @@ def test_own_kernels_are_bounded_on_the_sizes_of_googlenet_and_their_sum_by_how_
     assert bounds("googlenet", most=1)["the sum of own kernels"] == (1.2, None)
 
 
+@pytest.mark.slow
 def test_a_network_with_a_fork_is_compared_with_one_stream(written):
     _, results = written("networks")
     assert "one fork, 2 states / one stream, googlenet, wall" in results["ratios"]
@@ -340,10 +351,10 @@ def test_a_network_with_a_fork_is_compared_with_one_stream(written):
 
 
 @pytest.fixture
-def small_network(module, make_pool, monkeypatch):
+def small_network(module, make_pool, make_default):
     """A network with few channels and small images: ``small_network(name)``."""
     pool = make_pool()
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     options = SimpleNamespace(dtype="float32", thin=32, batch=1, side=33)
     return lambda name: module("networks").Network(pool.driver, name, options)
 
@@ -415,12 +426,12 @@ def test_a_peer_that_fails_is_a_line_and_what_is_ours_is_an_end(small_network, m
         network.add("ours", wrong, (handlepool.HandlePoolError,))
 
 
-def test_networks_are_written_one_after_the_other(module, tmp_path, monkeypatch):
+def test_networks_are_written_one_after_the_other(module, tmp_path, monkeypatch, make_default):
     networks, path = module("networks"), tmp_path / "networks.json"
     monkeypatch.setitem(networks.NETWORKS, "unet", lambda p, x, ops=None: 1 / 0)
     quick = ["--quick", "--driver", "host", "--network", "ensemble", "unet", "--way", "lanes", "--json", str(path)]
     monkeypatch.setattr(sys, "argv", ["networks.py", *quick])
-    monkeypatch.setattr("handlepool.pool.default._default", None)
+    make_default(None)
     monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
     with pytest.raises(ZeroDivisionError):
         networks.main()
@@ -543,6 +554,7 @@ def test_a_call_takes_on_the_device_what_several_take_longer_than_one(module, mo
     assert held._hold["slow"] > networks_jax.LONGEST_HOLD
 
 
+@pytest.mark.slow
 def test_a_recording_is_compared_at_every_number_of_states(written):
     _, results = written("record")
     for count in results["states"]:
@@ -608,6 +620,7 @@ def test_the_host_clock_has_the_region_alone_and_pairs_are_of_one_repeat(module,
     assert common.paired(found["host"]["a"], found["host"]["b"]) == [1.5, 1.5]
 
 
+@pytest.mark.slow
 def test_the_host_driver_has_small_shapes_unless_others_are_given(tmp_path):
     few = "--driver", "host", "--repeats", "1", "--json", tmp_path / "x.json"
     for given, shape in ((), "1x4x6x4x3:float32:NCHW"), (("--shape", "1x2x5x3x1:float32:NHWC"), "1x2x5x3x1:float32:NHWC"):
@@ -618,6 +631,7 @@ def test_the_host_driver_has_small_shapes_unless_others_are_given(tmp_path):
     assert run("wrong", *few, "--rounds", "1").returncode == 0
 
 
+@pytest.mark.slow
 def test_all_has_a_folder_of_its_own_where_none_is_given(tmp_path):
     folder = shutil.copytree(FOLDER, tmp_path / "benchmarks")
     before = {path: path.read_bytes() for path in folder.rglob("*.json")}
@@ -665,6 +679,7 @@ def test_a_script_says_at_once_that_there_is_no_gpu(name):
     refused(run(name, "--driver", "cuda"), "the cuda driver (asked for by name) cannot run here")
 
 
+@pytest.mark.slow
 def test_two_trees_are_compared_and_another_package_than_the_trees_is_refused(tmp_path):
     few = "--repeats", 1, "--calls", 16, "--nodes", 2
     done = run("compare", FOLDER.parent, *few, "--json", tmp_path / "compare.json")

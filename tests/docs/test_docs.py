@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from harness import network_references as networks
 from harness.arrays import Arrays
+from harness.process import as_default
 
 import handlepool
 from handlepool import HandlePool
@@ -21,9 +22,8 @@ def blocks_of(page):
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
-def test_the_examples_run(make_driver, monkeypatch, capsys):
-    with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+def test_the_examples_run(make_driver, capsys):
+    with HandlePool(driver=make_driver()) as pool, as_default(pool):
         arrays = Arrays(pool)
         names = {"x": arrays.random(2, 16, 14, 14), "w": arrays.random(8, 16, 3, 3)}
         expected = reference.conv2d(arrays.take(names["x"]), arrays.take(names["w"]), padding=1, activation="relu")
@@ -47,9 +47,8 @@ def test_the_examples_run(make_driver, monkeypatch, capsys):
     assert "host_im2col" in capsys.readouterr().out
 
 
-def test_the_examples_of_pooling_run(make_driver, monkeypatch):
-    with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+def test_the_examples_of_pooling_run(make_driver):
+    with HandlePool(driver=make_driver()) as pool, as_default(pool):
         arrays = Arrays(pool, layout="NHWC")
         x, shortcut = arrays.random(2, 16, 14, 14), arrays.random(2, 16, 14, 14)
         names = {"x": x, "shortcut": shortcut, "handlepool": handlepool, "states": handlepool.ParallelStates(2, pool=pool)}
@@ -67,9 +66,8 @@ def test_the_examples_of_pooling_run(make_driver, monkeypatch):
         assert arrays.error(names["both"], np.concatenate([every, whole[0]], 1)) < 1e-5
 
 
-def test_the_examples_of_networks_operations_run(make_driver, monkeypatch):
-    with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+def test_the_examples_of_networks_operations_run(make_driver):
+    with HandlePool(driver=make_driver()) as pool, as_default(pool):
         arrays, halves = Arrays(pool, layout="NHWC"), Arrays(pool, "float16")
         x, w = arrays.random(2, 16, 14, 14), arrays.random(16, 8, 4, 4)
         names = {"handlepool": handlepool, "x": x, "w": w, "products": halves.random(2, 10, 3, 4, 8)}
@@ -88,9 +86,8 @@ def test_the_examples_of_networks_operations_run(make_driver, monkeypatch):
         assert halves.error(names["seen"], networks.attention(q, k, v, is_causal=True)) < 1e-2
 
 
-def test_the_examples_of_elementwise_functions_run(make_driver, monkeypatch):
-    with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+def test_the_examples_of_elementwise_functions_run(make_driver):
+    with HandlePool(driver=make_driver()) as pool, as_default(pool):
         arrays = Arrays(pool, layout="NHWC")
         names = {"x": arrays.random(2, 16, 6, 6), "s": arrays.random(2, 16, 1, 1), "scale": arrays.random(16, 1, 1)}
         names |= {
@@ -123,17 +120,15 @@ def test_the_examples_of_elementwise_functions_run(make_driver, monkeypatch):
         assert len(names["program"].explain().nodes) == 4
 
 
-def test_the_examples_of_arrays_run(make_driver, monkeypatch):
-    with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+def test_the_examples_of_arrays_run(make_driver):
+    with HandlePool(driver=make_driver()) as pool, as_default(pool):
         names = {"handlepool": handlepool, "np": np}
         exec(next(block for block in blocks_of("arrays.md") if "asnumpy" in block), names)
         assert np.array_equal(names["values"], np.full((1, 8, 8, 8), 2, np.float32))
 
 
-def test_the_example_of_recording_runs(make_driver, monkeypatch):
-    with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+def test_the_example_of_recording_runs(make_driver):
+    with HandlePool(driver=make_driver()) as pool, as_default(pool):
         arrays = Arrays(pool)
         w, used = arrays.random(8, 16, 3, 3), []
         images, next_images = ([arrays.random(2, 16, 14, 14) for _ in range(3)] for _ in range(2))
@@ -166,9 +161,8 @@ def test_the_example_of_recording_runs(make_driver, monkeypatch):
         assert np.abs(y - right).max() < 1e-4
 
 
-def test_the_examples_of_spreading_run(make_driver, monkeypatch, capsys):
-    with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+def test_the_examples_of_spreading_run(make_driver, capsys):
+    with HandlePool(driver=make_driver()) as pool, as_default(pool):
         random, got = np.random.default_rng(1), []
         images = [random.standard_normal((1, 8, 9, 9)).astype("float32") for _ in range(5)]
         w = random.standard_normal((8, 8, 3, 3)).astype("float32")
@@ -183,10 +177,9 @@ def test_the_examples_of_spreading_run(make_driver, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("2 ")
 
 
-def test_the_examples_of_libraries_that_keep_handles_run(make_driver, monkeypatch):
+def test_the_examples_of_libraries_that_keep_handles_run(make_driver):
     before = cudnn.create_handle
-    with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=make_driver()) as pool, as_default(pool):
         installed, asked = blocks_of("handle-caches.md")
         names = {}
         exec(installed, names)
@@ -210,10 +203,9 @@ def test_the_fourteen_ways_of_keeping_a_handle_are_those_that_are_tested():
     assert {named.get(way, way) for way in ways} < set(rows)
 
 
-def test_the_examples_with_torch_run(make_driver, monkeypatch):
+def test_the_examples_with_torch_run(make_driver):
     torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
-    with HandlePool(driver="cuda" if torch.cuda.is_available() else make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver="cuda" if torch.cuda.is_available() else make_driver()) as pool, as_default(pool):
         names = {}
         for block in blocks_of("torch.md"):
             exec(block, names)

@@ -35,6 +35,7 @@ def check_all(cases, launches, folder):
         check(kernel, operands, lambda arrays, _, launch=launch: compiled.run(launch, arrays), f"by {launch}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++ to compile the kernels with")
 def test_each_variant_computes_the_reference_and_writes_nothing_else(tmp_path):
     some = CASES[::7]

@@ -15,6 +15,7 @@ import warnings
 
 import numpy as np
 import pytest
+from harness.insides import streams_of
 from harness.numpy_calls import OTHERWISE, Plain, called, forms_of, functions, plain, same
 
 from handlepool.drivers.host.array import HostArray
@@ -29,7 +30,7 @@ class Late(Plain):
     def __init__(self, driver):
         self._driver = driver
         self._latches = []
-        self._reach = driver._streams.scheduler.reach
+        self._reach = streams_of(driver).scheduler.reach
         self.waits = 0
 
     def make(self, values):
@@ -58,7 +59,7 @@ def late(make_driver, monkeypatch):
             driver = make_driver(scheduler="adversarial", seed=1, devices=1, **options)
             stack.enter_context(driver.create_stream())
             made = Late(driver)
-            monkeypatch.setattr(driver._streams.scheduler, "reach", made.reach)
+            monkeypatch.setattr(streams_of(driver).scheduler, "reach", made.reach)
             stack.callback(driver.synchronize_stream, driver.current_stream().ptr)
             stack.callback(made.release)
             return made

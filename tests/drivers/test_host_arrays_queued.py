@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from harness.insides import streams_of
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
@@ -172,7 +173,7 @@ def test_with_a_latch_on_the_stream_the_call_returns_and_nothing_waits(make_driv
     with driver.create_stream() as stream:
         latch = driver.latch(stream.ptr)
         with monkeypatch.context() as patch:
-            patch.setattr(driver._streams.scheduler, "reach", lambda *_: pytest.fail("it waits"))
+            patch.setattr(streams_of(driver).scheduler, "reach", lambda *_: pytest.fail("it waits"))
             found = QUEUED[name](Arrays(driver.asarray))
         latch.release()
         values = found.get()

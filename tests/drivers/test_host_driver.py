@@ -8,6 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
+from harness.insides import memory_of, streams_of
 from harness.scenes import Thread
 
 from handlepool.drivers.host.array import raw_view
@@ -103,7 +104,7 @@ def test_five_thousand_short_lived_streams_keep_no_threads_and_no_queues(driver)
         driver.event_done(driver.create_event())  # polling lets the adversarial scheduler run
     assert sorted(log) == list(range(5000))
     assert threading.active_count() - before <= MAX_WORKERS
-    assert len(driver._streams._queues) == 1
+    assert len(streams_of(driver)._queues) == 1
 
 
 # Events
@@ -355,7 +356,7 @@ def test_work_of_a_dropped_driver_runs_and_its_workers_end():
     stream = driver.create_stream()
     latch = driver.latch(stream.ptr)
     driver.enqueue(stream.ptr, ran.set)
-    scheduler = weakref.ref(driver._streams.scheduler)
+    scheduler = weakref.ref(streams_of(driver).scheduler)
     del driver, stream
     gc.collect()
     latch.release()
@@ -504,7 +505,7 @@ def test_a_stream_may_be_destroyed_while_a_lock_is_held(driver):
     stream.itself, stream.array = stream, array  # a cycle, for the collector
     pointer = stream.ptr
     del stream, array
-    with driver._streams.scheduler._lock, driver._streams.captures._lock, driver._memory.current._lock:
+    with streams_of(driver).scheduler._lock, streams_of(driver).captures._lock, memory_of(driver).current._lock:
         gc.collect()
     assert driver.create_stream().ptr == pointer
 

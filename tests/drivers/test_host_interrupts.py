@@ -126,9 +126,9 @@ def test_no_operation_is_lost_by_an_interrupt(scheduler):
     assert every_place(scheduler) > 100
 
 
-def test_control_an_operation_that_is_not_put_back_is_waited_for_in_vain(scheduler, monkeypatch):
+def test_control_an_operation_that_is_not_put_back_is_waited_for_in_vain(scheduler, monkeypatch, limits):
     monkeypatch.setattr(Scheduler, "_put_back", lambda self, operation: self._running.pop(operation, None))
-    monkeypatch.setattr(schedulers, "PATIENCE_SECONDS", 0.01)
+    limits(PATIENCE_SECONDS=0.01)
     with pytest.raises((AssertionError, ContractError)):
         every_place(scheduler)
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.insides import streams_of
 
 from handlepool.drivers.host import evaluator
 from handlepool.drivers.host.array import owner_of, raw_view
@@ -422,7 +423,7 @@ def test_steps_of_a_launch_are_operations_of_their_own(driver):
     source, output = driver.asarray(np.ones(4, FLOAT)), floats(driver)
     workspace, latch = driver.allocate(1024), driver.latch(stream.ptr)
     executable.launch(bound_handle(driver, stream), [source, output], workspace)
-    assert [operation.label for operation in driver._streams.scheduler.users(_block_of(output))] == ["finish"]
+    assert [operation.label for operation in streams_of(driver).scheduler.users(_block_of(output))] == ["finish"]
     latch.release()
     driver.free(workspace)  # waits for both
     assert (output == 1).all()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from harness.insides import streams_of
 
 from handlepool import ContractError, HandlePool
 from handlepool.drivers.host.array import owner_of
@@ -68,7 +69,7 @@ def test_whether_the_work_has_run_by_then_makes_no_difference(seed):
     x = world.array(world.one)
     world.write(world.one, x)
     for _ in range(20):
-        world.driver._streams.scheduler.nudge()
+        streams_of(world.driver).scheduler.nudge()
     with pytest.raises(ContractError, match="not ordered"):
         world.read(world.two, x)
 

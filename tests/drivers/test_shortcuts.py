@@ -45,7 +45,7 @@ class LaunchError(Exception):
 
 
 @pytest.fixture
-def make_world(monkeypatch):
+def make_world(monkeypatch, make_default):
     """Makes worlds, of which the last one's pool is the default pool, and counts in ``world.prepared`` the slow calls."""
     worlds = []
     prepare = GraphFunction.prepare
@@ -59,7 +59,7 @@ def make_world(monkeypatch):
         world.prepared = 0
         allocating = SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc))
         monkeypatch.setattr(shortcuts, "cupy", allocating)
-        monkeypatch.setattr("handlepool.pool.default._default", world.pool)
+        make_default(world.pool)
         worlds.append(world.__enter__())
         return world
 
@@ -620,7 +620,7 @@ def test_another_plan_that_was_selected_is_launched_from_then_on(world):
     assert again(world, double, x, out=y).index == first[1]
 
 
-def test_pools_do_not_see_each_others_plans(make_world, monkeypatch):
+def test_pools_do_not_see_each_others_plans(make_world, make_default):
     one = make_world()
     x = one.array()
     first = known(one, double, x)
@@ -630,7 +630,7 @@ def test_pools_do_not_see_each_others_plans(make_world, monkeypatch):
     assert launch.index != first
     assert launch.handle == two.pool.get_handle().backend_handle != one.pool.get_handle().backend_handle
     assert again(two, double, x).index == launch.index
-    monkeypatch.setattr("handlepool.pool.default._default", one.pool)
+    make_default(one.pool)
     with one.stream:
         back = again(two, double, x)
     assert (back.index, back.handle) == (first, one.driver.launches[0].handle)

@@ -71,9 +71,9 @@ KINDS = [Producer, OldProducer, Interface]
 
 
 @pytest.fixture
-def pool(make_pool, monkeypatch):
+def pool(make_pool, make_default):
     pool = make_pool(scheduler="adversarial")
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     return pool
 
 

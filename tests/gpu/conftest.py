@@ -107,6 +107,14 @@ def stream():
         stream.synchronize()
 
 
+@pytest.fixture
+def torch():
+    import torch
+
+    torch.cuda.init()
+    return torch
+
+
 class Kernels:
     """Hand-written kernels on the current stream, launched once each before any test: the first launch of a kernel loads it,
     for which it may wait for the device."""

@@ -23,9 +23,9 @@ def image():
 
 
 @pytest.fixture
-def expected(pool, monkeypatch):
+def expected(pool, monkeypatch, make_default):
     """What this process alone makes of the image."""
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     monkeypatch.setattr("handlepool.integrations.dask._functions", OrderedDict())  # what is there is of another pool
     return map_tiles(tiles.conv, image(), **TILES).compute(scheduler="synchronous")
 

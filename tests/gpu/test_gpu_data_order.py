@@ -5,11 +5,12 @@ import warnings
 import numpy as np
 import pytest
 from harness.graphs import double
+from harness.process import as_default
 from harness.region_gpu import CALLS, SIZES, Arrays
 from harness.region_maker import make_case
 from harness.region_runs import Regional, Sequential
 from harness.region_shrink import told
-from harness.region_worlds import books_of, default_pool
+from harness.region_worlds import books_of
 
 from handlepool import ParallelStates
 
@@ -55,7 +56,7 @@ class World:
 
 @pytest.fixture
 def world(pool, stream, kernels):
-    with default_pool(pool), warnings.catch_warnings():
+    with as_default(pool), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a branch waits since")
         yield World(pool, kernels)
 

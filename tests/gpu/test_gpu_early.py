@@ -5,6 +5,7 @@ cuDNN 9.19 launches convolutions with a residual so, and they read that too earl
 
 import numpy as np
 import pytest
+from harness.insides import recording_of
 
 import handlepool
 from handlepool import HandlePool, ParallelStates, ops
@@ -142,7 +143,7 @@ def test_the_residuals_are_in_the_plans_of_their_convolutions(pool, stream, monk
 def programmatic(pool):
     """Whether an edge of a recording is."""
     with handlepool.record(Blocks("float16", BATCHES[0]), pool, lanes=8, pool=pool) as program:
-        return Rewiring(capture.cu).begins_early(program._recording.captured.pointer)
+        return Rewiring(capture.cu).begins_early(recording_of(program).captured.pointer)
 
 
 def test_no_edge_of_a_recording_is_programmatic(pool, stream):

@@ -192,12 +192,12 @@ def ways(*faults):
 
 
 @pytest.fixture(autouse=True)
-def default(pool, monkeypatch):
+def default(pool, make_default):
     """The test's pool as the default one, with a handle, so that the first of the process is there; nothing stays installed."""
     import torch
 
     torch.cuda.init()
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     pool.get_handle()
     yield pool
     shim.uninstall()

@@ -16,9 +16,9 @@ SLEEP = 40_000_000
 
 
 @pytest.fixture(autouse=True)
-def default(pool, monkeypatch):
+def default(pool, make_default):
     """The test's pool as the default one."""
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     return pool
 
 

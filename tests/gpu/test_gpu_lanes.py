@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.graphs import convolution, double
+from harness.process import as_default
 from harness.region_gpu import CALLS, SIZES, Arrays
 from harness.region_lanes import Flat
 from harness.region_maker import make_case
 from harness.region_runs import Sequential
-from harness.region_worlds import books_of, default_pool
+from harness.region_worlds import books_of
 
 import handlepool
 from handlepool import CaptureError, OutOfMemoryError, operation
@@ -28,7 +29,7 @@ WIDE = 8
 @pytest.fixture
 def lanes(pool, stream):
     """Lanes on the test's pool, the default one, where the CUDA driver is new enough."""
-    with default_pool(pool), warnings.catch_warnings():
+    with as_default(pool), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a branch waits since")
         yield pool
 

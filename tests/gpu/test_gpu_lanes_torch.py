@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.process import as_default
 
 import handlepool
 from handlepool import CaptureError, ContractError, OutOfMemoryError, ParallelStates, operation
@@ -26,17 +27,9 @@ SIDE = 96
 
 
 @pytest.fixture
-def torch():
-    import torch
-
-    torch.cuda.init()
-    return torch
-
-
-@pytest.fixture
-def default(pool, stream, torch, monkeypatch):
+def default(pool, stream, torch, make_default):
     """The test's pool as the default one; one stream for both libraries."""
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
         yield pool
@@ -389,10 +382,9 @@ def test_control_workspaces_that_torch_keeps_are_left(default, torch, monkeypatc
     assert left_by_programs(torch) > 1 << 20
 
 
-def test_tensors_that_outlive_their_program_and_its_pool_end_quietly(torch, stream, monkeypatch):
+def test_tensors_that_outlive_their_program_and_its_pool_end_quietly(torch, stream):
     """Torch is told of no stream of the pool's, and asks for none when the tensors are freed."""
-    with handlepool.HandlePool(driver="cuda") as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with handlepool.HandlePool(driver="cuda") as pool, as_default(pool):
         ops, arrays = operations(), given(torch)
         torch.cuda.synchronize()
         program = handlepool.record(beside(ops), *arrays, lanes=WIDE)

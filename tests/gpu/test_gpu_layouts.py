@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.arrays import Arrays
-from harness.region_worlds import default_pool
+from harness.process import as_default
 
 import handlepool
 from handlepool import ArgumentError
@@ -31,7 +31,7 @@ def test_what_makes_an_array_channels_last_and_what_keeps_that(pool, stream):
         assert channels_last(kept)
     assert (x == plain).all()
     w = Arrays(pool, layout="NHWC").random(16, 16, 3, 3)
-    with default_pool(pool), handlepool.record(lambda x: handlepool.conv2d(x, w), x.copy(order="K"), lanes=2) as program:
+    with as_default(pool), handlepool.record(lambda x: handlepool.conv2d(x, w), x.copy(order="K"), lanes=2) as program:
         assert channels_last(program(x))
         with pytest.raises(ArgumentError, match="in bytes; lay it out as it was recorded, channels-last"):
             program(plain)
@@ -41,7 +41,7 @@ def test_what_makes_an_array_channels_last_and_what_keeps_that(pool, stream):
 def test_upsampling_as_an_operation_is_a_node(pool, stream):
     names = {"handlepool": handlepool, "x": Arrays(pool, layout="NHWC").random(1, 16, 6, 5)}
     (block,) = re.findall(r"```python\n(@handlepool.operation\n.*?)```", (DOCS / "pooling.md").read_text(), re.DOTALL)
-    with default_pool(pool):
+    with as_default(pool):
         exec(block, names)
         x, upsampled = names["x"], names["upsampled"]
         assert channels_last(names["large"])
@@ -54,7 +54,7 @@ def test_upsampling_as_an_operation_is_a_node(pool, stream):
 def test_repeat_tile_and_reshape_are_recorded_and_views_give_a_graph_nothing(pool, stream):
     x = Arrays(pool).random(4, 6)
     works = {"repeat": lambda x: x.repeat(2, 1), "tile": lambda x: cupy.tile(x, (2, 2)), "reshape": lambda x: x.T.reshape(8, 3)}
-    with default_pool(pool):
+    with as_default(pool):
         for work in works.values():
             with handlepool.record(work, x) as program:
                 assert np.array_equal(program(x).get(), work(x).get())

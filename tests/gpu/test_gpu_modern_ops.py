@@ -349,9 +349,9 @@ def of_torch(functional, torch):
 
 @LAYOUTS
 @TYPES
-def test_the_values_are_those_of_torch(pool, stream, random_array, monkeypatch, dtype, layout):
+def test_the_values_are_those_of_torch(pool, stream, random_array, make_default, dtype, layout):
     torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     x, w, b = random_array((3, 16, 14, 15), dtype, layout), *(random_array((16,), dtype, seed=seed) for seed in (1, 2))
     arrays = x, w, b, put(taken(w) ** 2 + 1, dtype)
     tensors = [in_torch(torch, array) for array in arrays]

@@ -3,6 +3,7 @@
 import operator
 
 import pytest
+from harness.insides import known_writes
 
 import handlepool
 from handlepool import ParallelStates
@@ -18,9 +19,7 @@ RAW = cupy.RawKernel(
 ELEMENTWISE = cupy.ElementwiseKernel("T x", "T y", "y = 10 * x", "tenfold")
 
 
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch):
-    monkeypatch.setattr(plain_calls, "_may_write", {})
+pytestmark = pytest.mark.usefixtures("known")
 
 
 def raw(fork, y):
@@ -50,7 +49,7 @@ def read_late_and_written(pool, kernels, latch, write):
         for step in (write, lambda fork, y: fork.run(cupy.add, y, 9), lambda fork, y: fork.run(cupy.multiply, y, 9)):
             step(fork, kernels.full(N, 1))  # loads its kernel
     cupy.cuda.Device().synchronize()
-    plain_calls._may_write.clear()
+    known_writes().clear()
 
     @handlepool.operation(mutates="z")
     def read_late(y, z):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from harness.process import as_default
 
 import handlepool
 from handlepool import ArgumentError, DeviceProperties, HandlePool
@@ -36,12 +37,11 @@ def w(random_array):
 
 
 @pytest.fixture
-def process(tmp_path, monkeypatch):
+def process(tmp_path):
     """Runs something with a new pool over the directory, as a new process would: what it gave, and what was counted of files."""
 
     def run(function):
-        with HandlePool(driver="cuda", plan_directory=tmp_path / "plans") as pool:
-            monkeypatch.setattr("handlepool.pool.default._default", pool)
+        with HandlePool(driver="cuda", plan_directory=tmp_path / "plans") as pool, as_default(pool):
             with pool.driver.create_stream() as stream:
                 result = function()
                 pool.driver.synchronize_stream(stream.ptr)

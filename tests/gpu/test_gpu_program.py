@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 from harness.hidden import hidden
+from harness.insides import recording_of, replace_launch
 
 import handlepool
 from handlepool import (
@@ -21,7 +22,7 @@ from handlepool import (
     PoolClosedError,
 )
 from handlepool.pool.deferred import deferred
-from handlepool.recording import program as recorded
+from handlepool.recording.program import Program
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -209,7 +210,7 @@ def test_a_replay_is_one_graph_launch_and_nothing_else(pool, stream, images, wei
         program.replay()
         launches = []
         launch = program._launch
-        program._launch = lambda: (launches.append(launch.args[-1]), launch())
+        replace_launch(program, lambda: (launches.append(launch.args[-1]), launch()))
         for name in ("record_event", "wait_event", "create_event", "relaxed"):
             monkeypatch.setattr(pool.driver, name, lambda *_: pytest.fail("an event"), raising=False)
         for _ in range(5):
@@ -222,7 +223,7 @@ def test_a_replay_is_one_graph_launch_and_nothing_else(pool, stream, images, wei
 def test_branches_are_parallel_in_the_captured_graph(pool, stream, images, weights, edges, count):
     states = ParallelStates(count, pool=pool)
     with handlepool.record(states.map, conv, images, [weights] * 8, pool=pool) as program:
-        nodes, pairs = edges(program._recording.captured.pointer)
+        nodes, pairs = edges(recording_of(program).captured.pointer)
         assert program.nodes == len(nodes) >= 8
         assert len(set(nodes) - {after for _, after in pairs}) == count  # begin on nothing
         assert len(set(nodes) - {before for before, _ in pairs}) == count  # end in nothing but the graph's end
@@ -590,14 +591,14 @@ def test_a_program_and_an_open_fork_in_a_cycle_with_their_streams_are_given_back
                 self.fork.run(conv, images[1], weights)
                 self.stream.synchronize()
 
-    before = set(recorded._streams)
+    before = set(Program._streams)
     model = Model()
     del model
     gc.collect()
     deferred.run(1000)
     cupy.cuda.Device().synchronize()
     deferred.run(1000)
-    assert set(recorded._streams) == before
+    assert set(Program._streams) == before
     stats = pool.stats()
     assert (stats["handles_leased"], stats["scratch_bytes_recorded"]) == (0, 0)
 

@@ -14,17 +14,9 @@ SIZE = 1 << 20
 
 
 @pytest.fixture
-def torch():
-    import torch
-
-    torch.cuda.init()
-    return torch
-
-
-@pytest.fixture
-def program(pool, stream, torch, monkeypatch):
+def program(pool, stream, torch, make_default):
     """Doubles a tensor. CuPy's current stream is another than torch's."""
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     double = handlepool.operation(lambda x: x * 2)
     x = torch.ones(SIZE, device="cuda")
     torch.cuda.synchronize()
@@ -81,8 +73,8 @@ def test_g6_control_without_the_order_values_are_wrong(program, torch, theirs, m
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "int64", "bool", "complex64", "complex128", "uint8"])
 @pytest.mark.parametrize("layout", ["dense", "transposed", "channels last", "strided", "empty"])
-def test_every_type_and_layout_is_copied_bit_for_bit(pool, stream, torch, dtype, layout, monkeypatch):
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+def test_every_type_and_layout_is_copied_bit_for_bit(pool, stream, torch, dtype, layout, make_default):
+    make_default(pool)
     stream.synchronize()
 
     def make(seed):
@@ -122,8 +114,8 @@ def test_what_is_not_like_the_recorded_tensor_is_refused(program, torch, given, 
     assert bool((program(None) == 2).all())
 
 
-def test_inputs_and_outputs_may_be_of_both_libraries(pool, stream, torch, monkeypatch):
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+def test_inputs_and_outputs_may_be_of_both_libraries(pool, stream, torch, make_default):
+    make_default(pool)
     x, w = torch.ones(1, 16, 8, 8, device="cuda"), cupy.ones((16, 16, 1, 1), np.float32)
     torch.cuda.synchronize()
 
@@ -140,8 +132,8 @@ def test_inputs_and_outputs_may_be_of_both_libraries(pool, stream, torch, monkey
         assert bool((values["cupy"] == 9 * 16).all())
 
 
-def test_a_parameter_that_requires_grad_is_written_and_its_version_says_so(pool, stream, torch, monkeypatch):
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+def test_a_parameter_that_requires_grad_is_written_and_its_version_says_so(pool, stream, torch, make_default):
+    make_default(pool)
     layer = torch.nn.Linear(64, 64, device="cuda")
     x = torch.ones(4, 64, device="cuda")
     torch.cuda.synchronize()
@@ -163,9 +155,9 @@ def test_a_parameter_that_requires_grad_is_written_and_its_version_says_so(pool,
 @pytest.mark.parametrize("node", [False, True], ids=["plain", "operation"])
 @pytest.mark.parametrize("kind", ["rand", "dropout", "normal_", "a generator of one's own"])
 def test_torchs_random_numbers_are_refused_with_their_line_and_the_first_call_draws(
-    pool, stream, torch, monkeypatch, lanes, node, kind
+    pool, stream, torch, make_default, lanes, node, kind
 ):
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     x, own = torch.ones(SIZE, device="cuda"), torch.Generator("cuda")
     draws = {
         "rand": lambda x: x + torch.rand(SIZE, device="cuda"),
@@ -194,9 +186,9 @@ def test_torchs_random_numbers_are_refused_with_their_line_and_the_first_call_dr
 
 @pytest.mark.parametrize("lanes", [None, 4])
 def test_random_numbers_that_were_drawn_before_are_an_argument_and_dropout_is_none_after_eval(
-    pool, stream, torch, monkeypatch, lanes
+    pool, stream, torch, make_default, lanes
 ):
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     dropout = torch.nn.Dropout().eval()
     add = handlepool.operation(lambda x, noise: dropout(x) + noise)
     x, noise = torch.ones(SIZE, device="cuda"), torch.rand(SIZE, device="cuda")

@@ -14,9 +14,9 @@ ALL = 60  # seconds, of what is expected to happen
 
 
 @pytest.fixture(autouse=True)
-def default(pool, stream, monkeypatch):
+def default(pool, stream, make_default):
     """The test's pool as the default one, with a stream of the test's own current."""
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     return pool
 
 

@@ -12,9 +12,9 @@ ALL = 60  # seconds, of what is expected to happen
 
 
 @pytest.fixture(autouse=True)
-def default(pool, monkeypatch):
+def default(pool, make_default):
     """The test's pool as the default one."""
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     return pool
 
 

@@ -6,9 +6,10 @@ import warnings
 
 import numpy as np
 import pytest
+from harness.insides import recording_of
+from harness.process import as_default
 from harness.region_gpu import CALLS
 from harness.region_maker import make_case
-from harness.region_worlds import default_pool
 
 import handlepool
 from handlepool import operation
@@ -26,7 +27,7 @@ WIDE = 12
 
 @pytest.fixture
 def lanes(pool, stream):
-    with default_pool(pool), warnings.catch_warnings():
+    with as_default(pool), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a branch waits since")
         yield pool
 
@@ -114,7 +115,7 @@ def test_tuning_finds_the_lanes_that_are_best_and_restores_what_is_written_in_pl
         assert 8 <= program.explain().got <= 9
         assert getattr(found.winner, goal) <= 1.01 * min(wide) < four < two < one
         assert 3 < one / getattr(found.winner, goal) < 9
-        assert all(1500 < time < 3000 for time in sorted(program._recording.times)[-16:])
+        assert all(1500 < time < 3000 for time in sorted(recording_of(program).times)[-16:])
         assert float(y[0]) == 2
         program.replay()
         assert float(y[0]) == 4
@@ -179,7 +180,7 @@ def test_nodes_are_measured_and_drawn_as_they_ran(lanes, spins, tmp_path, count)
 def test_a_graph_has_few_roots_and_leaves(lanes, edges, count):
     run, images, filters = chains(16, depth=1)
     with handlepool.record(run, images, filters, lanes=count) as program:
-        nodes, pairs = edges(program._recording.graph.pointer)
+        nodes, pairs = edges(recording_of(program).graph.pointer)
         roots = {*nodes} - {later for _, later in pairs}
         leaves = {*nodes} - {earlier for earlier, _ in pairs}
         assert max(len(roots), len(leaves)) <= MOST_ENDS
@@ -192,7 +193,7 @@ def test_a_graph_has_few_roots_and_leaves(lanes, edges, count):
 def test_a_launch_on_many_lanes_costs_the_host_little_more_than_on_one(lanes):
     def launches(program):
         pointer = cupy.cuda.get_current_stream().ptr
-        launch, taken = program._recording.graph.launch, []
+        launch, taken = recording_of(program).graph.launch, []
         for _ in range(300):
             begin = time.perf_counter_ns()
             launch(pointer)
@@ -228,7 +229,7 @@ def test_no_edge_is_programmatic(lanes):
     rewiring = Rewiring(driver)
     run, images, filters = chains(8)
     with handlepool.record(run, images, filters, lanes=3) as program:
-        recording = program._recording
+        recording = recording_of(program)
         for graph in (recording.captured, recording.graph):
             assert not rewiring.begins_early(graph.pointer)
             assert graph.edges() == rewiring.edges(graph.pointer)

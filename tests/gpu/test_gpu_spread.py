@@ -35,9 +35,9 @@ def sequential(x, w):
 
 
 @pytest.fixture
-def pool(pool, monkeypatch):
+def pool(pool, make_default):
     """The default one during the test."""
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     return pool
 
 

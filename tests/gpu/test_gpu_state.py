@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from harness import stateful
-from harness.region_worlds import default_pool
+from harness.process import as_default
 
 import handlepool
 from handlepool import CaptureError
@@ -16,7 +16,7 @@ LANES = pytest.mark.parametrize("lanes", [None, 4])
 
 @pytest.fixture
 def driver(pool, stream):
-    with default_pool(pool):
+    with as_default(pool):
         yield pool.driver
 
 

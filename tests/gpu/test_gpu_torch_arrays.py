@@ -21,17 +21,9 @@ BLOCK = 1 << 22
 
 
 @pytest.fixture
-def torch():
-    import torch
-
-    torch.cuda.init()
-    return torch
-
-
-@pytest.fixture
-def default(pool, monkeypatch):
+def default(pool, make_default):
     """The test's pool as the default one."""
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     return pool
 
 

@@ -12,14 +12,6 @@ TOLERANCE = {"float16": 1e-3, "bfloat16": 1e-2, "float32": 1e-6}
 
 
 @pytest.fixture
-def torch():
-    import torch
-
-    torch.cuda.init()
-    return torch
-
-
-@pytest.fixture
 def tensor(torch):
     def make(*shape, dtype, layout, seed=0):
         values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * 9

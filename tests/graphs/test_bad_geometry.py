@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from harness.arrays import Arrays
 from harness.graphs import double
+from harness.process import as_default
 
 import handlepool
 from handlepool import ArgumentError, ArraySpec, ArrayTypeError, GraphNotSupportedError, HandlePool, ParallelStates, ops
@@ -190,12 +191,11 @@ OVERLAPPING = {"no step": (0, 4), "the same step": (4, 4), "rows over rows": (16
 
 @pytest.mark.parametrize("known", [False, True], ids=["at first", "known"])
 @pytest.mark.parametrize("strides", OVERLAPPING.values(), ids=OVERLAPPING)
-def test_an_output_that_overlaps_itself_is_refused(host, strides, known, monkeypatch):
+def test_an_output_that_overlaps_itself_is_refused(host, strides, known):
     base, x = host.random(64), host.random(4, 4)
     out = np.lib.stride_tricks.as_strided(base, (4, 4), strides)
     before = host.take(base)
-    with HandlePool(driver=host.driver) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=host.driver) as pool, as_default(pool):
         if known:
             double(x, out=host.poisoned(4, 4))
         key = double.plan_for(x).keys[0]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.arrays import Arrays
+from harness.process import as_default
 
 import handlepool
 from benchmarks import geometries
@@ -179,8 +180,8 @@ def test_what_is_copied_is_counted_and_told(arrays, each_pool):
     assert each_pool.stats()["operands_copied"] - before["operands_copied"] == 1
 
 
-def test_a_copy_too_large_for_each_call_is_refused_by_name(arrays, monkeypatch):
-    monkeypatch.setattr("handlepool.graphs.operand_forms.MOST_COPIED", 1000)
+def test_a_copy_too_large_for_each_call_is_refused_by_name(arrays, limits):
+    limits(MOST_COPIED=1000)
     x, w = arrays.random(2, 16, 7, 6, layout="NHWC"), arrays.random(24, 16, 3, 3)
     with pytest.raises(
         ArgumentError, match=r"argument 1 \(w\), of shape \(24, 16, 3, 3\) with strides .*pass a copy of it, channels"
@@ -274,8 +275,7 @@ def test_checked_pools_compare_the_copies_too(monkeypatch):
     a, b, z = (
         np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((2, 3, 4, 8), (2, 3, 8, 5), (2, 1, 1, 5))
     )
-    with HandlePool(driver=HostDriver(), check=True) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=HostDriver(), check=True) as pool, as_default(pool):
         assert np.allclose(product_added(a, b, z), a @ b + z, atol=1e-4)
     copy = forms.OperandForms.copy
 
@@ -283,10 +283,9 @@ def test_checked_pools_compare_the_copies_too(monkeypatch):
         copy(self, place, shape, [0 if step == 1 else step for step in steps], *args, **kwargs)
 
     monkeypatch.setattr(forms.OperandForms, "copy", wrong)
-    with HandlePool(driver=HostDriver(), check=True) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
-        with pytest.raises(ContractError, match="product_added: plan"):
-            product_added(a, b, z)
+    pool = HandlePool(driver=HostDriver(), check=True)
+    with pool, as_default(pool), pytest.raises(ContractError, match="product_added: plan"):
+        product_added(a, b, z)
 
 
 @handlepool.graph
@@ -362,14 +361,13 @@ def test_an_addend_of_a_product_repeats_along_any_axes(arrays, function, mask):
     assert len(function.plan_for(a, b, z).copies) <= 1
 
 
-def test_what_is_too_large_for_a_copy_is_taken_as_the_advice_says(monkeypatch):
+def test_what_is_too_large_for_a_copy_is_taken_as_the_advice_says(limits):
     """The shape is told as it was given, and the remedy works."""
-    monkeypatch.setattr("handlepool.graphs.operand_forms.MOST_COPIED", 1000)
+    limits(MOST_COPIED=1000)
     q, k = np.ones((2, 4, 8, 16), np.float32), np.ones((2, 4, 16, 8), np.float32)
     x, w = np.ones((4, 8, 6, 6), np.float32), np.ones((8, 8, 3, 3), np.float32)
     one, whole = np.ones((1, 8, 6, 6), np.float32), np.ones((4, 8, 6, 6), np.float32)
-    with HandlePool(driver=HostDriver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=HostDriver()) as pool, as_default(pool):
         for mask in ((2, 1, 1, 8), (2, 4, 1, 8), (2, 1, 8, 8)):
             with pytest.raises(ArgumentError) as refused:
                 product_added(q, k, np.ones(mask, np.float32))

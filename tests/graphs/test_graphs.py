@@ -478,7 +478,7 @@ def test_a_plan_that_cannot_be_built_leaves_the_one_that_is_there(pool, x, w, mo
         assert settings["plan_index"] == 0
         raise GraphNotSupportedError("not this one")
 
-    monkeypatch.setattr(pool.driver, "compile", refuse)
+    pool.driver.compile = refuse
     unlaunched(pool, GraphNotSupportedError, "not this one", lambda: plan.select(0))
     assert fn.plan_for(x, w) is plan
 

@@ -15,15 +15,20 @@ from handlepool.pool.plan_directory import PlanDirectory
 
 
 @pytest.fixture
-def process(make_driver, tmp_path, monkeypatch):
+def launch_by(monkeypatch):
+    """Launches plans of the host driver by another function: ``launch_by(function)``."""
+    return lambda function: monkeypatch.setattr(HostExecutable, "launch", function)
+
+
+@pytest.fixture
+def process(make_driver, tmp_path):
     """Calls a graph function with new arrays of these values, as a new process would: the result, and what was counted of files.
 
     ``process(function, *values, size=8, check=False, before=None)``; ``before(scene)`` comes before the call.
     """
 
     def call(function, *values, size=8, check=False, before=None, **options):
-        with Scene(make_driver(), plan_directory=tmp_path / "plans", check=check) as scene:
-            monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        with Scene(make_driver(), plan_directory=tmp_path / "plans", check=check, default=True) as scene:
             if before is not None:
                 before(scene)
             result = function(*[scene.array(value, size=size) for value in values], **options)
@@ -111,14 +116,14 @@ def test_a_graph_with_what_text_does_not_tell_from_others_is_planned_each_time(p
         assert process(times, -2) == ([-1], {})
 
 
-def test_a_checked_pool_compares_what_a_loaded_plan_computes(process, monkeypatch):
+def test_a_checked_pool_compares_what_a_loaded_plan_computes(process, launch_by):
     def crossed(self, handle, operands, *more):
         *given, first, second = operands
         launch(self, handle, [*given, second, first] if self.untried else operands, *more)
 
     process(both, 2, 3)
     launch = HostExecutable.launch
-    monkeypatch.setattr(HostExecutable, "launch", crossed)
+    launch_by(crossed)
     assert process(both, 2, 3) == ([6, 5], LOADED)  # the control: nobody looks
     with pytest.raises(ContractError, match="both"):
         process(both, 2, 3, check=True)
@@ -151,7 +156,7 @@ def test_another_plan_behind_a_digest_that_is_right_is_refused_by_the_driver(pro
     assert process(double, 2) == ([4], LOADED)
 
 
-def test_a_plan_that_fails_at_its_first_launch_is_dropped_built_once_and_said(process, monkeypatch, caplog):
+def test_a_plan_that_fails_at_its_first_launch_is_dropped_built_once_and_said(process, launch_by, caplog):
     process(double, 2)
     launch = HostExecutable.launch
 
@@ -160,33 +165,33 @@ def test_a_plan_that_fails_at_its_first_launch_is_dropped_built_once_and_said(pr
             raise RuntimeError("cuDNN does not like it")
         launch(self, *args)
 
-    monkeypatch.setattr(HostExecutable, "launch", failing)
+    launch_by(failing)
     with caplog.at_level(logging.WARNING, "handlepool"):
         assert process(double, 2) == ([4], {"loaded": 1, "rejected": 1, "written": 1})
     assert [record.getMessage() for record in caplog.records] == [
         "double: a plan of the plan directory failed at its first launch, and is built anew: cuDNN does not like it"
     ]
-    monkeypatch.setattr(HostExecutable, "launch", launch)
+    launch_by(launch)
     assert process(double, 2) == ([4], LOADED)
 
 
-def test_control_a_plan_that_was_built_here_and_fails_is_not_built_again(process, monkeypatch):
+def test_control_a_plan_that_was_built_here_and_fails_is_not_built_again(process, launch_by):
     def failing(self, *args):
         raise RuntimeError("cuDNN does not like it")
 
-    monkeypatch.setattr(HostExecutable, "launch", failing)
+    launch_by(failing)
     with pytest.raises(RuntimeError, match="does not like it"):
         process(double, 2)
 
 
-def test_a_plan_that_was_launched_once_is_not_built_again_where_it_fails_later(process, monkeypatch):
+def test_a_plan_that_was_launched_once_is_not_built_again_where_it_fails_later(process, launch_by):
     def twice(scene):
         x = scene.array(2)
         double(x)
-        monkeypatch.setattr(HostExecutable, "launch", failing)
+        launch_by(failing)
         with pytest.raises(RuntimeError, match="does not like it"):
             double(x)
-        monkeypatch.setattr(HostExecutable, "launch", launch)
+        launch_by(launch)
 
     def failing(self, *args):
         raise RuntimeError("cuDNN does not like it")
@@ -219,7 +224,7 @@ def test_a_plan_that_was_selected_is_the_one_that_is_kept(process, tmp_path, mon
     assert len(set(saved)) == 1
 
 
-def test_a_loaded_plan_tells_what_a_built_one_does(process, make_driver, tmp_path, monkeypatch):
+def test_a_loaded_plan_tells_what_a_built_one_does(process, make_driver, tmp_path):
     def told(scene):
         plan = double.plan_for(scene.array(2))
         return plan.engine, plan.workspace_size, plan.candidates, plan.graph, plan.inputs, plan.outputs, plan.build(0).engine

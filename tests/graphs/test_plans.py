@@ -270,9 +270,9 @@ def test_a_graph_function_of_two_outputs(scene):
     assert (scene.read(y), scene.read(z)) == (10, 25)
 
 
-def test_options_that_are_equal_and_of_other_types_have_plans_of_their_own(make_pool, monkeypatch):
+def test_options_that_are_equal_and_of_other_types_have_plans_of_their_own(make_pool, make_default):
     pool = make_pool()
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
 
     @handlepool.graph
     def choose(g, x, *, which):

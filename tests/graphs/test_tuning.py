@@ -44,7 +44,7 @@ def arrays_of(driver):
 
 
 @pytest.fixture
-def make(monkeypatch):
+def make(make_default):
     """Makes scenes with a driver that proposes the plans given; in the end nothing is captured and the pool is in order."""
     scenes = []
 
@@ -52,7 +52,7 @@ def make(monkeypatch):
         driver = TimedDriver(plans, scheduler=scheduler, check_order=check_order, devices=2)
         scene = Scene(driver, **options)
         scene.__enter__()
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        make_default(scene.pool)
         scenes.append(scene)
         return scene
 
@@ -65,7 +65,7 @@ def make(monkeypatch):
 
 
 def in_order(scene, complete=True):
-    assert scene.driver._streams.captures.active == ()
+    assert scene.driver.captures_under_way() == 0
     assert scene.driver.current_stream() is scene.stream
     assert (thread.recording, thread.region, thread.pool) == (None, None, None)
     stats = scene.pool.stats()
@@ -226,12 +226,12 @@ def test_plans_of_a_forks_branches_are_tuned(make):
     assert (tuning.name, tuning.winner.index) == ("convolution", 2)
 
 
-def test_where_nothing_can_be_tuned_the_function_is_not_even_called(make, make_pool, monkeypatch):
+def test_where_nothing_can_be_tuned_the_function_is_not_even_called(make, make_pool, make_default):
     scene = make(GREEDY, SOCIABLE)
     called = []
     with scene.states.fork() as fork, pytest.raises(CaptureError, match="handlepool cannot be tuned inside a branch"):
         fork.run(handlepool.tune, called.append, 3)
-    monkeypatch.setattr("handlepool.pool.default._default", make_pool())
+    make_default(make_pool())
     with pytest.raises(DriverNotAvailableError, match=r"handlepool\.tune times plans on a GPU; this is the host driver"):
         handlepool.tune(called.append, 3)
     assert called == []
@@ -508,14 +508,14 @@ def refused(scene, error, says, *arrays, **options):
     assert (scene.driver.eager, scene.driver.graphs) == ([], [])
 
 
-def test_tuning_without_a_gpu_is_refused(make_pool, monkeypatch):
+def test_tuning_without_a_gpu_is_refused(make_pool, make_default):
     pool = make_pool()
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     x, w = arrays_of(pool.driver)
     for states in (None, ParallelStates(2, pool=pool)):
         with pytest.raises(DriverNotAvailableError, match=r"convolution\.tune times plans on a GPU"):
             conv.tune(x, w, states=states)
-    assert pool.driver._streams.captures.active == ()
+    assert pool.driver.captures_under_way() == 0
     assert pool.driver.calls["launch"] == pool.driver.calls["begin_capture"] == pool.stats()["plans_built"] == 0
 
 
@@ -622,9 +622,8 @@ def test_where_nothing_can_be_timed_the_plan_stays(make):
     "method",
     ["synchronize_event", "begin_capture", "end_capture", "launch", "elapsed", pytest.param(None, marks=pytest.mark.slow)],
 )
-def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, interrupt, monkeypatch):
-    monkeypatch.setattr("handlepool.graphs.timing.ROUNDS", 1)
-    monkeypatch.setattr("handlepool.graphs.timing.MOST_LAUNCHES", 2)
+def test_any_call_may_fail_and_nothing_is_left_captured_leased_or_lost(method, interrupt, limits):
+    limits(ROUNDS=1, MOST_LAUNCHES=2)
     for k in some_lines(4):  # of calls, here
         with Scene(TimedDriver([Fake(), Fake(concurrent=5)], scheduler="adversarial", seed=k)) as scene:
             x, w = arrays_of(scene.driver)

@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+from harness.insides import leases_of, scratch_of, streams_of, take_memory
+
 from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.order import books
 from handlepool.pool import deferred
@@ -34,13 +36,11 @@ class CostlyDriver:
         alive = handle.backend_handle is not None
         super().destroy_handle(handle)
         if alive:
-            memory = self._memory._devices[handle.device]
-            with memory._lock:
-                memory.used -= self.HANDLE_BYTES
+            take_memory(self, handle.device, -self.HANDLE_BYTES)
 
 
 def forgotten(pool):
-    """Joins of a pool's forks that nobody left, and that nobody has settled yet."""
+    """Return the deferred joins of a pool's forks, which no thread left."""
     joins = [join for step in list(deferred.deferred) if isinstance(join := step.__self__, Join)]
     return [join for join in joins if join.pool is pool.internals]
 
@@ -91,7 +91,7 @@ class Accounts:
         self.pool = pool
         self.live = list(pool.internals._live._slots)
         self.devices = list(pool.internals.devices.values())
-        leases = [*(fork._leases for fork in forks), *(join.leases for join in forgotten(pool))]
+        leases = [*map(leases_of, forks), *(join.leases for join in forgotten(pool))]
         self.leased = [slot for each in leases if each.pool is pool.internals for slot in each.slots]
         self.idle = [slot for device in self.devices for slot in device.idle]
         self.free = [slot for device in self.devices for slot in device.sides.free]
@@ -165,7 +165,7 @@ class Accounts:
         driver = self.pool.driver
         slots = Counter()
         captured = set()
-        under_way = {capture.id for capture in driver._streams.captures.active}
+        under_way = {capture.id for capture in streams_of(driver).captures.active}
         for slot in self.slots + self.late:
             eager, under_capture = blocks_of(slot)
             slots.update(block.pointer for block in eager)
@@ -179,7 +179,7 @@ class Accounts:
         assert self.late or captured <= given
         assert not slots.keys() & given, "scratch of a capture serves eager work, too"
         known = [*slots, *retired, *given]
-        there = {pointer for memory in driver._memory._devices for pointer in memory._scratch}
+        there = {pointer for scratch in scratch_of(driver) for pointer in scratch}
         assert len(known) == len(set(known))
         assert set(known) == there, f"lost or unknown scratch: {set(known) ^ there}"
         assert sum(device.scratch.nbytes for device in self.devices + self.closed) == driver.alive()["scratch_bytes"]

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from harness.hidden import hidden
+from harness.insides import streams_of
+from harness.process import as_default
 from harness.region_cases import SMALL, Case, Look, Make, Sizes, leaves
 from harness.region_runs import Sequential, Values
-from harness.region_worlds import World, books_of, default_pool, expected_of
+from harness.region_worlds import World, books_of, expected_of
 
 import handlepool
 from handlepool import CaptureError, ContractError, Program
@@ -137,10 +139,10 @@ def run(
 ) -> Outcome:
     """Record a case and replay it once, over the values that it begins with; without one of its needs, or edges."""
     driver = world.driver
-    driver._streams.scheduler._random.seed(case.seed)
+    streams_of(driver).scheduler._random.seed(case.seed)
     edges = Scheduled(left_out, seed=case.seed) if kind is Scheduled else Edges(left_out)
     values, error, how = None, None, None
-    with default_pool(world.pool), books_of(case), world._home:
+    with as_default(world.pool), books_of(case), world._home:
         driver.blind = True
         try:
             flat = Flat(case, world._make, lambda array: array.get())

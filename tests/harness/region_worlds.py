@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from harness.insides import finish_queues, streams_of
+from harness.process import as_default
 from harness.region_cases import Case, Shape
 from harness.region_edges import Trace, Wait
 from harness.region_runs import Regional, Sequential, Values, values_of
@@ -14,7 +16,6 @@ from harness.region_runs import Regional, Sequential, Values, values_of
 from handlepool import ContractError, HandlePool
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.order import books, uses
-from handlepool.pool import default as defaults
 from handlepool.pool import deferred
 from handlepool.pool.context import active
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
@@ -83,11 +84,11 @@ class World:
     def run(self, case: Case, left_out: Wait | None = None, *, schedule: int = 0, **options: Any) -> Outcome:
         """Run a case, without one of its waits."""
         driver = self.driver
-        driver._streams.scheduler._random.seed(case.seed + (schedule << 40))
+        streams_of(driver).scheduler._random.seed(case.seed + (schedule << 40))
         self.pool.internals.device(0).sides.free.sort(key=lambda slot: -slot.pointer)  # or each run has other streams
         trace = Trace(driver)
         values, error = None, None
-        with default_pool(self.pool), books_of(case), driver.legacy_stream if case.legacy else self._home:
+        with as_default(self.pool), books_of(case), driver.legacy_stream if case.legacy else self._home:
             regional = Regional(
                 self.pool,
                 self._make,
@@ -125,12 +126,9 @@ class World:
 
     def _settle(self) -> None:
         """Let nothing be under way when the next case begins, whatever became of the last."""
-        streams = self.driver._streams
-        for queue in list(streams._queues.values()):
-            if queue.alive and not queue.tail.done:
-                streams.wait_on_host(queue.tail, "the end of a case")
-        if streams.scheduler.order is not None:
-            streams.scheduler.order.forgive()
+        finish_queues(self.driver, "the end of a case")
+        if self.driver.order is not None:
+            self.driver.order.forgive()
         deferred.deferred.run(1000)
 
     def control(self, case: Case, trace: Trace, expected: Values, **options: Any) -> tuple[Wait | None, str]:
@@ -151,16 +149,6 @@ class World:
             # It ran in another way, in which this wait is not needed: other states were free, or a function is known by now.
             trace = self.run(case, **options).trace
         raise AssertionError(f"the case ran in another way each time: without {left_out} all is in order")
-
-
-@contextlib.contextmanager
-def default_pool(pool: HandlePool) -> Iterator[None]:
-    """Make a pool the default one meanwhile."""
-    former, defaults._default = defaults._default, pool
-    try:
-        yield
-    finally:
-        defaults._default = former
 
 
 @contextlib.contextmanager

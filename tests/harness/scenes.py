@@ -1,16 +1,19 @@
 """Scenes for tests of order and memory: a driver, a pool, states, a caller's stream, and queued work on float64 arrays."""
 
+import contextlib
 import threading
 
 import numpy as np
 import pytest
+from harness.insides import streams_of
+from harness.process import as_default
 
 from handlepool import ContractError, HandlePool, ParallelStates
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.memory import RegionAllocator
 from handlepool.pool import deferred
 
-SEEDS = range(100)
+SEEDS = range(30)
 TIMEOUT = 60  # of whatever is expected to happen
 
 
@@ -47,7 +50,7 @@ class CarelessDriver(HostDriver):
 
 class _CarelessAllocator(RegionAllocator):
     def __init__(self, driver, stream, keep, of):
-        super().__init__(driver._streams, stream, keep if driver.keeps else lambda _: None, of)
+        super().__init__(streams_of(driver), stream, keep if driver.keeps else lambda _: None, of)
         self._edges = driver.edges
 
     def settle(self, owner, current):
@@ -58,20 +61,23 @@ class _CarelessAllocator(RegionAllocator):
 
 
 class Scene:
-    """Enter it to have its stream current. The pool is closed on leaving."""
+    """Enter it to have its stream current, and with ``default`` its pool as the default one. The pool is closed on leaving."""
 
-    def __init__(self, driver=None, *, seed=0, count=4, stream=None, **options):
+    def __init__(self, driver=None, *, seed=0, count=4, stream=None, default=False, **options):
         self.driver = HostDriver(scheduler="adversarial", seed=seed, check_order=True) if driver is None else driver
         self.pool = HandlePool(driver=self.driver, **options)
         self.states = ParallelStates(count, pool=self.pool)
         self.stream = self.driver.create_stream() if stream is None else stream
+        self._default = as_default(self.pool) if default else contextlib.nullcontext()
 
     def __enter__(self):
+        self._default.__enter__()
         self.stream.__enter__()
         return self
 
     def __exit__(self, *error):
         self.stream.__exit__(*error)
+        self._default.__exit__(*error)
         self.pool.close()
 
     def array(self, value=None, size=8):

@@ -12,6 +12,7 @@ from unittest import mock
 import cudnn
 import pytest
 from cudnn import wrapper
+from harness.process import as_default
 
 import handlepool
 from handlepool import CaptureError, ContractError, DriverNotAvailableError, HandlePool, OwnershipError, StreamError
@@ -23,10 +24,9 @@ NAMES = ("create_handle", "set_stream", "get_stream", "destroy_handle")
 
 
 @pytest.fixture
-def pool(make_driver, monkeypatch):
+def pool(make_driver):
     """The default pool, on a host driver; the frontend is left as it was found."""
-    with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=make_driver()) as pool, as_default(pool):
         yield pool
         shim.uninstall()
     assert not shim.is_installed()

@@ -14,6 +14,7 @@ import harness.tiles
 import numpy as np
 import pytest
 from harness import tiles
+from harness.insides import functions_of
 
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError, DriverNotAvailableError, HandlePool, PoisonedContextError
@@ -37,12 +38,12 @@ def image(chunks=(1, 4, 10, 10)):
 
 
 @pytest.fixture
-def here(make_pool, monkeypatch):
+def here(make_pool, make_default):
     """The default pool of this process, for Dask's own schedulers."""
     pool = make_pool(check_order=False)
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     yield pool
-    integration._functions.clear()
+    functions_of(integration).clear()
 
 
 def in_one_piece(pool, function=tiles.conv):
@@ -77,7 +78,7 @@ def test_a_network_that_pads_gives_by_default_what_it_gives_of_the_image_in_one_
     got = map_tiles(tiles.network, image(), depth={2: 2, 3: 2}, shared=(WEIGHTS,)).compute(scheduler="synchronous")
     right = here.driver.asnumpy(tiles.network(here.driver.asarray(IMAGE), here.driver.asarray(WEIGHTS)))
     np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
-    (kept,) = integration._functions.values()
+    (kept,) = functions_of(integration).values()
     assert len(kept._programs) == 4  # of the middle, the corners, and the edges above and beside it
 
 
@@ -99,14 +100,13 @@ def test_the_function_is_recorded_once_for_each_geometry(here):
     assert sorted(called) == [(1, 4, 12, 10)] * 2 + [(1, 4, 12, 18)] * 2  # each for real, and captured
 
 
-def test_more_geometries_and_functions_than_are_kept(here, monkeypatch):
-    monkeypatch.setattr(integration, "MOST_PROGRAMS", 1)
-    monkeypatch.setattr(integration, "MOST_FUNCTIONS", 1)
+def test_more_geometries_and_functions_than_are_kept(here, limits):
+    limits(MOST_PROGRAMS=1, MOST_FUNCTIONS=1)
     first = map_tiles(tiles.conv, image((1, 4, 10, 16)), **TILES)
     second = map_tiles(tiles.wide, first.rechunk((1, 4, 10, 12)), extents={1: 8}, **TILES)
     got = second.compute(scheduler="threads")
     assert got.shape == (1, 8, 30, 40)
-    assert [len(function._programs) for function in integration._functions.values()] == [1]
+    assert [len(function._programs) for function in functions_of(integration).values()] == [1]
     np.testing.assert_allclose(got[:, 4:], in_one_piece(here), rtol=1e-5, atol=1e-5)
 
 
@@ -161,7 +161,7 @@ def test_a_function_that_runs_eagerly_and_counts_its_calls_is_kept_once(here):
     with pytest.warns(RuntimeWarning, match="runs eagerly") as warned:
         got = map_tiles(function, image((1, 2, 8, 8)), depth=0).compute(scheduler="threads", num_workers=4)
     assert (got == IMAGE * 2).all()
-    assert len(integration._functions) == 1
+    assert len(functions_of(integration)) == 1
     assert len(warned) <= 4  # threads, each of which may have begun before the first was done
 
 
@@ -362,9 +362,9 @@ def test_a_workers_threads_find_their_handles_made(unused, in_thread):
     in_thread(handlepool.get_handle)
     assert handlepool.stats()["handles_created"] == made
     plugin.setup(worker(4))
-    integration._functions["of a function"] = None
+    functions_of(integration)["of a function"] = None
     plugin.teardown(worker(4))
-    assert not integration._functions
+    assert not functions_of(integration)
     assert handlepool.stats()["handles_idle"] == 0
     in_thread(handlepool.get_handle)  # the pool stays usable
 

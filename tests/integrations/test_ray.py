@@ -19,7 +19,7 @@ def network(x, w):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_example_gives_what_one_process_gives(make_pool, monkeypatch):
+def test_the_example_gives_what_one_process_gives(make_pool, monkeypatch, make_default):
     monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
     random = np.random.default_rng(1)
     images = [random.standard_normal((1, 4, 9, 9 + index % 2)).astype("float32") for index in range(9)]
@@ -33,7 +33,7 @@ def test_the_example_gives_what_one_process_gives(make_pool, monkeypatch):
     finally:
         ray.shutdown()
     pool = make_pool()
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     put, take = pool.driver.asarray, pool.driver.asnumpy
     for y, x in zip(names["results"], images, strict=True):
         assert y.tobytes() == take(network(put(x), put(weights))).tobytes()

@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from harness.process import as_default
 
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError, DeviceMismatchError, GraphNotSupportedError, HandlePool
@@ -25,9 +26,8 @@ INEXACT = pytest.mark.filterwarnings("ignore:Input #. requires gradient and is n
 
 
 @pytest.fixture(autouse=True)
-def pool(make_driver, monkeypatch):
-    with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+def pool(make_driver):
+    with HandlePool(driver=make_driver()) as pool, as_default(pool):
         yield pool
 
 

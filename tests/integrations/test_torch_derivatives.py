@@ -4,6 +4,7 @@ On the host driver. Skipped where torch is not installed.
 """
 
 import pytest
+from harness.process import as_default
 
 import handlepool
 from handlepool import ArgumentError, HandlePool, ParallelStateExecutor, ParallelStates
@@ -23,9 +24,8 @@ transforms = torch.func
 
 
 @pytest.fixture(autouse=True)
-def pool(make_driver, monkeypatch):
-    with HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+def pool(make_driver):
+    with HandlePool(driver=make_driver()) as pool, as_default(pool):
         yield pool
 
 

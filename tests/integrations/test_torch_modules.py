@@ -19,9 +19,7 @@ class InPlace(torch.nn.Module):
 
 
 @pytest.fixture
-def pool(make_driver, monkeypatch):
-    monkeypatch.setattr("handlepool.order.plain_calls._may_write", {})
-    monkeypatch.setattr("handlepool.order.assumed._warned", set())
+def pool(make_driver, known):
     with HandlePool(driver=make_driver()) as pool:
         yield pool
 

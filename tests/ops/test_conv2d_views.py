@@ -100,8 +100,8 @@ def test_a_bias_of_any_stride_is_copied_and_the_convolution_stays_one_launch(mak
         conv2d(x, w, bias=arrays.random(25)[:0:-1], pool=pool)
 
 
-def test_large_views_are_taken_as_far_as_no_copy_is_needed(make_pool, monkeypatch):
-    monkeypatch.setattr("handlepool.graphs.operand_forms.MOST_COPIED", 3000)
+def test_large_views_are_taken_as_far_as_no_copy_is_needed(make_pool, limits):
+    limits(MOST_COPIED=3000)
     pool = make_pool()
     arrays = Arrays(pool, layout="NHWC")
     x, out = VIEWS["crop"](arrays.random, 2, 16, 7, 6), VIEWS["crop"](arrays.random, *SHAPE)

@@ -164,8 +164,8 @@ def test_no_driver_gets_an_extent_of_zero(each_pool, monkeypatch, what):
         shapes.extend(layout.shape for layout in operands)
         return kernel(kind, operands, **options)
 
-    monkeypatch.setattr(driver, "compile", compiling)
-    monkeypatch.setattr(driver, "kernel", making)
+    driver.compile = compiling
+    driver.kernel = making
     function, given, _ = (EMPTY | SUMS)[what]
     arrays = Arrays(each_pool)
     function(*(arrays.random(*shape) for shape in given))

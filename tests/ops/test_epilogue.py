@@ -147,8 +147,8 @@ def test_what_was_refused_once_is_not_asked_for_at_each_call(make_pool, monkeypa
     assert launches(pool, call) == 1
 
 
-def test_splits_are_forgotten_where_there_are_too_many(monkeypatch):
-    monkeypatch.setattr("handlepool.pool.plan_cache.MOST_SPLITS", 3)
+def test_splits_are_forgotten_where_there_are_too_many(limits):
+    limits(MOST_SPLITS=3)
     splits = PlanCache().splits
     for number in range(4):
         splits[number] = number
@@ -370,7 +370,7 @@ def test_a_residual_is_no_bias_once_its_geometry_is_known(arrays):
             conv2d(x, w, padding=1, bias=rest["add"])
 
 
-def test_padding_that_differs_is_refused_where_it_would_take_too_large_a_copy_and_for_gradients(arrays, monkeypatch):
+def test_padding_that_differs_is_refused_where_it_would_take_too_large_a_copy_and_for_gradients(arrays, limits):
     x, w, _ = given(arrays, False, False)
     for call in (
         lambda: handlepool.conv2d_input_grad(arrays.random(2, 24, 6, 4), w, x.shape, padding=((1, 0), (0, 0))),
@@ -378,6 +378,6 @@ def test_padding_that_differs_is_refused_where_it_would_take_too_large_a_copy_an
     ):
         with pytest.raises(GraphNotSupportedError, match=r"padding of \(1, 0\) before and \(0, 0\) after was not measured"):
             call()
-    monkeypatch.setattr("handlepool.graphs.operand_forms.MOST_COPIED", 1000)
+    limits(MOST_COPIED=1000)
     with pytest.raises(ArgumentError, match=r"of shape \(2, 24, 7, 4\)\. At each call .* 5,376 bytes.*pad the images before"):
         conv2d(x, w, padding=((1, 0), (0, 0)), bias=arrays.random(24), activation="relu")

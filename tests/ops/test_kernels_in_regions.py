@@ -136,7 +136,7 @@ def test_a_recorded_network_gives_the_same_at_each_replay(each_pool):
 def test_g9_a_kernel_that_is_new_in_a_recording_harms_no_capture(each_pool, monkeypatch):
     # As where its plan was dropped between the two calls. That these give the same work is not looked at here.
     monkeypatch.setattr(sys.modules["handlepool.recording.first_call"], "check_same", lambda *_: None)
-    monkeypatch.setattr(sys.modules["handlepool.recording.first_call"], "_shapes", lambda _: "")
+    monkeypatch.setattr(sys.modules["handlepool.recording.first_call"], "_shapes", lambda *_: [])
     arrays = Arrays(each_pool)
     x, calls = arrays.random(1, 4, 8, 8), hidden([])
 

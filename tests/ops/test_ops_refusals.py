@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from harness.scenes import Scene
+from harness.insides import streams_of
 
 from handlepool import (
     ArgumentError,
@@ -25,12 +25,6 @@ from handlepool.testing import reference
 GOOD = {"x": (2, 4, 8, 8), "w": (6, 4, 3, 3), "bias": (6,), "out": (2, 6, 6, 6)}
 
 
-@pytest.fixture
-def scene():
-    with Scene(seed=1) as scene:
-        yield scene
-
-
 def numbers(shape, dtype=np.float32):
     return np.random.default_rng(0).standard_normal(shape).astype(dtype)
 
@@ -41,7 +35,7 @@ def given(scene, name, shape=None, dtype=np.float32):
 
 def queued(scene):
     """The last operation that the caller's stream was given."""
-    return scene.driver._streams.resolve(scene.stream.ptr).tail
+    return streams_of(scene.driver).resolve(scene.stream.ptr).tail
 
 
 def refused(scene, error, match, **changed):
@@ -341,8 +335,8 @@ def test_an_operand_of_a_known_geometry_is_named_with_its_operation(scene, wrong
     scene.stream.synchronize()
 
 
-def test_an_operand_by_reference_is_named_by_it(scene, monkeypatch):
-    monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def test_an_operand_by_reference_is_named_by_it(scene, make_default):
+    make_default(scene.pool)
 
     @graph
     def double(g, x):
@@ -446,8 +440,8 @@ def test_what_equals_a_known_option_and_is_of_another_type_is_refused(scene, ope
             refuse()
 
 
-def test_options_of_graph_functions_that_are_equal_and_of_other_types_have_plans_of_their_own(scene, monkeypatch):
-    monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def test_options_of_graph_functions_that_are_equal_and_of_other_types_have_plans_of_their_own(scene, make_default):
+    make_default(scene.pool)
     seen = []
 
     @graph

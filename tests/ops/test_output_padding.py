@@ -71,8 +71,8 @@ def test_a_graph_of_the_callers_own_takes_them_as_well(each_pool):
     check(BEYOND, each_pool, lambda dy, w, *_, **__: transposed(dy, w))
 
 
-def test_one_too_large_to_be_completed_is_refused_with_the_remedy(each_pool, monkeypatch):
-    monkeypatch.setattr("handlepool.graphs.operand_forms.MOST_COPIED", 1 << 8)
+def test_one_too_large_to_be_completed_is_refused_with_the_remedy(each_pool, limits):
+    limits(MOST_COPIED=1 << 8)
     arrays = Arrays(each_pool)
     dy, w = arrays.random(1, 4, 3, 5), arrays.random(4, 2, 3, 3)
     with pytest.raises(ArgumentError, match=r"lacks rows or columns of .*\(1, 4, 4, 6\).*append zeros to it, as numpy.pad"):

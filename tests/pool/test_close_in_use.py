@@ -246,7 +246,7 @@ def at_every_line(monkeypatch, make, check=False):
             return values, errors
 
 
-@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("check", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", CALLS)
 def test_g1_a_close_at_every_line_of_a_call_lets_it_be_right_or_refuses_it(monkeypatch, make, check):
     values, errors = at_every_line(monkeypatch, make, check)
@@ -265,6 +265,7 @@ def closing(pool, closed):
     closed.append(pool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [False, True])
 def test_a_close_in_a_finaliser_at_every_line_of_a_call(check):
     """It runs in the thread of the call: in a launch, it leaves the handle to that."""

@@ -429,6 +429,7 @@ def test_eight_processes_on_one_directory_lose_nothing_and_read_nothing_wrong(fi
     assert not list(files.path.glob("*.part"))
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_while_they_write_leave_nothing_that_is_used(files):
     assert run_writers(files.path, 200, 10**9, "killed") == ("{-9}", "")
     found = list(files.files())

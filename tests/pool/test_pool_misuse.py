@@ -157,7 +157,7 @@ TAKE_A_POOL = {
 
 @pytest.mark.parametrize("function", TAKE_A_POOL)
 @pytest.mark.parametrize("pool", [5, "host", ParallelStates])
-def test_what_is_no_pool_is_refused(make_pool, monkeypatch, function, pool):
-    monkeypatch.setattr("handlepool.pool.default._default", make_pool())
+def test_what_is_no_pool_is_refused(make_pool, make_default, function, pool):
+    make_default(make_pool())
     with pytest.raises(ArgumentError, match=r"was given pool=.*; pass a HandlePool, or None for the default pool"):
         TAKE_A_POOL[function](pool)

@@ -7,7 +7,7 @@ from harness.graphs import convolution
 from handlepool import ArgumentError, ContractError
 from handlepool.testing import reference
 
-SEEDS = range(100)
+SEEDS = range(30)
 RNG = np.random.default_rng(5)
 IMAGES = RNG.standard_normal((2, 1, 3, 6, 6)).astype(np.float32)
 FILTERS = RNG.standard_normal((2, 4, 3, 3, 3)).astype(np.float32)

@@ -4,6 +4,7 @@ import contextlib
 
 import numpy as np
 from harness.graphs import double, plus
+from harness.insides import mark_of, order_of, ordinal_of, stream_of
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -128,13 +129,13 @@ class Body:
         known = self.usable(written=written)
         value = known[-1 - i % len(known)] if known and i < 7 else self.fresh(i)
         value.streams.add(self.key)
-        value.forks.add(self.fork._leases.mark)
+        value.forks.add(mark_of(self.fork))
         return value
 
     def add(self, array, expected):
         value = Value(array, expected)
         value.streams.add(self.key)
-        value.forks.add(self.fork._leases.mark)
+        value.forks.add(mark_of(self.fork))
         self.made.append(value)
         if self.ordered:
             self.values.append(value)
@@ -239,7 +240,7 @@ class Body:
 
     def own(self, made):
         for value in made:
-            value.forks = {self.fork._leases.mark}
+            value.forks = {mark_of(self.fork)}
         self.made += made
         if self.ordered:
             self.values += made
@@ -368,7 +369,7 @@ class Forks(RuleBasedStateMachine):
     def a_fork_goes_on(self, f, steps, rest):
         """With branches over what those before made, also those of another fork of the thread that is open."""
         actor, fork = self.open_fork(f)
-        device = fork._ordinal
+        device = ordinal_of(fork)
         values = actor.values.setdefault(device, [])
 
         def go_on():
@@ -377,7 +378,7 @@ class Forks(RuleBasedStateMachine):
                 body.step(*step)
             return body
 
-        body, done = self.on(actor, device, fork._stream, go_on, Oops)
+        body, done = self.on(actor, device, stream_of(fork), go_on, Oops)
         if not done:
             for value in values:
                 value.expected = None
@@ -386,7 +387,7 @@ class Forks(RuleBasedStateMachine):
         if fork._ordered:
             values += body.made
         else:  # they are nobody's before the join
-            actor.later.setdefault(fork._leases.mark, []).extend(body.made)
+            actor.later.setdefault(mark_of(fork), []).extend(body.made)
 
     def forget(self, values, gone):
         """Have no more to do with values. What several streams had is theirs who made it to let go of."""
@@ -399,15 +400,15 @@ class Forks(RuleBasedStateMachine):
     @rule(f=INDEX)
     def a_fork_is_left(self, f):
         actor, fork = self.open_fork(f)
-        device, key = fork._ordinal, fork._pointer
-        order = fork._leases.order
+        device, key = ordinal_of(fork), fork._pointer
+        order = order_of(fork)
         values = actor.values.setdefault(device, [])
-        later = actor.later.pop(fork._leases.mark, [])
+        later = actor.later.pop(mark_of(fork), [])
         actor.forks.remove(fork)
         _, done = self.do(actor, lambda: fork.__exit__(None, None, None))
-        mine = [value for value in values if fork._leases.mark in value.forks]
+        mine = [value for value in values if mark_of(fork) in value.forks]
         for value in [*mine, *later]:
-            value.forks.discard(fork._leases.mark)
+            value.forks.discard(mark_of(fork))
         if not done:  # branches may be under way for which nobody waits
             self.forget(values, mine)
             return
@@ -421,6 +422,6 @@ class Forks(RuleBasedStateMachine):
         seen = [value for value in [*mine, *later] if value in values and not value.forks and value.streams == {key}]
         for value in seen:
             value.read.add(key)
-        self.on(actor, device, fork._stream, lambda: [self.look(value) for value in seen])
-        if not any(fork._ordinal == device for fork in actor.forks):
+        self.on(actor, device, stream_of(fork), lambda: [self.look(value) for value in seen])
+        if not any(ordinal_of(fork) == device for fork in actor.forks):
             self.forget(values, list(values))

@@ -16,6 +16,8 @@ from harness.accounts import (
     streams_of_books,
     waiting,
 )
+from harness.insides import abandoned, finish_queues, scratch_of, squeeze, stream_of, take_memory
+from harness.process import set_default
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from lifetime_forks import INDEX, SIZES, TIMEOUT, Forks, Oops
@@ -23,7 +25,6 @@ from lifetime_forks import INDEX, SIZES, TIMEOUT, Forks, Oops
 from handlepool import ForkedProcessError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import context, deferred, side_streams
-from handlepool.pool import default as defaults
 from handlepool.regions.memory import branch_regions
 
 DEVICES = 2
@@ -105,9 +106,9 @@ class Lifetimes(Forks):
         sides=st.sampled_from([32, 32, 32, 32, 2, 1, 0]),
     )
     def begin(self, schedule, idle, limit, sides=32):
-        self.former = defaults._default, side_streams.MOST_SIDE_SLOTS
+        self.former = set_default(None), side_streams.MOST_SIDE_SLOTS
         side_streams.MOST_SIDE_SLOTS = sides
-        for left in (context.active, deferred.deferred, deferred.abandoned, branch_regions):  # by an example that failed
+        for left in (context.active, deferred.deferred, abandoned(), branch_regions):  # by an example that failed
             left.clear()
         measuring.forget()  # of a function's first call more is ordered
         self.driver = Driver(devices=DEVICES, scheduler="adversarial", seed=schedule, memory=MEMORY, check_order=True)
@@ -129,7 +130,7 @@ class Lifetimes(Forks):
 
     def open_pool(self):
         self.pool = HandlePool(driver=self.driver, **self.options)
-        defaults._default = self.pool  # graph functions in the body of a fork ask for that
+        set_default(self.pool)  # graph functions in the body of a fork ask for that
         self.states = [ParallelStates(count, pool=self.pool) for count in (1, 2, 3, 6)]
         self.keys = {}  # (actor, identity): device, weak reference to the stream or None. No `id`, which Python gives out again
         self.most_keys, self.most_sides = [0] * DEVICES, [0] * DEVICES
@@ -270,7 +271,7 @@ class Lifetimes(Forks):
     def a_stream_goes(self, i):
         stream, device = self.streams[i % len(self.streams)]
         forks = [*(fork for actor in self.actors for fork in actor.forks), *forgotten(self.pool)]
-        if self.recording(stream, device) is None and not any(fork._stream is stream for fork in forks):
+        if self.recording(stream, device) is None and not any(stream_of(fork) is stream for fork in forks):
             self.streams.remove((stream, device))
             if stream._arrays:  # CuPy's arena goes to the next stream at the same pointer; scratch is what must be safe by itself
                 self.wait(stream)
@@ -341,7 +342,7 @@ class Lifetimes(Forks):
     @rule(a=INDEX, s=INDEX, mode=MODES)
     def a_capture_begins(self, a, s, mode):
         actor, (stream, device) = self.actor(a), self.streams[s % len(self.streams)]
-        forked = any(fork._stream is stream for other in self.actors for fork in other.forks)
+        forked = any(stream_of(fork) is stream for other in self.actors for fork in other.forks)
         if forked or self.recording(stream, device) is not None:
             return
         if stream._arrays:  # the graph gets blocks of the stream's arena, and may be replayed on a stream that waits for nothing
@@ -357,7 +358,7 @@ class Lifetimes(Forks):
     def a_capture_ends(self, i):
         recording = self.recordings[i % len(self.recordings)]
         actor = recording.actor
-        if any(fork._stream is recording.stream for other in self.actors for fork in other.forks):
+        if any(stream_of(fork) is recording.stream for other in self.actors for fork in other.forks):
             return
 
         def end():
@@ -383,18 +384,13 @@ class Lifetimes(Forks):
 
     @rule(device=st.integers(0, DEVICES - 1), left=st.sampled_from([0, 300, 2048, 6000]))
     def memory_runs_short(self, device, left):
-        memory = self.driver._memory._devices[device]
-        with memory._lock:
-            taken = max(0, memory.total - memory.used - left)
-            memory.used += taken
-        self.squeezed[device] += taken
+        self.squeezed[device] += squeeze(self.driver, device, left)
 
     @precondition(lambda self: any(self.squeezed))
     @rule()
     def memory_is_back(self):
-        for memory, taken in zip(self.driver._memory._devices, self.squeezed, strict=True):
-            with memory._lock:
-                memory.used -= taken
+        for device, taken in enumerate(self.squeezed):
+            take_memory(self.driver, device, -taken)
         self.squeezed = [0] * DEVICES
 
     @rule(k=st.integers(1, 60))
@@ -437,11 +433,11 @@ class Lifetimes(Forks):
         pool.close()
         for device in pool.internals.devices.values():  # what captures were given stays for their graphs
             for block in [block for blocks in device.scratch.captured.values() for block in blocks]:
-                del self.driver._memory._devices[device.device]._scratch[block.pointer]
+                del scratch_of(self.driver)[device.device][block.pointer]
                 device.scratch.nbytes -= block.nbytes
             device.scratch.captured.clear()
         self.old.append(pool)
-        assert all(fork._stream.is_capturing() for old in self.old for fork in forgotten(old))  # or it would have been joined
+        assert all(stream_of(fork).is_capturing() for old in self.old for fork in forgotten(old))  # or it would have been joined
         held = [slot for old in self.old for slot in waiting(old)]
         scratch = sum(slot.scratch_bytes for slot in held)
         expected = {"handles": len(held), "events": 2 * len(held) + events_of_tasks(), "scratch_bytes": scratch}
@@ -483,7 +479,8 @@ class Lifetimes(Forks):
             most = self.most_keys[device.device] + self.most_sides[device.device]
             assert handles <= most, f"{handles} handles on device {device.device}, and at most {most} were in use at once"
         streams = [watch() for watch in self.watches] + [slot.side_stream for slot in accounts.sides + accounts.late]
-        streams += [fork._stream for fork in forgotten(self.pool)]  # of an inner one, a side stream that may have been given back
+        # An inner fork's is a side stream that may have been given back.
+        streams += [stream_of(fork) for fork in forgotten(self.pool)]
         streams += [task.stream for task in left_tasks()]
         count = self.driver.alive()["streams"]
         if count != count_streams(streams):  # to look for books is slow
@@ -493,7 +490,8 @@ class Lifetimes(Forks):
     def teardown(self):
         if not hasattr(self, "driver"):
             return
-        defaults._default, side_streams.MOST_SIDE_SLOTS = self.former
+        former, side_streams.MOST_SIDE_SLOTS = self.former
+        set_default(former)
         for actor in self.actors:
             actor.later.clear()
             while actor.forks:
@@ -508,9 +506,7 @@ class Lifetimes(Forks):
         self.closed(self.pool)
         assert self.driver.alive()["handles"] == 0
         assert not context.active
-        streams = self.driver._streams
-        for work in [work for work in streams._queues.values() if work.alive and not work.tail.done]:
-            streams.wait_on_host(work.tail, "the end of an example")
+        finish_queues(self.driver, "the end of an example")
         assert not self.wrong
         assert not self.driver.order.found
-        deferred.abandoned.clear()
+        abandoned().clear()

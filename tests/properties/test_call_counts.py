@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from call_counts import BOUNDS, CUDA_BOUNDS, SHAPES, count_all, count_cuda, counted
 from harness.graphs import convolution as conv
+from harness.process import as_default
 
 from handlepool import GraphFunction, HandlePool, record
 from handlepool.drivers.host.driver import HostDriver
@@ -50,10 +51,9 @@ def test_every_path_has_a_bound(counts):
 
 
 @pytest.fixture
-def nodes(monkeypatch):
+def nodes():
     """How many calls so many nodes of a recording make, each of which was called before."""
-    with HandlePool(driver=HostDriver(devices=1)) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=HostDriver(devices=1)) as pool, as_default(pool):
         driver = pool.driver
         with driver.create_stream():
             chains = [[driver.asarray(np.ones(shape, np.float32)) for shape in (*SHAPES, SHAPES[0])] for _ in range(4)]

@@ -76,6 +76,7 @@ def test_g17_every_wait_that_is_needed_is_one_whose_loss_is_found():
     assert found > 20
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a branch waits since")
 def test_g17_control_the_values_alone_tell_too():
     """Without the checker a wait that is missing gives wrong values under some schedule, mostly."""

@@ -9,12 +9,11 @@ import weakref
 
 import pytest
 from harness.graphs import double
-from harness.scenes import TIMEOUT, Scene, Thread
+from harness.scenes import TIMEOUT, Thread
 
 import handlepool
 from handlepool import GraphNotSupportedError, ParallelStateExecutor
 from handlepool._util.cleanup import do_all
-from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool.plan_cache import _Build
 
 
@@ -30,12 +29,6 @@ def refused(g, x):
 @handlepool.graph
 def wrong(g, x):
     raise ValueError("wrong by itself")
-
-
-@pytest.fixture
-def scene():
-    with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
-        yield scene
 
 
 def a_build(function):

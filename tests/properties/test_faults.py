@@ -12,21 +12,18 @@ import pytest
 from harness.accounts import RESTORES, Accounts
 from harness.graphs import double
 from harness.lines import some_lines
-from harness.scenes import TIMEOUT, Thread
+from harness.scenes import TIMEOUT, Scene, Thread
 from harness.uses import assert_usable
 
 from handlepool import (
-    HandlePool,
     HandlePoolError,
     ParallelStateExecutor,
-    ParallelStates,
     add,
     conv2d,
     max_pool2d,
     operation,
     record,
 )
-from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
 
 
@@ -34,15 +31,12 @@ class Injected(RuntimeError):
     pass
 
 
-class World:
-    """A driver, a pool with an idle limit of 1, states, and a caller's stream that is current."""
+class World(Scene):
+    """With an idle limit of 1, its stream current, and two more streams."""
 
     def __init__(self):
-        self.driver = HostDriver(scheduler="adversarial", check_order=True)
-        self.pool = HandlePool(driver=self.driver, idle_limit=1)
-        self.states = ParallelStates(2, pool=self.pool)
-        self.streams = [self.driver.create_stream() for _ in range(3)]
-        self.stream = self.streams[0].use()
+        super().__init__(count=2, idle_limit=1)
+        self.streams = [self.stream.use(), self.driver.create_stream(), self.driver.create_stream()]
 
     def array(self, shape=(4, 4)):
         array = self.driver.empty(shape, np.empty(shape, np.float32).strides, np.dtype(np.float32))

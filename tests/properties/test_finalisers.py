@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from harness.accounts import Accounts
 from harness.graphs import convolution
+from harness.insides import fault_by
 from harness.lines import at_line, some_lines
 from harness.scenes import Scene, Thread
 from harness.uses import assert_usable
@@ -177,7 +178,7 @@ def test_g10_a_finaliser_at_every_line(outer, inner):
 
 
 @pytest.mark.parametrize("inner", [trims, uses_a_workspace, launches, forks])
-@pytest.mark.parametrize("outer", [pytest.param(a_first_launch, marks=pytest.mark.slow), a_launch, a_fork])
+@pytest.mark.parametrize("outer", [a_launch, *(pytest.param(act, marks=pytest.mark.slow) for act in (a_first_launch, a_fork))])
 def test_g10_a_finaliser_at_every_line_of_a_launch(outer, inner):
     assert at_every_line(outer, inner, SOME if outer is a_launch else MANY) > 20
 
@@ -186,10 +187,10 @@ def test_g15_a_finaliser_that_asks_for_a_state_at_every_line_of_one_does_not_wai
     assert at_every_line(a_state, asks_for_a_state, MANY) > 20
 
 
-def test_g10_a_finaliser_may_ask_for_the_default_pool_at_every_line_of_its_making(monkeypatch):
+def test_g10_a_finaliser_may_ask_for_the_default_pool_at_every_line_of_its_making(make_default):
     before = len(status.live_pools)
     for k in itertools.count(1):
-        monkeypatch.setattr("handlepool.pool.default._default", None)
+        make_default(None)
         got = []
         where = at_line(k, lambda got=got: got.append(default_pool()), lambda got=got: got.append(default_pool()))
         assert len(set(map(id, got))) == 1
@@ -254,9 +255,9 @@ def test_g5_a_finalisers_launch_inside_a_launch_of_its_slot_is_refused_and_harms
         call = convolution.prepare(world.pool.internals, world.small[0], y, {})
         if capture:
             world.stream.begin_capture("relaxed")
-        world.driver._log._fault = launch
+        fault_by(world.driver, launch)
         call.launch(slot)
-        world.driver._log._fault = None
+        fault_by(world.driver, None)
         if capture:
             world.stream.end_capture().launch(world.stream)
         assert refused

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from harness.accounts import Accounts
 from harness.graphs import double
+from harness.insides import fault_by, lock_of, recording_of, replace_launch
 from harness.lines import at_line
-from harness.scenes import TIMEOUT, Thread
+from harness.scenes import TIMEOUT, Scene, Thread
 from harness.uses import assert_usable
 
-from handlepool import ContractError, HandlePool, OwnershipError, ParallelStates, PoolClosedError, record
+from handlepool import ContractError, HandlePool, OwnershipError, PoolClosedError, record
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred, handles
 from handlepool.recording.program import Program
@@ -49,13 +50,11 @@ class WatchedLock:
         self.release()
 
 
-class World:
+class World(Scene):
     def __init__(self, monkeypatch):
-        self.driver = HostDriver(scheduler="adversarial", check_order=True)
-        self.pool = HandlePool(driver=self.driver, idle_limit=2)
-        self.states = ParallelStates(2, pool=self.pool)
-        self.streams = [self.driver.create_stream() for _ in range(3)]
-        self.shared = self.streams[0]
+        super().__init__(count=2, idle_limit=2)
+        self.streams = [self.stream, self.driver.create_stream(), self.driver.create_stream()]
+        self.shared = self.stream
         self.built = []
         self.came_to_a_stop = threading.Semaphore(0)
         monkeypatch.setattr(handles, "_create_lock", WatchedLock(threading.RLock(), self.came_to_a_stop))
@@ -81,7 +80,7 @@ class World:
                     threads.append(Thread(work))
                     assert self.came_to_a_stop.acquire(timeout=TIMEOUT)
 
-        self.driver._log._fault = hook
+        fault_by(self.driver, hook)
         return threads
 
     def scratch(self, stream):
@@ -258,10 +257,10 @@ class Meeting:
         self.use("replay")
         # Calls and closes rest on the lock alone. Who owns the program would keep these uses apart before they come to it.
         monkeypatch.setattr(Program, "_check_owner", lambda self: None)
-        monkeypatch.setattr(self.driver, "copy", self.alone(self.driver.copy))
-        monkeypatch.setattr(program, "_lock", WatchedLock(program._lock, self))
-        monkeypatch.setattr(program, "_launch", self.alone(program._launch))
-        monkeypatch.setattr(program._recording, "destroy", self.alone(program._recording.destroy))
+        self.driver.copy = self.alone(self.driver.copy)
+        program._lock = WatchedLock(lock_of(program), self)
+        replace_launch(program, self.alone(program._launch))
+        monkeypatch.setattr(recording_of(program), "destroy", self.alone(recording_of(program).destroy))
 
     def release(self):
         """This thread waits: whoever it waits for may go on."""
@@ -358,7 +357,7 @@ def test_control_a_lock_of_a_program_that_holds_nobody_up_lets_two_threads_in(mo
 def test_a_thread_whose_wait_for_anothers_use_was_interrupted_waits_again(monkeypatch):
     meeting = Meeting(monkeypatch)
     meeting.begin("replay")
-    lock = meeting.program._lock
+    lock = lock_of(meeting.program)
 
     def interrupted():
         assert not lock._lock.acquire(blocking=False)

@@ -14,7 +14,9 @@ from collections import deque
 
 import pytest
 from harness.graphs import double
+from harness.insides import is_free, replace_launch
 from harness.lines import PACKAGE, at_line, interrupt, line_of, some_lines
+from harness.process import forget_deferred
 from harness.scenes import Scene, Thread
 from harness.uses import assert_usable
 
@@ -163,7 +165,9 @@ def interrupted_at(k, act):
         return where is not None
 
 
-@pytest.mark.parametrize("act", [a_first_use, a_reuse, a_trim, a_close, a_reclaim, a_fork, a_recording])
+@pytest.mark.parametrize(
+    "act", [a_first_use, a_reuse, a_trim, a_close, a_reclaim, a_fork, pytest.param(a_recording, marks=pytest.mark.slow)]
+)
 def test_g8_an_interrupt_at_every_line_gives_nobody_what_is_still_read_and_what_it_costs_is_counted(act):
     for k in some_lines(STEPS.get(act, 1)):
         if not interrupted_at(k, act):
@@ -190,6 +194,8 @@ def test_an_interrupt_at_every_line_of_a_build_keeps_nobody_waiting():
                     continue
             Thread(call).finish()  # a build that nobody ends would be waited for
             assert scene.read(call()[0]) == 2
+        # Each later scene would look for the slots that this scene lost.
+        forget_deferred()
         if where is None:
             break
     assert k > 100
@@ -201,7 +207,7 @@ def test_an_interrupt_at_every_line_of_a_build_keeps_nobody_waiting():
 def test_interrupts_as_python_delivers_them_leave_a_program_free(use):
     with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
         program = handlepool.record(lambda x: scene.plus(x, 1), scene.array(1), pool=scene.pool)
-        program._launch = lambda: None
+        replace_launch(program, lambda: None)
         scene.driver.copy = lambda target, source: None
         call = program.replay if use == "replay" else functools.partial(program.update, scene.array(5))
 
@@ -216,8 +222,7 @@ def test_interrupts_as_python_delivers_them_leave_a_program_free(use):
                     signal.setitimer(signal.ITIMER_VIRTUAL, 1e-4 + number * 1e-7, 0.1)  # again, where a destructor loses it
                     repeat()
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-                assert not program._lock._is_owned()
-                assert program._busy is None
+                assert is_free(program)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, before)
@@ -245,6 +250,7 @@ def test_control_where_what_an_interrupt_met_is_freed_again_a_block_is_freed_twi
             pass
 
 
+@pytest.mark.slow
 def test_g8_control_where_an_interrupted_inner_fork_lets_its_region_go_on(monkeypatch):
     monkeypatch.setattr(Region, "abandon", lambda region: None)
     with pytest.raises(ContractError, match="not ordered"):
@@ -252,6 +258,7 @@ def test_g8_control_where_an_interrupted_inner_fork_lets_its_region_go_on(monkey
             pass
 
 
+@pytest.mark.slow
 def test_g11_control_where_slots_go_uncounted_a_handle_is_missed(monkeypatch):
     monkeypatch.setattr("handlepool.pool.device._NOBODY", 0)
     with pytest.raises(AssertionError):
@@ -284,7 +291,7 @@ def test_an_interrupt_at_every_line_of_a_reclaim_of_what_was_left_behind_loses_n
         left = deque(things)
         where = None
         with contextlib.suppress(KeyboardInterrupt):
-            where = at_line(k, lambda left=left: deferred.settle(left, Left.settle), interrupt)
+            where = at_line(k, lambda left=left: deferred.run_some(left, Left.settle), interrupt)
             break
         assert all(thing.settled or thing in left for thing in things), (k, where)
     assert k > 10

@@ -73,9 +73,11 @@ def test_g17_schedules_by_random_times_give_what_one_stream_gives_and_most_lost_
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a branch waits since")
 @pytest.mark.parametrize("restores", [True, False], ids=["", "control"])
-def test_programs_that_were_tuned_give_what_one_stream_gives_and_not_all_do_where_nothing_is_restored(restores, monkeypatch):
+def test_programs_that_were_tuned_give_what_one_stream_gives_and_not_all_do_where_nothing_is_restored(
+    restores, monkeypatch, limits
+):
     world, counts = World(), Counter()
-    monkeypatch.setattr(tuning, "MOST_ROUNDS", 1)
+    limits(MOST_ROUNDS=1)
     if not restores:
         monkeypatch.setattr(tuning.Outside, "restore", lambda outside: None)
 

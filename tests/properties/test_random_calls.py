@@ -4,6 +4,7 @@ import os
 from itertools import count
 
 import pytest
+from harness.process import as_default
 from harness.random_cases import FUNCTIONS, WAYS, make_case
 from random_calls import Caller, judge, seeds_of, survey
 
@@ -14,10 +15,9 @@ OK = ("right", "refused")
 
 
 @pytest.fixture
-def caller(make_driver, scheduler, monkeypatch):
+def caller(make_driver, scheduler):
     """On a pool that is the default one."""
-    with HandlePool(driver=make_driver(scheduler=scheduler)) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=make_driver(scheduler=scheduler)) as pool, as_default(pool):
         caller = Caller(pool)
         yield caller
         caller.close()
@@ -107,6 +107,7 @@ def ends_at_three(caller, seed):
     return judge(caller, seed)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_is_one_death_and_the_rest_goes_on():
     summary = survey(range(8), driver="host", workers=1, judge=ends_at_three)
     assert summary.cases == 8

@@ -57,7 +57,9 @@ def test_g19_control_without_the_comparison_or_putting_back_programs_go_wrong(mo
             stateful.check(seed, 4)
         except AssertionError:
             wrong += 1
-    assert wrong > 5
+        if wrong > 5:
+            return
+    raise AssertionError(f"{wrong} of 60 programs went wrong")
 
 
 def _only(statement):

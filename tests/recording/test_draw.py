@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness.scenes import Scene, works
+from harness.operations import plus, times
+from harness.scenes import works
 
 import handlepool
 from handlepool import ArgumentError, CaptureError, PackageMissingError, PoolClosedError
@@ -21,22 +22,9 @@ matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not install
 
 
 @pytest.fixture
-def scene(monkeypatch):
+def scene(scene, monkeypatch):
     monkeypatch.delenv(drawing.VARIABLE, raising=False)
-    with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
-        yield scene
-        assert not scene.driver.order.found
-
-
-@handlepool.operation
-def plus(scene, x, value):
-    return scene.plus(x, value)
-
-
-@handlepool.operation(mutates="y")
-def times(scene, y, value):
-    scene.put(y, lambda x: x * value, y)
+    return scene
 
 
 def wide(scene, x):
@@ -129,6 +117,7 @@ def many(count, lanes):
     return Explanation("many", count, 0, limit=lanes, recorded=lanes, got=lanes, steps=steps)
 
 
+@pytest.mark.slow
 def test_a_thousand_nodes_are_told_apart(tmp_path):
     ran = replace(many(1000, 8), ends=tuple(float(number // 8 + 1) for number in range(1000)))
     drawing.draw(ran, tmp_path / "many.png", dark=False)

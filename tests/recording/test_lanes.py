@@ -13,6 +13,7 @@ import pytest
 from harness.graphs import double
 from harness.hidden import hidden
 from harness.lines import DRIVERS, PACKAGE
+from harness.operations import plus, times
 from harness.scenes import TIMEOUT, Scene, Thread, leased, works
 
 import handlepool
@@ -23,7 +24,6 @@ from handlepool.drivers.host.captures import Captures
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.graphs import RecordedGraph
 from handlepool.pool.context import thread
-from handlepool.recording import lane
 from handlepool.recording import lanes as books
 
 LANES = (1, 2, 3, 8)
@@ -54,20 +54,9 @@ class WithoutTheCall(HostDriver):
 
 
 @pytest.fixture
-def scene(monkeypatch):
-    with Scene(Watched(scheduler="adversarial", check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def scene():
+    with Scene(Watched(scheduler="adversarial", check_order=True), default=True) as scene:
         yield scene
-
-
-@handlepool.operation
-def plus(scene, x, value):
-    return scene.plus(x, value)
-
-
-@handlepool.operation(mutates="y")
-def times(scene, y, value):
-    scene.put(y, lambda x: x * value, y)
 
 
 def add(scene, x, y):
@@ -526,7 +515,7 @@ def test_an_error_of_the_functions_own_is_raised_also_where_a_stream_of_its_own_
 
 
 @pytest.mark.parametrize("caught", [False, True])
-def test_a_lane_that_could_not_be_begun_is_none_and_what_was_to_be_on_it_is_missed(scene, monkeypatch, caught):
+def test_a_lane_that_could_not_be_begun_is_none_and_what_was_to_be_on_it_is_missed(scene, monkeypatch, make_default, caught):
     def function(scene, x):
         made = []
         for value in range(6):
@@ -552,7 +541,7 @@ def test_a_lane_that_could_not_be_begun_is_none_and_what_was_to_be_on_it_is_miss
         handlepool.record(function, scene, scene.array(1), lanes=8)
     assert len(made) == 2
     monkeypatch.undo()
-    monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+    make_default(scene.pool)
     assert works(scene)
 
 
@@ -804,8 +793,8 @@ def much_wider_than_asked_for(scene, x, beside):
 
 
 @pytest.mark.parametrize("left", [4, 0])
-def test_a_wide_recording_leaves_side_streams_for_others_and_is_named_where_it_has_them_all(scene, monkeypatch, left):
-    monkeypatch.setattr(lane, "LEFT_FREE", left)
+def test_a_wide_recording_leaves_side_streams_for_others_and_is_named_where_it_has_them_all(scene, limits, left):
+    limits(LEFT_FREE=left)
     found = hidden([])
 
     def other():
@@ -829,8 +818,8 @@ def test_a_wide_recording_leaves_side_streams_for_others_and_is_named_where_it_h
 
 
 @pytest.mark.parametrize("left", [4, 0])
-def test_a_fork_behind_a_wide_part_has_states(scene, monkeypatch, left):
-    monkeypatch.setattr(lane, "LEFT_FREE", left)
+def test_a_fork_behind_a_wide_part_has_states(scene, limits, left):
+    limits(LEFT_FREE=left)
 
     def function(scene, x):
         made = [plus(scene, x, value) for value in range(40)]
@@ -843,9 +832,8 @@ def test_a_fork_behind_a_wide_part_has_states(scene, monkeypatch, left):
         assert ("4 branches side by side" in fork.why) is bool(left)
 
 
-def test_a_driver_without_the_call_gives_one_lane(monkeypatch):
-    with Scene(WithoutTheCall(scheduler="adversarial", check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def test_a_driver_without_the_call_gives_one_lane():
+    with Scene(WithoutTheCall(scheduler="adversarial", check_order=True), default=True) as scene:
         value, how = replayed(scene, diamond, scene.array(1))
         assert value == 95
         assert (how.got, how.exact) == (1, False)
@@ -856,7 +844,7 @@ def test_a_driver_without_the_call_gives_one_lane(monkeypatch):
 
 
 @pytest.mark.parametrize(("driver", "initialised"), [("cuda", True), ("cuda", False), ("host", True)])
-def test_torchs_stream_is_set_while_recording_wherever_it_uses_the_gpu(scene, monkeypatch, driver, initialised):
+def test_torchs_stream_is_set_while_recording_wherever_it_uses_the_gpu(scene, torch_door, monkeypatch, driver, initialised):
     """Also where tensors are in globals alone."""
 
     def run_branch(pointer, caller, device, function, args, kwargs, held=None):
@@ -881,8 +869,7 @@ def test_torchs_stream_is_set_while_recording_wherever_it_uses_the_gpu(scene, mo
     foreign = SimpleNamespace(
         run_branch=run_branch, recording_pool=lambda device: None, current_stream=lambda device: scene.driver.current_stream().ptr
     )
-    for place in ("order.stream_order", "recording.tensors"):
-        monkeypatch.setattr(f"handlepool.{place}.integration", lambda: foreign)
+    torch_door(lambda: foreign, "order.stream_order", "recording.tensors")
     scene.driver.name = driver
     for lanes in (None, 1, 4):
         streams, found = [None], hidden([])
@@ -918,8 +905,8 @@ def test_a_function_of_such_a_parameter_is_wrapped(scene):
         assert scene.read(program.outputs) == 6
 
 
-def test_a_recording_has_so_many_nodes_at_most(scene, monkeypatch):
-    monkeypatch.setattr(books, "MOST_NODES", 5)
+def test_a_recording_has_so_many_nodes_at_most(scene, limits):
+    limits(MOST_NODES=5)
     with pytest.raises(CaptureError, match="would be node 6"):
         handlepool.record(wide, scene, scene.array(1), lanes=8)
     assert works(scene)
@@ -1282,14 +1269,13 @@ def test_a_function_whose_forks_and_plain_code_call_the_same_again_is_taken(scen
         assert [step.name for step in program.explain().nodes] == ["plus", "plus", "add"]
 
 
-def test_an_undeclared_write_in_place_is_found_where_the_pool_checks(monkeypatch):
+def test_an_undeclared_write_in_place_is_found_where_the_pool_checks():
     @handlepool.operation
     def sly(scene, x):
         scene.put(x, lambda x: x + 1, x)
         return scene.plus(x, 1)
 
-    with Scene(check=True) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+    with Scene(check=True, default=True) as scene:
         with pytest.raises(ContractError, match="sly wrote argument x, which it did not declare"):
             handlepool.record(sly, scene, scene.array(1), lanes=2)
         assert replayed(scene, lambda scene, x: plus(scene, x, 1), scene.array(1))[0] == 2
@@ -1347,7 +1333,7 @@ def test_work_for_the_recorded_stream_itself_is_alone_or_refused(scene, also_her
         assert program.explain().steps[2].after == (1,)
 
 
-def test_a_refusal_that_the_function_catches_is_told_all_the_same(scene, monkeypatch):
+def test_a_refusal_that_the_function_catches_is_told_all_the_same(scene, limits):
     @handlepool.operation(mutates="y")
     def filled(y):
         raw_view(y)[0][...] = 5
@@ -1375,7 +1361,7 @@ def test_a_refusal_that_the_function_catches_is_told_all_the_same(scene, monkeyp
             y = plus(scene, x, 2)
         return y
 
-    monkeypatch.setattr(books, "MOST_NODES", 4)
+    limits(MOST_NODES=4)
     for call, message in ((filled, "gave no work"), (unwritten, "nothing has written"), (twice, "work both"), (many, "node 5")):
         with pytest.raises(CaptureError, match=message):
             handlepool.record(partial(function, call), scene.array(1), lanes=4)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.operations import plus
 from harness.scenes import Scene, leased, works
 
 import handlepool
@@ -19,21 +20,9 @@ WIDTHS = {"googlenet": 4, "squeezenet1_1": 2}
 """How many lanes the calls of a network use."""
 
 
-@pytest.fixture
-def scene(monkeypatch):
-    with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
-        yield scene
-
-
 def kept(monkeypatch):
     """All memory is kept to the end of the recording."""
     monkeypatch.setattr(RecordingMemory, "recycle", lambda memory, *_: False)
-
-
-@handlepool.operation
-def plus(scene, x, value):
-    return scene.plus(x, value)
 
 
 def add(scene, x, y):
@@ -213,14 +202,14 @@ def sizes_of(network, lanes):
 
 
 @pytest.fixture
-def in_networks(monkeypatch):
+def in_networks(monkeypatch, make_default):
     """The networks of the benchmarks; their operations use the scene's pool."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     original = Scene.__init__
 
     def init(scene, *args, **options):
         original(scene, *args, **options)
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        make_default(scene.pool)
 
     monkeypatch.setattr(Scene, "__init__", init)
 
@@ -355,9 +344,8 @@ def test_memory_that_is_given_out_again_in_other_blocks_is_known_by_its_last_blo
 # Too little
 
 
-def test_too_little_memory_says_how_far_it_came_and_how_much_there_was(monkeypatch):
-    with Scene(HostDriver(memory=512 * 50, check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def test_too_little_memory_says_how_far_it_came_and_how_much_there_was():
+    with Scene(HostDriver(memory=512 * 50, check_order=True), default=True) as scene:
         held = [[]]
 
         def function(x):
@@ -374,9 +362,8 @@ def test_too_little_memory_says_how_far_it_came_and_how_much_there_was(monkeypat
         handlepool.record(function, scene.array(1), lanes=8).close()
 
 
-def test_too_little_memory_for_several_lanes_says_what_one_takes(monkeypatch):
-    with Scene(HostDriver(memory=512 * 14, check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def test_too_little_memory_for_several_lanes_says_what_one_takes():
+    with Scene(HostDriver(memory=512 * 14, check_order=True), default=True) as scene:
         x = scene.array(1)
         expected = [scene.read(y) for y in beside(scene, x)]
         with pytest.raises(OutOfMemoryError, match="record it with lanes=1") as caught:

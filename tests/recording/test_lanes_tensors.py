@@ -9,13 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 from harness.hidden import hidden
-from harness.scenes import Scene, leased
+from harness.scenes import leased
 
 import handlepool
 from handlepool import ContractError, OutOfMemoryError
 from handlepool._util.reachable import leaves
 from handlepool.drivers.host.array import HostArray, owner_of
-from handlepool.drivers.host.driver import HostDriver
 from handlepool.recording.held import HeldTensors
 
 LANES = (1, 2, 3, 8)
@@ -98,16 +97,13 @@ class Torch:
 
 
 @pytest.fixture
-def scene(monkeypatch):
-    with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
-        scene.torch = Torch(scene.driver)
-        loaded = SimpleNamespace(Tensor=Tensor, cuda=SimpleNamespace(is_initialized=lambda: True))
-        monkeypatch.setitem(sys.modules, "torch", loaded)
-        for place in ("order.stream_order", "order.undeclared", "recording.tensors"):
-            monkeypatch.setattr(f"handlepool.{place}.integration", lambda: scene.torch)
-        scene.driver.name = "cuda"
-        yield scene
+def scene(scene, torch_door, monkeypatch):
+    scene.torch = Torch(scene.driver)
+    loaded = SimpleNamespace(Tensor=Tensor, cuda=SimpleNamespace(is_initialized=lambda: True))
+    monkeypatch.setitem(sys.modules, "torch", loaded)
+    torch_door(lambda: scene.torch, "order.stream_order", "order.undeclared", "recording.tensors")
+    scene.driver.name = "cuda"
+    return scene
 
 
 @handlepool.operation

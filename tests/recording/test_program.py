@@ -6,6 +6,8 @@ import weakref
 
 import numpy as np
 import pytest
+from harness.insides import plans_of, recording_of
+from harness.process import as_default
 from harness.scenes import TIMEOUT, CarelessDriver, Scene, Thread, over_seeds, without_waits_of_the_last
 from harness.uses import EFFECTS, FOREIGN, STREAMS, calls
 
@@ -55,10 +57,9 @@ def conv(x, w):
 
 
 @pytest.fixture
-def scene(make_driver, scheduler, monkeypatch):
+def scene(make_driver, scheduler):
     """Its pool is the default one during the test."""
-    with Scene(make_driver(scheduler=scheduler)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+    with Scene(make_driver(scheduler=scheduler), default=True) as scene:
         yield scene
 
 
@@ -264,7 +265,7 @@ def test_a_replay_after_one_on_another_stream_costs_one_event(scene):
 def test_branches_stay_without_order_in_the_graph(scene):
     xs = [scene.array(i) for i in range(8)]
     program = handlepool.record(scene.states.map, steps(scene), xs, pool=scene.pool)
-    nodes = program._recording.graph.graph.nodes
+    nodes = recording_of(program).graph.graph.nodes
     assert program.nodes == len(nodes) == 16
     assert sum(not node.after for node in nodes) == len(scene.states) == 4
     assert len({node.lane for node in nodes}) == 4
@@ -352,8 +353,7 @@ def with_pool(scenario):
     """With the scene's pool for what is recorded without one."""
 
     def run(scene):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("handlepool.pool.default._default", scene.pool)
+        with as_default(scene.pool):
             return scenario(scene)
 
     return run
@@ -533,7 +533,7 @@ def test_control_scratch_that_the_program_does_not_keep_is_freed_under_it(scene,
 @pytest.mark.parametrize("held", [False, True])
 def test_plans_live_as_long_as_the_program_whatever_the_cache_does_though_its_outputs_are_held(scene, held):
     program, _ = workspaces(scene)
-    plans = [weakref.ref(plan.executable) for plan in program._recording._plans.values()]
+    plans = [weakref.ref(plan.executable) for plan in plans_of(program)]
     outputs = program.outputs if held else None
     scene.pool.cache_clear()
     gc.collect()
@@ -590,7 +590,7 @@ def test_a_program_that_nobody_closed_makes_no_call_when_it_goes_and_is_given_ba
     program, _ = workspaces(scene)
     latch = scene.driver.latch(scene.stream.ptr)
     program.replay()
-    ending = weakref.ref(program._recording)
+    ending = weakref.ref(recording_of(program))
 
     def drop():
         nonlocal program

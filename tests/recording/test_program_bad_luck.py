@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 from harness.accounts import RESTORES
+from harness.insides import is_free, recording_of
 from harness.lines import at_line, interrupt, line_of, some_lines
 from harness.scenes import Scene
 
@@ -66,14 +67,13 @@ def recorded(scene, stream):
 
 def use(scene, program, stream, act, how):
     """A use on a stream in which something happens; then others on other streams, and the end."""
-    driver, pool, memory = scene.driver, scene.pool, program._recording._memory
+    driver, pool, memory = scene.driver, scene.pool, recording_of(program)._memory
     third = driver.create_stream()
     with stream:
         new = scene.array(3)
     with stream:
         happened = how(lambda: USES[act](program, new))
-    assert not program._lock._is_owned()
-    assert program._busy is None
+    assert is_free(program)
     if not program.closed:
         with third:
             program.replay()
@@ -115,6 +115,7 @@ def test_g6_after_any_call_of_a_use_that_fails_the_next_one_is_ordered(last, to,
     assert k > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", USES)
 @pytest.mark.parametrize("to", ["own", "per-thread"])
 @pytest.mark.parametrize("last", ["own", "per-thread"])

@@ -32,9 +32,8 @@ def body(scene):
 
 
 @pytest.fixture
-def scene(make_driver, scheduler, monkeypatch):
-    with Scene(make_driver(scheduler=scheduler)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def scene(make_driver, scheduler):
+    with Scene(make_driver(scheduler=scheduler), default=True) as scene:
         yield scene
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.insides import abandoned, at_exit, end_at_exit, plans_of, recording_of, replace_launch
 from harness.lines import at_line, interrupt, line_of
 from harness.scenes import TIMEOUT, Scene, Thread
 
@@ -43,7 +44,7 @@ def interrupted(k):
         except KeyboardInterrupt as error:
             line = line_of(error)
         gc.collect()
-        if driver._streams.captures.active:
+        if driver.captures_under_way():
             found.append("a capture is open")
         now = context.thread
         if context.recordings or any(each is not None for each in (now.recording, now.rehearsal, now.launched)):
@@ -60,7 +61,7 @@ def interrupted(k):
         gc.collect()
         for _ in range(3):
             deferred.deferred.run(1000)
-        if deferred.abandoned or scene.pool.stats()["scratch_bytes_recorded"]:
+        if abandoned() or scene.pool.stats()["scratch_bytes_recorded"]:
             found.append("what was recorded is kept for good")
         if not found:
             with handlepool.record(function, x, pool=scene.pool) as program:
@@ -69,12 +70,13 @@ def interrupted(k):
     return line, found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_every_line_of_a_recording_leaves_no_capture_open_and_uses_nothing_that_was_freed():
     found = {}
     for k in itertools.count(1):
         line, left = interrupted(k)
-        deferred.abandoned.clear()
+        abandoned().clear()
         if left:
             found[line] = left
         if line is None:
@@ -126,7 +128,7 @@ def test_whoever_settles_neither_waits_for_a_thread_that_closes_nor_does_its_wor
         scene.driver.destroy_event = halted
         closer = Thread(program.close)
         assert inside.wait(TIMEOUT)
-        settler = Thread(partial(deferred.settle, most=1000))
+        settler = Thread(partial(deferred.deferred.run, 1000))
         try:
             settler.join(TIMEOUT / 4)
             waits = settler.is_alive()
@@ -179,7 +181,7 @@ def test_an_interrupt_of_one_end_at_exit_spares_none_of_the_others(monkeypatch):
     monkeypatch.setattr(process_end.process_end, "_ends", references([left._end_at_exit for left in programs]))
     monkeypatch.setattr(process_end, "live_pools", [pool])
     with pytest.raises(KeyboardInterrupt):
-        process_end.process_end.run()
+        at_exit()
     assert process_end.process_end.ending
     assert dropped
     assert [len(left.told) for left in programs] == [1, 1, 1]
@@ -194,10 +196,10 @@ def test_after_the_end_nothing_holds_a_plan(scene, lanes):
     """Or cuDNN's binding would print what is left, once the interpreter ends."""
     x = scene.driver.asarray(np.ones((2, 8), np.float32))
     program = handlepool.record(lambda x: handlepool.add(handlepool.add(x, x), x), x, pool=scene.pool, lanes=lanes)
-    plans = [weakref.ref(plan) for plan in program._recording._plans.values()]
+    plans = [weakref.ref(plan) for plan in plans_of(program)]
     assert plans
     scene.pool.internals.plans.drop()
-    program._end_at_exit(monotonic() + TIMEOUT)
+    end_at_exit(program, monotonic() + TIMEOUT)
     gc.collect()
     assert [plan() for plan in plans] == [None] * len(plans)
 
@@ -209,7 +211,7 @@ def test_after_the_end_other_threads_are_told_late_and_the_one_that_ends_at_once
     with Scene() as scene:
         program = recorded(scene)
         monkeypatch.setattr(process_end.process_end, "_ends", references([program._end_at_exit]))
-        process_end.process_end.run()
+        at_exit()
         with pytest.raises(PoolClosedError, match="interpreter"):
             program.replay()
         assert pauses == []
@@ -222,7 +224,7 @@ def test_after_the_end_other_threads_are_told_late_and_the_one_that_ends_at_once
 def test_an_end_leaves_a_launch_of_another_thread_alone_and_comes_after_it():
     with Scene(HostDriver()) as scene:
         program = recorded(scene)
-        plans, launch = program._recording._plans, program._launch
+        plans, launch = recording_of(program)._plans, program._launch
         plans[0] = None
         inside, go_on = threading.Event(), threading.Event()
 
@@ -231,16 +233,16 @@ def test_an_end_leaves_a_launch_of_another_thread_alone_and_comes_after_it():
             assert go_on.wait(TIMEOUT)
             launch()
 
-        program._launch = halted
+        replace_launch(program, halted)
         other = Thread(program.replay, scene.stream)
         assert inside.wait(TIMEOUT)
         try:
-            program._end_at_exit(0.0)
+            end_at_exit(program, 0.0)
             assert plans
             assert not program.closed
         finally:
             go_on.set()
-        program._end_at_exit(monotonic() + TIMEOUT)
+        end_at_exit(program, monotonic() + TIMEOUT)
         other.finish()
         assert not plans
         assert program.closed

@@ -14,6 +14,7 @@ import pytest
 from harness.accounts import RESTORES, Accounts
 from harness.graphs import double
 from harness.hidden import hidden
+from harness.insides import lock_of
 from harness.lines import at_line
 from harness.scenes import TIMEOUT, Scene, Thread
 from harness.uses import Foreign, assert_usable
@@ -41,17 +42,16 @@ F8 = np.dtype(np.float64)
 
 
 @pytest.fixture
-def scene(make_driver, scheduler, monkeypatch):
+def scene(make_driver, scheduler):
     """Its pool is the default one during the test; in the end nothing is being captured and the pool is in order."""
-    with Scene(make_driver(scheduler=scheduler)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+    with Scene(make_driver(scheduler=scheduler), default=True) as scene:
         yield scene
         in_order(scene)
 
 
 def in_order(scene):
     driver = scene.driver
-    assert driver._streams.captures.active == ()
+    assert driver.captures_under_way() == 0
     assert driver.current_stream() is scene.stream
     assert driver.current_device() == 0
     assert (thread.recording, thread.region, thread.pool, driver._thread.allocator) == (None, None, None, None)
@@ -626,7 +626,7 @@ def test_a_replay_or_an_update_while_another_thread_updates_is_refused(scene, in
                 in_thread(use)
         copy(target, source)
 
-    monkeypatch.setattr(scene.driver, "copy", meanwhile)
+    scene.driver.copy = meanwhile
     program.update(scene.array(5))
     program.replay()
     assert scene.read(program.outputs[0]) == 115
@@ -641,7 +641,7 @@ USES = {
 
 @pytest.mark.parametrize("inner", USES)
 @pytest.mark.parametrize("outer", USES)
-@pytest.mark.parametrize("replays", [0, 1], ids=["first use", "again"])
+@pytest.mark.parametrize("replays", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["first use", "again"])
 def test_g10_a_finaliser_at_every_line_of_a_use_neither_waits_for_its_own_thread_nor_harms_it(scene, outer, inner, replays):
     scene.other = scene.driver.create_stream()
     refused = []
@@ -680,7 +680,7 @@ def test_g13_a_forked_child_is_told_and_touches_nothing():
     with Scene() as scene:
         program = handlepool.record(work(scene), scene.array(1), pool=scene.pool)
         program.replay()
-        program._lock.acquire()  # as another thread of the parent may have it
+        lock_of(program).acquire()  # as another thread of the parent may have it
         scene.driver.calls.clear()
         child = os.fork()
         if child == 0:
@@ -700,7 +700,7 @@ def test_g13_a_forked_child_is_told_and_touches_nothing():
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        program._lock.release()
+        lock_of(program).release()
         program.replay()
         assert scene.read(program.outputs[0]) == 111
 

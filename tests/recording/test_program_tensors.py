@@ -5,11 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness.scenes import Scene
 
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError
-from handlepool.drivers.host.driver import HostDriver
 from handlepool.tensors.layout import HOST, View
 
 
@@ -55,13 +53,10 @@ class Torch:
 
 
 @pytest.fixture
-def scene(monkeypatch):
-    with Scene(HostDriver(scheduler="adversarial")) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
-        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
-        for place in ("recording.tensors", "recording.update", "recording.outputs", "order.undeclared"):
-            monkeypatch.setattr(f"handlepool.{place}.integration", Torch)
-        yield scene
+def scene(scene, torch_door, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
+    torch_door(Torch, "recording.tensors", "recording.update", "recording.outputs", "order.undeclared")
+    return scene
 
 
 def tensor(value, shape=(2, 4)):

@@ -8,6 +8,7 @@ import pytest
 from harness.accounts import RESTORES, Accounts
 from harness.graphs import convolution as conv
 from harness.hidden import hidden
+from harness.insides import plans_of
 from harness.lines import some_lines
 from harness.scenes import Scene, leased
 from harness.timed_driver import Fake, TimedDriver
@@ -34,14 +35,14 @@ SLOW, QUICK = Fake(alone=20), Fake(alone=10)
 
 
 @pytest.fixture
-def make(monkeypatch):
+def make(make_default):
     """Makes scenes with a driver that proposes the plans given; in the end all is given back."""
     scenes = []
 
     def scene_of(*plans, scheduler="threads", **options):
         scene = Scene(TimedDriver(plans, scheduler=scheduler, check_order=True, **options))
         scene.__enter__()
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        make_default(scene.pool)
         scenes.append(scene)
         return scene
 
@@ -53,7 +54,7 @@ def make(monkeypatch):
 
 
 def in_order(scene, complete=True):
-    assert scene.driver._streams.captures.active == ()
+    assert scene.driver.captures_under_way() == 0
     assert (thread.recording, thread.rehearsal, thread.launched, recordings) == (None, None, None, [])
     assert leased(scene) == 0
     deferred.run()
@@ -191,16 +192,16 @@ def test_what_a_launch_takes_is_measured(make):
     scene = make(Fake(alone=40), Fake(alone=10))
     function, *given = of_sizes(scene, {6: 1})
     with handlepool.record(function, *given) as program:
-        (plan,) = program._recording._plans.values()
+        (plan,) = plans_of(program)
     home = scene.driver.current_stream().ptr
     internals = scene.pool.internals
     with tuning.side_slots(internals, "a test", 1) as slots:
         assert tuning._estimated(internals, plan, slots, home) == 40
 
 
-def test_time_is_bounded(make, monkeypatch):
+def test_time_is_bounded(make, limits):
     scene = make(SLOW, QUICK)
-    monkeypatch.setattr(recording, "MOST_SECONDS", 0.0)
+    limits(MOST_SECONDS=0.0)
     with record(*of_sizes(scene, {4: 1, 6: 1})) as program:
         assert program.tunings == ()
 
@@ -242,9 +243,8 @@ def test_progress_is_shown_on_a_terminal(make, monkeypatch, capfd):
 # Bad input, and bad luck
 
 
-def test_on_the_host_driver_it_is_refused_before_anything_is_called(monkeypatch):
-    with Scene(HostDriver()) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def test_on_the_host_driver_it_is_refused_before_anything_is_called():
+    with Scene(HostDriver(), default=True) as scene:
         calls = []
         with pytest.raises(DriverNotAvailableError, match=r"^record\(plans=True\) times plans on a GPU; this is the host driver"):
             record(calls.append, scene.array(1))
@@ -301,12 +301,10 @@ def test_a_plan_that_cannot_be_timed_stays_and_the_recording_goes_on(make, monke
 
 @pytest.mark.parametrize("interrupt", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("method", ["synchronize_event", "begin_capture", "launch", pytest.param(None, marks=pytest.mark.slow)])
-def test_any_call_may_fail_and_nothing_is_left_captured_or_leased(monkeypatch, method, interrupt):
-    monkeypatch.setattr("handlepool.graphs.timing.ROUNDS", 1)
-    monkeypatch.setattr("handlepool.graphs.timing.MOST_LAUNCHES", 2)
+def test_any_call_may_fail_and_nothing_is_left_captured_or_leased(limits, method, interrupt):
+    limits(ROUNDS=1, MOST_LAUNCHES=2)
     for k in some_lines(2):  # of calls, here
-        with Scene(TimedDriver([SLOW, QUICK], scheduler="adversarial", seed=k)) as scene:
-            monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        with Scene(TimedDriver([SLOW, QUICK], scheduler="adversarial", seed=k), default=True) as scene:
             arrays = arrays_of(scene, X, W)
             chain(*arrays)
             error = interrupt(f"injected failure of call {k}")

@@ -286,11 +286,11 @@ def doubled_sum(x, y):
 # Pools and processes
 
 
-def test_a_closed_pool_is_a_typed_error_and_nothing_is_left(monkeypatch):
+def test_a_closed_pool_is_a_typed_error_and_nothing_is_left(make_default):
     driver = HostDriver()
     pool = HandlePool(driver=driver)
     network = handlepool.recorded(doubled, instances=2)
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     with driver.create_stream():
         x = driver.asarray(np.ones((1, 4, 3, 4), np.float32))
         assert value_of(network(x)) == 2
@@ -299,7 +299,7 @@ def test_a_closed_pool_is_a_typed_error_and_nothing_is_left(monkeypatch):
             network(x)
     network.clear()
     gc.collect()
-    deferred.settle_all()
+    deferred.deferred.run_all()
     assert driver.alive()["events"] == driver.alive()["handles"] == driver.alive()["scratch_bytes"] == 0
     with host_pool() as other:
         assert value_of(network(other.driver.asarray(np.ones((1, 4, 3, 4), np.float32)))) == 2
@@ -326,9 +326,9 @@ def test_g13_after_a_fork_the_child_is_told_and_may_have_a_pool_of_its_own(array
     assert value_of(network(x)) == 2
 
 
-def test_a_lost_context_is_a_typed_error(monkeypatch):
+def test_a_lost_context_is_a_typed_error(make_default):
     driver = HostDriver()
-    monkeypatch.setattr("handlepool.pool.default._default", HandlePool(driver=driver))
+    make_default(HandlePool(driver=driver))
     network = handlepool.recorded(doubled)
     x = driver.asarray(np.ones((1, 4, 3, 4), np.float32))
     network(x)
@@ -461,7 +461,7 @@ def test_nothing_is_left_after_many_keys_calls_and_refusals():
         driver.synchronize_stream(stream.ptr)
         del network
         gc.collect()
-        deferred.settle_all()
+        deferred.deferred.run_all()
     pool.close()
     alive = driver.alive()
     assert (alive["handles"], alive["events"], alive["scratch_bytes"]) == (0, 0, 0)

@@ -88,7 +88,7 @@ def sequence(seed, *, threads=THREADS, calls=CALLS, shapes=SHAPES, options=None,
             thread.finish()
         stats = recorded.stats()
         recorded.clear()
-        deferred.settle_all()
+        deferred.deferred.run_all()
     return wrong, stats, driver.alive()
 
 

@@ -5,11 +5,10 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from harness.scenes import Scene
+from harness.operations import plus, times
 
 import handlepool
 from handlepool import CaptureError, ContractError
-from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.graphs import RecordedGraph
 from handlepool.recording import schedule as schedules
 from handlepool.recording.explain import Step
@@ -292,23 +291,6 @@ def test_times_are_estimated_by_what_is_moved():
 
 
 # On the host driver
-
-
-@pytest.fixture
-def scene(monkeypatch):
-    with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
-        yield scene
-
-
-@handlepool.operation
-def plus(scene, x, value):
-    return scene.plus(x, value)
-
-
-@handlepool.operation(mutates="y")
-def times(scene, y, value):
-    scene.put(y, lambda x: x * value, y)
 
 
 def wide(scene, x):

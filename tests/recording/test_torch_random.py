@@ -1,7 +1,6 @@
 """Torch's random numbers inside a recording, by a made-up error of torch's text: on a GPU see `tests/gpu`."""
 
 import pytest
-from harness.scenes import Scene
 
 import handlepool
 from handlepool import CaptureError
@@ -9,13 +8,6 @@ from handlepool.pool.context import thread
 
 DRAWN = "Attempt to increase offset for a CUDA generator not in capture mode."
 ASKED = "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture. Current cudaStreamCaptureStatus: Active"
-
-
-@pytest.fixture
-def scene(make_driver, monkeypatch):
-    with Scene(make_driver()) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
-        yield scene
 
 
 class Torch:

@@ -12,7 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from harness.hidden import hidden
+from harness.insides import recording_of
 from harness.lines import at_line, interrupt
+from harness.operations import plus, times
 from harness.scenes import TIMEOUT, Scene, Thread, leased, works
 
 import handlepool
@@ -30,22 +32,9 @@ from handlepool.tensors.layout import Ranges
 
 
 @pytest.fixture
-def scene(monkeypatch):
-    with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
-        yield scene
-        assert not scene.driver.order.found
-        assert scene.driver._streams.captures.active == ()
-
-
-@handlepool.operation
-def plus(scene, x, value):
-    return scene.plus(x, value)
-
-
-@handlepool.operation(mutates="y")
-def times(scene, y, value):
-    scene.put(y, lambda x: x * value, y)
+def scene(scene):
+    yield scene
+    assert scene.driver.captures_under_way() == 0
 
 
 def wide(scene, x):
@@ -102,8 +91,8 @@ def test_the_quickest_or_fewer_within_1_percent_is_taken_and_one_lane_stays_unle
         assert values(scene, program) == [11 + value for value in range(6)]
 
 
-def test_control_the_quickest_alone_has_more_lanes(scene, measured, monkeypatch):
-    monkeypatch.setattr(tuning, "CLOSE", 1.0)
+def test_control_the_quickest_alone_has_more_lanes(scene, measured, limits):
+    limits(CLOSE=1.0)
     times = {2: 100.9, 3: 100.5, 4: 100}
     measured[0].update(times)
     measured[1].update(times)
@@ -222,7 +211,7 @@ def test_schedules_are_made_by_the_times_that_nodes_took(scene, monkeypatch):
         assert len(times) == 12
         assert all(time >= 0 for time in times)
         assert sum(times) > 0
-        assert times == program._recording.times
+        assert times == recording_of(program).times
 
 
 # What is restored
@@ -418,11 +407,11 @@ def test_an_array_of_another_library_that_may_be_written_is_refused_with_its_pla
 
 
 @pytest.mark.parametrize("call", ["launch_graph", "synchronize_event", "instantiate_graph", "arrange_graph", "elapsed"])
-def test_a_failure_in_the_middle_leaves_all_as_it_was(scene, monkeypatch, call):
-    monkeypatch.setattr(tuning, "MOST_ROUNDS", 3)
+def test_a_failure_in_the_middle_leaves_all_as_it_was(scene, limits, call):
+    limits(MOST_ROUNDS=3)
     x = scene.array(1)
     with handlepool.record(in_place, scene, x, lanes=3) as program:
-        events = len(scene.driver._events_alive)
+        events = scene.driver.alive()["events"]
         for number in (1, 4):
             scene.driver.fail_at(number, call, RuntimeError("a failure"), ())
             with pytest.raises(RuntimeError, match="a failure"):
@@ -430,7 +419,7 @@ def test_a_failure_in_the_middle_leaves_all_as_it_was(scene, monkeypatch, call):
             scene.driver.fail_at(0)
             assert scene.read(x) == 2
             assert program.explain().got == 3
-            assert len(scene.driver._events_alive) == events
+            assert scene.driver.alive()["events"] == events
         assert values(scene, program) == [4 + 10 + value for value in range(6)]
         program.tune((2,), seconds=0.01)
 
@@ -443,9 +432,9 @@ def tune(program):
     program.tune((1, 2), seconds=0.01)
 
 
-def interrupted_at_each_line_of_the_end(monkeypatch, use, again=True):
+def interrupted_at_each_line_of_the_end(monkeypatch, limits, use, again=True):
     """What replays changed and how many events are left, after an interrupt at each line of what restores and gives back."""
-    monkeypatch.setattr(tuning, "MOST_ROUNDS", 1)
+    limits(MOST_ROUNDS=1)
     end, ends, interrupted, line = LanesRig._end, [], True, 0
 
     def ending(rig):
@@ -458,30 +447,29 @@ def interrupted_at_each_line_of_the_end(monkeypatch, use, again=True):
 
     while interrupted:
         line += 1
-        with Scene(HostDriver(scheduler="adversarial", check_order=True)) as scene, monkeypatch.context() as patch:
-            patch.setattr("handlepool.pool.default._default", scene.pool)
+        with Scene(HostDriver(scheduler="adversarial", check_order=True), default=True) as scene, monkeypatch.context() as patch:
             x = scene.array(1)
             with handlepool.record(in_place, scene, x, lanes=3) as program:
-                before, events = scene.read(x), len(scene.driver._events_alive)
+                before, events = scene.read(x), scene.driver.alive()["events"]
                 patch.setattr(LanesRig, "_end", ending)
                 ends.clear()
                 with suppress(KeyboardInterrupt):
                     use(program)
                 patch.undo()
-                yield scene.read(x) - before, len(scene.driver._events_alive) - events
+                yield scene.read(x) - before, scene.driver.alive()["events"] - events
                 assert values(scene, program) == [scene.read(x) + 10 + value for value in range(6)]
 
 
 @pytest.mark.parametrize("use", [tune, measure])
-def test_an_interrupt_in_the_end_leaves_what_replays_change_as_it_was(monkeypatch, use):
-    found = [*interrupted_at_each_line_of_the_end(monkeypatch, use)]
+def test_an_interrupt_in_the_end_leaves_what_replays_change_as_it_was(monkeypatch, limits, use):
+    found = [*interrupted_at_each_line_of_the_end(monkeypatch, limits, use)]
     assert len(found) > 8
     assert not any(changed for changed, _ in found)
     assert all(events <= 1 for _, events in found)  # the one in hand
 
 
-def test_control_an_end_that_is_not_done_again_leaves_it_changed(monkeypatch):
-    assert any(changed for changed, _ in interrupted_at_each_line_of_the_end(monkeypatch, tune, again=False))
+def test_control_an_end_that_is_not_done_again_leaves_it_changed(monkeypatch, limits):
+    assert any(changed for changed, _ in interrupted_at_each_line_of_the_end(monkeypatch, limits, tune, again=False))
 
 
 def test_graphs_that_are_not_taken_are_destroyed_and_all_with_the_program(scene, monkeypatch):

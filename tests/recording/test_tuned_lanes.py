@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from harness.operations import plus
 from harness.scenes import Scene
 
 import handlepool
@@ -19,11 +20,6 @@ from handlepool.recording.tuning import LanesRig
 COUNTS = (1, 2, 4)
 
 
-@handlepool.operation
-def plus(scene, x, value):
-    return scene.plus(x, value)
-
-
 def wide(scene, x, parts=6):
     return [plus(scene, plus(scene, x, value), 10) for value in range(parts)]
 
@@ -33,16 +29,13 @@ def ones(scene, size):
 
 
 @pytest.fixture
-def process(tmp_path, monkeypatch):
+def process(tmp_path):
     """``with process() as scene``: a pool of another process, as far as files can tell, with the same plan directory."""
 
     @contextmanager
     def start(path=tmp_path / "plans"):
-        with (
-            Scene(HostDriver(scheduler="adversarial", check_order=True), plan_directory=path) as scene,
-            monkeypatch.context() as at,
-        ):
-            at.setattr("handlepool.pool.default._default", scene.pool)
+        driver = HostDriver(scheduler="adversarial", check_order=True)
+        with Scene(driver, plan_directory=path, default=True) as scene:
             yield scene
             assert not scene.driver.order.found
 

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from harness.graphs import convolution as conv
+from harness.insides import plans_of
 from harness.scenes import Scene
 from harness.timed_driver import Fake, TimedDriver
 
@@ -12,9 +13,8 @@ import handlepool
 
 
 @pytest.fixture
-def scene(monkeypatch):
-    with Scene(TimedDriver([Fake(alone=20), Fake(alone=10)], check_order=True)) as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def scene():
+    with Scene(TimedDriver([Fake(alone=20), Fake(alone=10)], check_order=True), default=True) as scene:
         yield scene
         assert not scene.driver.order.found
 
@@ -33,7 +33,7 @@ def made(scene, monkeypatch):
     """How often the driver was asked for what makes graphs."""
     calls = Counter()
     note = scene.driver._note
-    monkeypatch.setattr(scene.driver, "_note", lambda call, *args: calls.update([call]) or note(call, *args))
+    scene.driver._note = lambda call, *args: calls.update([call]) or note(call, *args)
     return calls
 
 
@@ -74,7 +74,7 @@ def test_a_plan_that_was_chosen_since_is_for_calls_and_for_recordings_from_then_
 
     def recorded():
         program = handlepool.record(conv, x, w)
-        (plan,) = program._recording._plans.values()
+        (plan,) = plans_of(program)
         return program, plan.engine
 
     first, engine = recorded()

@@ -69,7 +69,7 @@ def test_g8_a_fork_without_a_state_whose_end_fails_closes_its_books_later(pool):
         fork.run(double, x)
         driver.fail_at(1, None, Oops())
     del fork
-    deferred.settle(most=100)
+    deferred.deferred.run(100)
     assert not context.active
     for slot in hoard:
         sides.release(slot, captured=False)
@@ -85,7 +85,7 @@ def test_a_fork_without_a_state_that_nobody_leaves_closes_its_books_though_a_cal
     del fork
     driver.fail_at(k)
     for _ in range(2):
-        deferred.settle(most=100)
+        deferred.deferred.run(100)
     driver.fail_at(0)
     assert not context.active
     for slot in hoard:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from harness.graphs import double, plus
+from harness.scenes import Scene
 
 import handlepool
 from handlepool import (
@@ -27,14 +28,12 @@ from handlepool.pool.context import active
 SHAPE = 1, 4, 2, 4
 
 
-class World:
-    """A pool on a driver of two devices, states, and a caller's stream."""
+class World(Scene):
+    """With its stream current, and arrays of one shape."""
 
     def __init__(self, make_driver, **options):
-        self.driver = make_driver(**{"scheduler": "adversarial", **options})
-        self.pool = HandlePool(driver=self.driver)
-        self.states = ParallelStates(4, pool=self.pool)
-        self.stream = self.driver.create_stream().use()
+        super().__init__(make_driver(**{"scheduler": "adversarial", **options}))
+        self.stream.use()
 
     def array(self, value=1):
         return self.driver.asarray(np.full(SHAPE, value, np.float32))
@@ -330,9 +329,9 @@ def costs(world, branch, count):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a branch waits since")
 @pytest.mark.parametrize("name", BRANCHES)
-def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(make_driver, monkeypatch, name):
+def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(make_driver, make_default, name):
     world = World(make_driver, check_order=False, scheduler="threads")
-    monkeypatch.setattr("handlepool.pool.default._default", world.pool)
+    make_default(world.pool)
     world.array()
     before = books()
     events = world.driver.alive()["events"]
@@ -346,7 +345,7 @@ def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(mak
     world.pool.close()
 
 
-def test_g17_control_a_step_for_each_branch_so_far_is_seen(make_driver, monkeypatch):
+def test_g17_control_a_step_for_each_branch_so_far_is_seen(make_driver, monkeypatch, make_default):
     next_call = track.Track.next_call
 
     def slow(branchs):
@@ -356,7 +355,7 @@ def test_g17_control_a_step_for_each_branch_so_far_is_seen(make_driver, monkeypa
 
     monkeypatch.setattr(track.Track, "next_call", slow)
     world = World(make_driver, check_order=False, scheduler="threads")
-    monkeypatch.setattr("handlepool.pool.default._default", world.pool)
+    make_default(world.pool)
     early, late = costs(world, BRANCHES["operations"], 10 * FEW)
     assert late[0] > early[0] * 1.05 + 10
     world.pool.close()
@@ -381,8 +380,8 @@ def test_g17_the_books_grow_with_arrays_and_not_with_branches(make_driver):
 
 
 @pytest.mark.parametrize("use", ["a call", "a branch", "a map", "an operation", "a replay", "a wait"])
-def test_g17_a_finaliser_that_finds_its_thread_in_the_middle_of_the_books_is_refused(world, monkeypatch, use):
-    monkeypatch.setattr("handlepool.pool.default._default", world.pool)
+def test_g17_a_finaliser_that_finds_its_thread_in_the_middle_of_the_books_is_refused(world, monkeypatch, make_default, use):
+    make_default(world.pool)
     x, y = world.array(1), world.array(2)
     program = handlepool.record(double, y, pool=world.pool) if use == "a replay" else None
     refused = []

@@ -283,8 +283,8 @@ def test_a_number_of_workers_that_is_none_is_refused(scene, workers):
         ParallelStateExecutor(workers, pool=scene.pool)
 
 
-def test_an_executor_without_a_pool_is_of_the_default_pool(scene, monkeypatch):
-    monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def test_an_executor_without_a_pool_is_of_the_default_pool(scene, make_default):
+    make_default(scene.pool)
     with ParallelStateExecutor(1) as executor:
         assert executor.submit(scene.pool.get_handle).result(TIMEOUT).stream is not None
 

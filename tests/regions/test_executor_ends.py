@@ -7,6 +7,7 @@ from concurrent.futures import CancelledError
 from concurrent.futures.thread import BrokenThreadPool
 
 import pytest
+from harness.insides import workers_of
 from harness.scenes import TIMEOUT, over_seeds
 from harness.submitting import TaskError, busy, returned
 
@@ -146,7 +147,7 @@ def test_g11_an_executor_that_is_dropped_gives_everything_back(scene):
     executor = ParallelStateExecutor(2, pool=scene.pool)
     meeting = threading.Barrier(2)
     returned(*[executor.submit(meeting.wait, TIMEOUT) for _ in range(2)])
-    workers = list(executor._threads._threads)
+    workers = workers_of(executor)
     del executor
     gc.collect()
     for worker in workers:
@@ -198,7 +199,7 @@ def test_g10_dropping_an_executor_makes_no_driver_call(scene):
     executor = ParallelStateExecutor(1, pool=scene.pool)
     latches = []
     returned(executor.submit(lambda: latches.append(scene.driver.latch(scene.driver.current_stream().ptr))))
-    workers = list(executor._threads._threads)
+    workers = workers_of(executor)
     scene.driver.calls.clear()
     del executor
     for worker in workers:
@@ -259,7 +260,7 @@ def test_a_submit_that_can_start_no_thread_leaves_nothing_behind(scene, monkeypa
     assert not ran
     del executor, events
     gc.collect()
-    deferred.settle(most=100)
+    deferred.deferred.run(100)
     sides = scene.pool.internals.devices[0].sides.made
     assert scene.driver.calls["create_event"] - scene.driver.calls["destroy_event"] == 2 * sides
 

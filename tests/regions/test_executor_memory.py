@@ -4,6 +4,7 @@ import gc
 import weakref
 
 import pytest
+from harness.insides import workers_of
 from harness.scenes import TIMEOUT, Scene, over_seeds
 from harness.submitting import TaskError, busy, returned
 
@@ -68,7 +69,7 @@ def a_dropped_executor(scene, *, parks):
     executor = ParallelStateExecutor(1, pool=scene.pool)
     latches = []
     returned(executor.submit(held_back, scene, latches, y, x))
-    workers = list(executor._threads._threads)
+    workers = workers_of(executor)
     if not parks:
         executor._pending.clear()
     del x, executor

@@ -22,14 +22,8 @@ import handlepool
 from handlepool._util import reachable
 from handlepool._util.reachable import leaves
 from handlepool.order import operation as operation_module
-from handlepool.order import plain_calls
 
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch):
-    """The functions that the package has seen: none at first."""
-    monkeypatch.setattr("handlepool.order.assumed._warned", set())
-    monkeypatch.setattr(plain_calls, "_may_write", {})
+pytestmark = pytest.mark.usefixtures("known")
 
 
 class Layer:

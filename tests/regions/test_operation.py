@@ -403,10 +403,10 @@ def test_it_is_copied_as_functions_are():
     assert copy.deepcopy([hidden]) == [hidden]
 
 
-def test_where_no_fork_is_open_it_asks_for_nothing(pool, monkeypatch):
+def test_where_no_fork_is_open_it_asks_for_nothing(pool, monkeypatch, make_default):
     """No order, no driver, and no default pool where there is none."""
     y = np.ones(3)
-    monkeypatch.setattr("handlepool.pool.default._default", None)
+    make_default(None)
     monkeypatch.setattr("handlepool.pool.default.HandlePool", None)
     for name in ("before", "pieces_of", "pieces_or_tokens"):
         monkeypatch.setattr(f"handlepool.order.operation.{name}", None)
@@ -420,10 +420,10 @@ def test_where_no_fork_is_open_it_asks_for_nothing(pool, monkeypatch):
 
 
 @pytest.fixture
-def checked(make_pool, monkeypatch):
+def checked(make_pool, make_default):
     """A pool with checks that is the default one, and has a stream of its own current."""
     pool = make_pool(check=True)
-    monkeypatch.setattr("handlepool.pool.default._default", pool)
+    make_default(pool)
     stream = pool.driver.create_stream()
     with stream:
         yield pool

@@ -423,6 +423,7 @@ def test_with_checks_a_plain_function_that_returns_new_arrays_and_changes_an_arg
 
 
 @pytest.mark.filterwarnings("ignore:a branch waits since times")
+@pytest.mark.filterwarnings("ignore:new_and_in_place returned new arrays")
 def test_control_a_plain_function_that_returns_nothing_may_change_its_arguments_and_without_checks_any_may(checked, make_driver):
     y = checked.array(1)
     with checked.states.fork() as fork:
@@ -539,13 +540,13 @@ class StandIn:
 
 
 @pytest.fixture(params=["stand-in", "torch"])
-def ones(request, monkeypatch):
+def ones(request, torch_door, monkeypatch):
     """Makes tensors: torch's own, or ones that act like them as far as is asked here."""
     if request.param == "torch":
         return pytest.importorskip("torch", reason="torch is not installed").ones
     door = SimpleNamespace(version=lambda x: x.writes[0], storage=lambda x: id(x.writes), peek=lambda x: x.values.copy())
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=StandIn))
-    monkeypatch.setattr("handlepool.order.undeclared.integration", lambda: door)
+    torch_door(lambda: door, "order.undeclared")
     return StandIn.ones
 
 

@@ -48,8 +48,8 @@ def test_control_ordinary_code_without_its_order_is_caught(name, monkeypatch):
         with pytest.raises(ContractError, match="not ordered"):
             run(name, driver, read_elsewhere)
     else:
-        monkeypatch.setattr(driver, "wait_event", lambda pointer, event: None)
-        monkeypatch.setattr(driver, "synchronize_event", lambda event: None)
+        driver.wait_event = lambda pointer, event: None
+        driver.synchronize_event = lambda event: None
         with pytest.raises(ContractError, match="not ordered"):
             run(name, driver)
     assert driver.order.found

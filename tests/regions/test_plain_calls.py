@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from harness import measuring
+from harness.insides import known_writes
 from harness.scenes import BranchError, Scene, over_seeds
 
 import handlepool
@@ -24,13 +25,7 @@ from handlepool.order import plain_calls
 from handlepool.order.books import DataOrder
 from handlepool.order.plain_calls import PlainCall
 
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch):
-    """What is known of functions: nothing at first."""
-    monkeypatch.setattr("handlepool.order.assumed._warned", set())
-    monkeypatch.setattr(plain_calls, "_may_write", {})
-    return plain_calls._may_write
+pytestmark = pytest.mark.usefixtures("known")
 
 
 class Pure(dict):
@@ -115,7 +110,7 @@ def raised(scene):
         tenfold(scene, y)
         raise BranchError
 
-    plain_calls._may_write.clear()
+    known_writes().clear()
     y = scene.array(1)
     with scene.states.fork() as fork:
         fork.run(scene.plus, scene.array(1), 1)  # from now on it is known to write nothing
@@ -131,7 +126,7 @@ def test_g17_one_that_raises_may_have_written_what_it_was_given():
 
 def raised_for_once(scene):
     """A function that returned new arrays before writes in place, and raises."""
-    plain_calls._may_write.clear()
+    known_writes().clear()
     y = scene.array(1)
 
     def failing(scene, y, fails):
@@ -598,14 +593,14 @@ def test_what_a_function_does_is_not_learned_where_every_side_slot_is_out(scene)
     x, slots = scene.array(1), iter(sides.lease, None)
     with scene.states.fork() as fork:
         fork.run(new, scene, x)
-    known = dict(plain_calls._may_write)
+    known = dict(known_writes())
     leased = list(slots)
     with scene.states.fork() as fork:
         assert scene.read(fork.run(added, scene, fork.run(new, scene, x))) == 3
         assert scene.read(fork.run(other, scene, x)) == 3
     for slot in leased:
         sides.release(slot, captured=False)
-    assert plain_calls._may_write == known
+    assert known_writes() == known
     assert list(known.values()) == [False]
 
 
@@ -632,7 +627,7 @@ def remembered(scene, y):
 
 def given_back(scene, used=None):
     """One branch reads, one gives back what was there before, one overwrites; what was read, and what was left."""
-    plain_calls._may_write.clear()
+    known_writes().clear()
     made.clear()
     y, function = scene.array(1), remembered if used is None else handlepool.operation(remembered)
     with scene.states.fork() as fork:
@@ -748,12 +743,12 @@ PAIRS = {
 
 @pytest.mark.parametrize(("pure", "in_place"), PAIRS.values(), ids=PAIRS)
 def test_g17_what_one_function_does_says_nothing_of_another_that_has_the_same_code_or_none(
-    make_pool, monkeypatch, known, pure, in_place
+    make_pool, make_default, known, pure, in_place
 ):
     for seed in range(20):
         known.clear()
         pool = make_pool(scheduler="adversarial", seed=seed)
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        make_default(pool)
         with pool.driver.create_stream():
             assert without_code(pool.driver, pure, in_place), seed
 
@@ -808,11 +803,11 @@ def lent(x, y, to=None):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_g17_what_a_function_does_says_nothing_of_calls_with_more_arguments(make_pool, monkeypatch, known, form):
+def test_g17_what_a_function_does_says_nothing_of_calls_with_more_arguments(make_pool, make_default, known, form):
     for seed in range(20):
         known.clear()
         pool = make_pool(scheduler="adversarial", seed=seed)
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        make_default(pool)
         with pool.driver.create_stream():
             x, y = (pool.driver.asarray(np.ones(8, np.float32)) for _ in range(2))
             with ParallelStates(4).fork() as fork:
@@ -823,14 +818,14 @@ def test_g17_what_a_function_does_says_nothing_of_calls_with_more_arguments(make
 
 
 @pytest.mark.unmeasured
-def test_g17_control_where_all_of_them_are_one_function_a_branch_does_not_wait(make_pool, monkeypatch):
+def test_g17_control_where_all_of_them_are_one_function_a_branch_does_not_wait(make_pool, monkeypatch, make_default):
     monkeypatch.setattr(plain_calls, "_codes", lambda values: ())
     monkeypatch.setattr(DataOrder, "waits_for_all", lambda *_: True)
     found = []
     for seed in range(20):
-        plain_calls._may_write.clear()
+        known_writes().clear()
         pool = make_pool(scheduler="adversarial", seed=seed, check_order=False)
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+        make_default(pool)
         with pool.driver.create_stream():
             found.append(without_code(pool.driver, (np.add,), (operator.imul,)))
     assert False in found

@@ -26,12 +26,12 @@ def test_any_number_of_states_from_1_to_32(count):
         assert f"{count} of" in repr(scene.states)
 
 
-def test_making_states_and_forks_makes_nothing_on_the_device(monkeypatch):
+def test_making_states_and_forks_makes_nothing_on_the_device(make_default):
     with Scene() as scene:
         scene.driver.calls.clear()
         ParallelStates(4, pool=scene.pool).fork()
         assert not scene.driver.calls
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+        make_default(scene.pool)
         assert ParallelStates(2).pool is scene.pool
 
 

@@ -4,6 +4,7 @@ import gc
 import weakref
 
 import pytest
+from harness.insides import stream_of
 from harness.scenes import BranchError, Scene, over_seeds
 
 from handlepool import ParallelStates
@@ -88,10 +89,10 @@ def test_g8_a_callers_stream_that_is_dropped_inside_a_fork_lives_to_the_join():
             fork = scene.states.fork()
             fork.__enter__()
         y = fork.run(scene.array, 1)  # on the stream that nobody else knows any more
-        gone = weakref.ref(fork._stream)
+        gone = weakref.ref(stream_of(fork))
         fork.__exit__(None, None, None)
         assert gone() is not None
-        with fork._stream:
+        with stream_of(fork):
             value = scene.read(y)
         del fork
         assert gone() is None

@@ -226,9 +226,8 @@ def test_with_state_gives_the_state_first_and_then_the_arguments():
         assert scene.states.with_state(1, function, 1, 2, c=3) == (1, 2, 3)
 
 
-def test_with_cudnn_state_takes_one_of_four_states_of_the_process(monkeypatch):
-    with Scene() as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+def test_with_cudnn_state_takes_one_of_four_states_of_the_process():
+    with Scene(default=True) as scene:
         x, y = scene.array(1), scene.array()
         handlepool.with_cudnn_state(3, lambda state, value: scene.put(y, lambda x: x + value, x), value=1)
         assert scene.read(y) == 2
@@ -237,8 +236,7 @@ def test_with_cudnn_state_takes_one_of_four_states_of_the_process(monkeypatch):
 
 
 def test_g15_with_cudnn_state_excludes_from_its_first_use_on(monkeypatch):
-    with Scene() as scene:
-        monkeypatch.setattr("handlepool.pool.default._default", scene.pool)
+    with Scene(default=True) as scene:
         made, meeting = [], threading.Barrier(4)
 
         class Slow(ParallelStates):

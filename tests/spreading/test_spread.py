@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from harness.aliases import ALIASES, base, in_place
+from harness.insides import device_workers_of
 from harness.lines import at_line, interrupt, some_lines
+from harness.process import as_default
 from harness.scenes import SEEDS
 
 import handlepool
@@ -58,11 +60,10 @@ def tower(x, w):
 
 
 @contextmanager
-def current(driver, monkeypatch, **options):
+def current(driver, **options):
     """A default pool over a driver, with a stream of the caller's own current on each device."""
     streams = []
-    with HandlePool(driver=driver, **options) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with HandlePool(driver=driver, **options) as pool, as_default(pool):
         for device in range(driver.device_count()):
             with driver.device(device):
                 streams.append(driver.create_stream().use())
@@ -75,9 +76,9 @@ def current(driver, monkeypatch, **options):
 
 
 @pytest.fixture
-def pool(make_driver, scheduler, monkeypatch):
+def pool(make_driver, scheduler):
     """The default pool, of three devices."""
-    with current(make_driver(scheduler=scheduler, devices=3), monkeypatch) as pool:
+    with current(make_driver(scheduler=scheduler, devices=3)) as pool:
         yield pool
 
 
@@ -232,9 +233,9 @@ class Lending(HostDriver):
         return self.lent[-1]
 
 
-def test_host_results_are_in_memory_of_their_own(monkeypatch):
+def test_host_results_are_in_memory_of_their_own():
     driver = Lending(devices=2)
-    with current(driver, monkeypatch) as pool:
+    with current(driver) as pool:
         got = [*handlepool.spread(conv, images(), shared=(WEIGHTS,), to="host")]
         assert len(driver.lent) == COUNT
         for memory in driver.lent:
@@ -288,7 +289,7 @@ class Reading(HostDriver):
 
 
 @pytest.mark.parametrize("devices", [[0], [0, 1]])
-def test_page_locked_items_may_be_overwritten_when_the_next_one_is_taken(monkeypatch, devices):
+def test_page_locked_items_may_be_overwritten_when_the_next_one_is_taken(devices):
     def refilled():
         memory = np.empty_like(ARRAYS[0])
         for x in ARRAYS:
@@ -298,7 +299,7 @@ def test_page_locked_items_may_be_overwritten_when_the_next_one_is_taken(monkeyp
     def results(locks, seed):
         driver = Reading(scheduler="adversarial", devices=2, seed=seed)
         driver.locks = locks
-        with current(driver, monkeypatch):
+        with current(driver):
             given = handlepool.spread(add, refilled(), shared=(SHIFT,), devices=devices, to="host", lanes=None)
             return [np.unique(y).tolist() for y in given]
 
@@ -339,8 +340,8 @@ def test_what_is_shared_is_copied_to_each_device_once(pool):
     assert same(got, expected(pool))
 
 
-def test_with_checks(make_driver, monkeypatch):
-    with current(make_driver(devices=2), monkeypatch, check=True) as pool:
+def test_with_checks(make_driver):
+    with current(make_driver(devices=2), check=True) as pool:
         got = [*handlepool.spread(tower, images(), shared=(WEIGHTS,), to="host")]
         assert same(got, expected(pool, tower))
 
@@ -396,7 +397,7 @@ def test_items_that_lie_on_a_device_that_is_held_back_are_done_by_the_other_one(
     def given():
         for index, x in enumerate(xs):
             if index == 4:  # both devices have a program by then
-                held.append(driver.latch(results._workers.of(0)._pointers[1]))
+                held.append(driver.latch(device_workers_of(results).of(0)._pointers[1]))
             if index == 11:
                 held[0].release()
             yield x
@@ -419,7 +420,7 @@ def test_a_device_on_which_all_items_fail_gets_its_share_and_no_more(pool, in_fl
 
     def given():
         for x in ARRAYS * 4:
-            for each in results._workers.all:  # whoever brings the items takes as long as they do
+            for each in device_workers_of(results).all:  # whoever brings the items takes as long as they do
                 for stream in each._streams:
                     driver.synchronize_stream(stream.ptr)
             yield x
@@ -541,7 +542,7 @@ def test_no_item_is_taken_after_one_that_ends_all(pool):
     assert taken == [0, 1, 2, 3]
 
 
-def test_items_that_fail_after_they_gave_work_to_the_stream_harm_no_later_one(make_driver, monkeypatch):
+def test_items_that_fail_after_they_gave_work_to_the_stream_harm_no_later_one(make_driver):
     """That work still writes into the copy of the item."""
 
     def fails(item):
@@ -554,7 +555,7 @@ def test_items_that_fail_after_they_gave_work_to_the_stream_harm_no_later_one(ma
         return None if isinstance(y, ItemError) else np.unique(y).tolist()
 
     for seed in SEEDS:
-        with current(make_driver(scheduler="adversarial", devices=1, seed=seed), monkeypatch):
+        with current(make_driver(scheduler="adversarial", devices=1, seed=seed)):
             results = handlepool.spread(fails, [(x, index) for index, x in enumerate(ARRAYS)], errors="return", to="host")
             got = []
             with pytest.warns(RuntimeWarning, match="eagerly"):
@@ -639,9 +640,9 @@ LEFT = (0, 2_000, 60_000)
 
 @pytest.mark.parametrize("left", LEFT)
 @pytest.mark.parametrize("errors", ["raise", "return"])
-def test_a_device_with_less_free_memory_is_named_and_the_other_one_goes_on(make_driver, monkeypatch, left, errors):
+def test_a_device_with_less_free_memory_is_named_and_the_other_one_goes_on(make_driver, left, errors):
     items = images(12, size=32)
-    with current(make_driver(devices=2, memory=1 << 24), monkeypatch) as pool:
+    with current(make_driver(devices=2, memory=1 << 24)) as pool:
         right = expected(pool, given=items)
         driver = pool.driver
         with driver.device(1):
@@ -664,9 +665,9 @@ def test_a_device_with_less_free_memory_is_named_and_the_other_one_goes_on(make_
 
 @pytest.mark.parametrize("to", [None, "host"])
 @pytest.mark.parametrize("taken", [0, 1, 2, 5])
-def test_a_device_that_is_taken_away_is_named(make_driver, monkeypatch, to, taken):
+def test_a_device_that_is_taken_away_is_named(make_driver, to, taken):
     """Results that it had already computed may come before; the error of the end is a note."""
-    with current(make_driver(devices=2), monkeypatch) as pool:
+    with current(make_driver(devices=2)) as pool:
         results = handlepool.spread(conv, images(40), shared=(WEIGHTS,), to=to)
         for _ in range(taken):
             next(results)
@@ -679,8 +680,8 @@ def test_a_device_that_is_taken_away_is_named(make_driver, monkeypatch, to, take
         assert next(results, "ended") == "ended"
 
 
-def test_other_devices_go_on_without_one_that_is_taken_away(make_driver, monkeypatch):
-    with current(make_driver(devices=2), monkeypatch) as pool:
+def test_other_devices_go_on_without_one_that_is_taken_away(make_driver):
+    with current(make_driver(devices=2)) as pool:
         right = expected(pool, given=images(40))
         results = handlepool.spread(conv, images(40), shared=(WEIGHTS,), to="host", errors="return")
         got = [next(results)]
@@ -715,11 +716,11 @@ def test_work_that_fails_later_is_the_items_error(pool):
         [*handlepool.spread(failing_later(pool.driver), given, shared=(WEIGHTS,))]
 
 
-def test_work_that_fails_later_makes_no_other_item_fail(make_driver, monkeypatch):
+def test_work_that_fails_later_makes_no_other_item_fail(make_driver):
     """Its memory is used again, and the order checker knows that the host has waited."""
     driver = make_driver(scheduler="adversarial", devices=1)
 
-    with current(driver, monkeypatch):
+    with current(driver):
         given = [(x, index) for index, x in enumerate(images(12))]
         results = handlepool.spread(failing_later(driver), given, shared=(WEIGHTS,), errors="return")
         with pytest.warns(RuntimeWarning, match="eagerly"):
@@ -759,7 +760,7 @@ def test_an_early_end_leaves_nothing_running(pool, how):
         with results:
             next(results)
     else:
-        given = [(worker.device, [stream.ptr for stream in worker._streams]) for worker in results._workers.all]
+        given = [(worker.device, [stream.ptr for stream in worker._streams]) for worker in device_workers_of(results).all]
         del results
         gc.collect()
         for device, pointers in given:
@@ -767,7 +768,7 @@ def test_an_early_end_leaves_nothing_running(pool, how):
                 for pointer in (*pointers, driver.current_stream().ptr):
                     driver.synchronize_stream(pointer)
         for _ in range(1000):
-            deferred.settle(most=100)
+            deferred.deferred.run(100)
             if streams(pool) == before:
                 break
     gc.collect()
@@ -778,34 +779,34 @@ def test_an_early_end_leaves_nothing_running(pool, how):
         assert next(results, "ended") == "ended"
 
 
-def test_what_was_dropped_is_not_waited_for(make_driver, monkeypatch):
+def test_what_was_dropped_is_not_waited_for(make_driver):
     driver = make_driver(scheduler="adversarial", devices=1)
-    with current(driver, monkeypatch) as pool:
+    with current(driver) as pool:
         [*handlepool.spread(conv, images(1), shared=(WEIGHTS,))]
         gc.collect()
-        deferred.settle(most=100)
+        deferred.deferred.run(100)
         before = streams(pool)
         results = handlepool.spread(conv, images(), shared=(WEIGHTS,))
         next(results)
         latch = driver.latch(driver.current_stream().ptr)  # the next results wait for it, for the sake of their memory
-        results._advance(results._workers)
+        results._advance(device_workers_of(results))
         driver.calls.clear()
         del results
         gc.collect()
-        deferred.settle(most=100)
+        deferred.deferred.run(100)
         assert driver.calls["synchronize_event"] == driver.calls["synchronize_stream"] == 0
         assert streams(pool) > before
         latch.release()
         for _ in range(1000):
-            deferred.settle(most=100)
+            deferred.deferred.run(100)
             if streams(pool) == before:
                 break
         assert streams(pool) == before
 
 
-def test_what_was_dropped_is_abandoned_with_a_lost_context(make_driver, monkeypatch):
+def test_what_was_dropped_is_abandoned_with_a_lost_context(make_driver):
     driver = make_driver(devices=1)
-    with current(driver, monkeypatch):
+    with current(driver):
         results = handlepool.spread(conv, images(), shared=(WEIGHTS,))
         next(results)
         driver.lose_context()
@@ -816,7 +817,7 @@ def test_what_was_dropped_is_abandoned_with_a_lost_context(make_driver, monkeypa
         del results
         gc.collect()
         assert deferred.deferred
-        deferred.settle(most=100)
+        deferred.deferred.run(100)
         assert not deferred.deferred
         assert not driver.calls["event_done"]
         driver.lost = None
@@ -883,9 +884,9 @@ def test_a_closed_pool_is_told(pool):
     assert next(results, None) is None
 
 
-def test_a_lost_context_ends_all_and_nothing_is_destroyed(make_driver, monkeypatch):
+def test_a_lost_context_ends_all_and_nothing_is_destroyed(make_driver):
     driver = make_driver(devices=2)
-    with current(driver, monkeypatch) as pool:
+    with current(driver) as pool:
         results = handlepool.spread(conv, images(), shared=(WEIGHTS,), errors="return")
         next(results)
         before = streams(pool)
@@ -1219,9 +1220,9 @@ class Careless(HostDriver):
             super().wait_event(pointer, event)
 
 
-def run(scenario, monkeypatch, seed, check, without=None):
+def run(scenario, seed, check, without=None):
     driver = Careless(without, seed=seed, check_order=check)
-    with current(driver, monkeypatch):
+    with current(driver):
         values = scenario(driver)
     assert bool(driver.left_out) == (without is not None)
     return values
@@ -1232,10 +1233,10 @@ def is_right(values):
 
 
 @pytest.mark.parametrize("scenario", [from_host, resident, closed_over])
-def test_every_access_is_ordered_at_every_seed(scenario, monkeypatch):
+def test_every_access_is_ordered_at_every_seed(scenario):
     for seed in SEEDS:
-        assert is_right(run(scenario, monkeypatch, seed, check=True))
-        assert is_right(run(scenario, monkeypatch, seed, check=False))
+        assert is_right(run(scenario, seed, check=True))
+        assert is_right(run(scenario, seed, check=False))
 
 
 @pytest.mark.parametrize(
@@ -1249,11 +1250,11 @@ def test_every_access_is_ordered_at_every_seed(scenario, monkeypatch):
         pytest.param(closed_over, ("caller", "computes"), id="a replay that does not wait for the closure"),
     ],
 )
-def test_control_without_a_wait_results_are_wrong_and_the_checker_says_so(scenario, without, monkeypatch):
-    assert not all(is_right(run(scenario, monkeypatch, seed, check=False, without=without)) for seed in SEEDS)
+def test_control_without_a_wait_results_are_wrong_and_the_checker_says_so(scenario, without):
+    assert not all(is_right(run(scenario, seed, check=False, without=without)) for seed in SEEDS)
     for seed in SEEDS[:3]:
         with pytest.raises((ContractError, ItemError), match="not ordered"):
-            run(scenario, monkeypatch, seed, check=True, without=without)
+            run(scenario, seed, check=True, without=without)
 
 
 def of_branches(driver):
@@ -1271,15 +1272,15 @@ def of_branches(driver):
         return [np.unique(y).tolist() for y in results]
 
 
-def test_an_item_may_be_made_by_a_branch_of_an_open_fork(monkeypatch):
+def test_an_item_may_be_made_by_a_branch_of_an_open_fork():
     for seed in SEEDS:
         for check in (True, False):
-            assert run(of_branches, monkeypatch, seed, check=check) == [[RIGHT[4]]] * 4
+            assert run(of_branches, seed, check=check) == [[RIGHT[4]]] * 4
 
 
 def test_control_without_the_books_of_the_fork_the_branch_may_come_too_late(monkeypatch):
-    monkeypatch.setattr(worker, "opened", [])
-    assert any(run(of_branches, monkeypatch, seed, check=False) != [[RIGHT[4]]] * 4 for seed in SEEDS)
+    monkeypatch.setattr(worker, "active", [])
+    assert any(run(of_branches, seed, check=False) != [[RIGHT[4]]] * 4 for seed in SEEDS)
 
 
 class Forgetful(InFlight):
@@ -1293,19 +1294,19 @@ class Forgetful(InFlight):
 
 
 def test_control_what_an_item_needs_is_held_until_it_is_done(monkeypatch):
-    assert all(is_right(run(from_host, monkeypatch, seed, check=False)) for seed in SEEDS)
+    assert all(is_right(run(from_host, seed, check=False)) for seed in SEEDS)
     monkeypatch.setattr(worker, "InFlight", Forgetful)
-    assert not all(is_right(run(from_host, monkeypatch, seed, check=False)) for seed in SEEDS)
+    assert not all(is_right(run(from_host, seed, check=False)) for seed in SEEDS)
 
 
 # Faults
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_nothing_is_left_running_whichever_call_of_the_driver_fails(make_driver, monkeypatch, resident):
+def test_nothing_is_left_running_whichever_call_of_the_driver_fails(make_driver, resident):
     """And what comes out before is right."""
     driver = make_driver(scheduler="adversarial", devices=2)
-    with current(driver, monkeypatch) as pool:
+    with current(driver) as pool:
         list(handlepool.spread(add, ARRAYS, shared=(SHIFT,), to="host"))
         items = [driver.asarray(each) for each in ARRAYS[:5]] if resident else ARRAYS[:5]
         options = {"devices": [0], "to": None} if resident else {"to": "host"}
@@ -1326,7 +1327,7 @@ def test_nothing_is_left_running_whichever_call_of_the_driver_fails(make_driver,
             del results
             error.__traceback__ = None
             gc.collect()
-            deferred.settle(most=100)
+            deferred.deferred.run(100)
             assert streams(pool) == before, k
         assert k > 100
         assert len(got) == 5
@@ -1343,7 +1344,7 @@ def test_a_function_may_change_the_dictionary_of_its_item(pool):
     assert all(item.keys() == {"x", "y"} for item in items)
 
 
-def test_an_item_that_runs_eagerly_and_is_taken_out_of_its_dictionary_is_held(make_driver, monkeypatch):
+def test_an_item_that_runs_eagerly_and_is_taken_out_of_its_dictionary_is_held(make_driver):
     def function(item):
         x = item.pop("x")
         y = x + 10
@@ -1352,7 +1353,7 @@ def test_an_item_that_runs_eagerly_and_is_taken_out_of_its_dictionary_is_held(ma
 
     for seed in range(5):
         driver = make_driver(scheduler="adversarial", seed=seed)
-        with current(driver, monkeypatch):
+        with current(driver):
             items = ({"x": np.full(64, value, np.float32), "n": 1} for value in range(8))
             with pytest.warns(RuntimeWarning, match="run eagerly"):
                 got = [*handlepool.spread(function, items, to="host", in_flight=4)]
@@ -1364,7 +1365,7 @@ def test_an_item_may_have_no_elements(pool):
     assert [y.shape for y in got] == [(3, 0)] * 3
 
 
-def test_what_an_item_was_copied_into_is_free_once_the_callers_stream_is_done_with_it(make_driver, monkeypatch):
+def test_what_an_item_was_copied_into_is_free_once_the_callers_stream_is_done_with_it(make_driver):
     """An item that fails while it is given leaves a copy on that stream, and others get the memory when the spread has ended.
 
     A wait on the host that fails is a lost context, after which nothing runs any more.
@@ -1374,7 +1375,7 @@ def test_what_an_item_was_copied_into_is_free_once_the_callers_stream_is_done_wi
     while failed:
         k += 1
         driver = make_driver(scheduler="adversarial", seed=k)
-        with current(driver, monkeypatch):
+        with current(driver):
             items = [driver.asarray(np.full(4, value, np.float32)) for value in range(4)]
             error = RuntimeError(f"injected failure of call {k}")
             results = handlepool.spread(lambda x: x + 1, items, lanes=None, devices=[0])
@@ -1386,7 +1387,7 @@ def test_what_an_item_was_copied_into_is_free_once_the_callers_stream_is_done_wi
             failed, error.__traceback__ = error.__traceback__ is not None, None
             del results
             gc.collect()
-            deferred.settle(most=100)
+            deferred.deferred.run(100)
             with driver.create_stream() as other:
                 held = [driver.asarray(np.zeros(4, np.float32)) for _ in range(8)]
                 driver.synchronize_stream(other.ptr)
@@ -1581,7 +1582,7 @@ def test_the_short_way_gives_what_the_general_one_does_at_random(monkeypatch, se
     for short in (True, False):
         random = np.random.default_rng(seed)
         driver = HostDriver(devices=2, scheduler="adversarial", seed=seed, check_order=True)
-        with current(driver, monkeypatch) as pool, monkeypatch.context() as patch:
+        with current(driver) as pool, monkeypatch.context() as patch:
             if not short:
                 patch.setattr(worker.DeviceWorker, "_learn", lambda *_: None)
             item = sorts(random, driver)
@@ -1631,14 +1632,14 @@ def test_what_is_no_run_of_bytes_or_on_two_devices_goes_the_general_way(pool, mo
 
 
 def test_a_page_locked_item_goes_the_general_way(pool, monkeypatch):
-    monkeypatch.setattr(pool.driver, "page_locked", lambda values: values is ARRAYS[5])
+    pool.driver.page_locked = lambda values: values is ARRAYS[5]
     assert general(monkeypatch, add, ARRAYS, shared=(SHIFT,)) == 2
 
 
 def test_copies_of_items_are_made_for_as_many_as_are_in_flight(pool):
     with handlepool.spread(add, ARRAYS * 4, shared=(SHIFT,), devices=[0], lanes=None, in_flight=3, to="host") as results:
         for _ in results:
-            made = [way.spare for way in results._workers.all[0]._programs.values()]
+            made = [way.spare for way in device_workers_of(results).all[0]._programs.values()]
     assert len(made) == 1
     assert 1 <= len(made[0]) <= 3
 
@@ -1668,9 +1669,9 @@ def crowded(driver):
 
 
 def test_control_a_copy_that_another_item_in_flight_has_gives_wrong_results(monkeypatch):
-    assert all(is_right(run(crowded, monkeypatch, seed, check=False)) for seed in SEEDS)
+    assert all(is_right(run(crowded, seed, check=False)) for seed in SEEDS)
     monkeypatch.setattr(worker, "CopyPlan", Reused)
-    assert not all(is_right(run(crowded, monkeypatch, seed, check=False)) for seed in SEEDS)
+    assert not all(is_right(run(crowded, seed, check=False)) for seed in SEEDS)
 
 
 def test_what_was_given_by_the_short_way_fails_late_and_ends_with_its_error(pool):
@@ -1716,13 +1717,14 @@ def test_once_something_is_not_recorded_known_geometries_run_eagerly_too(pool):
     assert called.count((8,)) == 2 + len(ARRAYS[3:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [None, "host"])
-def test_an_interrupt_at_any_line_leaves_nothing_behind(monkeypatch, to):
+def test_an_interrupt_at_any_line_leaves_nothing_behind(to):
     driver = HostDriver(scheduler="adversarial", devices=2, memory=1 << 26)
-    with current(driver, monkeypatch) as pool:
+    with current(driver) as pool:
         [*handlepool.spread(add, ARRAYS, shared=(SHIFT,), lanes=None)]
         gc.collect()
-        deferred.settle(most=100)
+        deferred.deferred.run(100)
         before = streams(pool)
         for k in some_lines(23):
             results = handlepool.spread(add, ARRAYS[:6], shared=(SHIFT,), lanes=None, to=to)
@@ -1738,7 +1740,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(monkeypatch, to):
             results.close()
             del results
             gc.collect()
-            deferred.settle(most=100)
+            deferred.deferred.run(100)
             assert streams(pool) == before, where
         assert k > 100
 
@@ -1794,7 +1796,7 @@ def test_memory_of_the_host_is_kept_to_the_end_of_its_copy_also_where_the_next_o
     if not short:
         monkeypatch.setattr(worker.DeviceWorker, "_learn", lambda *_: None)
     driver = Freeing(devices=1)
-    with current(driver, monkeypatch):
+    with current(driver):
         results = handlepool.spread(two, ARRAYS, to="host", in_flight=1, lanes=None)
         with pytest.raises(ItemError, match="no page-locked memory"):
             list(results)

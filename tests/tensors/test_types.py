@@ -16,6 +16,7 @@ import cudnn
 import numpy as np
 import pytest
 from frontend_types import PATH, generate, stubbed
+from harness.process import as_default
 
 import handlepool
 from handlepool.graphs.function import GraphFunction
@@ -97,12 +98,11 @@ def test_types_add_nothing_to_a_call():
     assert not {"__call__", "__getattribute__"} & vars(GraphFunction).keys()
 
 
-def test_a_graph_function_with_annotations_runs(make_driver, monkeypatch):
+def test_a_graph_function_with_annotations_runs(make_driver):
     @handlepool.graph
     def biased(g: handlepool.Graph, x: handlepool.GraphTensor, b: handlepool.GraphTensor | None = None) -> handlepool.GraphTensor:
         return g.relu(x) if b is None else g.add(x, b)
 
-    with handlepool.HandlePool(driver=make_driver()) as pool:
-        monkeypatch.setattr("handlepool.pool.default._default", pool)
+    with handlepool.HandlePool(driver=make_driver()) as pool, as_default(pool):
         x = pool.driver.empty((2, 3), (12, 4), np.dtype(np.float32))
         assert biased(x).shape == biased(x, x).shape == (2, 3)

@@ -108,6 +108,7 @@ def test_no_fixture():
 """
 
 
+@pytest.mark.slow
 def test_a_report_ends_at_the_tests_own_line(run):
     done = run(SHORT, "--handlepool-seeds=1", "-k", "not fixture")
     done.assert_outcomes(failed=1, passed=1, errors=1, deselected=1)
@@ -125,6 +126,7 @@ def test_a_number_of_seeds_that_would_run_nothing_is_a_usage_error(run, count):
     done.stderr.fnmatch_lines([f"*--handlepool-seeds:*{count}*"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(drivers.available("cuda") is None, reason="there is a GPU")
 def test_a_test_without_a_fixture_is_told_of_one_where_there_is_no_gpu(run):
     done = run(SHORT, "-k", "no_fixture")
