@@ -17,8 +17,9 @@ from handlepool.order.accesses import Memory
 from handlepool.order.measured import awaited, wait_for_answers
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
 from handlepool.pool.context import run_on
-from handlepool.pool.deferred import defer, remember
+from handlepool.pool.deferred import defer
 from handlepool.pool.internals import PoolInternals
+from handlepool.pool.process_end import process_end
 from handlepool.pool.stream import StreamReference
 from handlepool.recording import tensors
 from handlepool.recording.capture import Recording
@@ -75,7 +76,7 @@ class FirstCall:
 
     def keep(self) -> None:
         """Keep the plans for more captures, until exit."""
-        remember(self._end_at_exit)
+        process_end.add(self._end_at_exit)
 
     def end(self) -> None:
         """Find the arrays that the function has kept."""

@@ -10,16 +10,17 @@ from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, RecordedGraph, Stream
+from handlepool.drivers.captures import RecordedGraph
+from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Stream
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.graphs.tuning import Tuning
 from handlepool.order.accesses import Memory
 from handlepool.order.places import before
 from handlepool.order.plain_calls import orders_itself
 from handlepool.order.reached import pieces_of
-from handlepool.pool import deferred as leftovers
 from handlepool.pool.context import active, on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
+from handlepool.pool.process_end import process_end
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording import timing
 from handlepool.recording.outputs import Results
@@ -117,7 +118,7 @@ class Program(Owned):
         with driver.relaxed():
             self._event = recording.make_event()
         graph.upload(home.pointer)
-        leftovers.remember(self._end_at_exit)
+        process_end.add(self._end_at_exit)
         # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
         # None for any other stream, which may be gone by then: the event is recorded after each use.
         # So it is for a side stream, which is leased to others, who may have it captured: nobody else records or waits there.
@@ -453,14 +454,14 @@ class Program(Owned):
 
     def _explain(self, error: Exception) -> None:
         """Raise what an error means, where that is known."""
-        if leftovers.ending and isinstance(error, PoolClosedError):
-            leftovers.linger()
+        if process_end.ending and isinstance(error, PoolClosedError):
+            process_end.linger()
         self._status.diagnose(error)
         if not isinstance(error, HandlePoolError) and (cause := self._driver.capture_failure(error)):
             raise CaptureError(f"{self._name} cannot be used on a stream that is being captured: {cause}") from error
 
     def _refuse(self) -> NoReturn:
-        if leftovers.ending:
+        if process_end.ending:
             raise PoolClosedError(f"{self._name} came to its end with the interpreter, which is being taken down")
         raise PoolClosedError(f"the program {self._name} was closed; record it again")
 
@@ -539,7 +540,7 @@ class Program(Owned):
     def _end(self, *, wait: bool, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> bool:
         status = self._status
         # Nothing may be destroyed (guarantees 10 and 13), nor the lock be trusted: whoever has it may be gone.
-        if leftovers.ending or _is_finalizing():
+        if process_end.ending or _is_finalizing():
             abandon(self)
             return True
         held: list[object] = []

@@ -15,12 +15,12 @@ from handlepool._util.arguments import as_integer, at_least, flag
 from handlepool._util.frames import frames_inside
 from handlepool._util.names import kind_of, shown
 from handlepool._util.protocols import Wrapper
-from handlepool.drivers.protocol import LEGACY_STREAM
+from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError, PoolClosedError
 from handlepool.order.books import open_order
 from handlepool.pool.context import active, recordings, thread
 from handlepool.pool.default import current_pool
-from handlepool.pool.deferred import abandon, settle_all
+from handlepool.pool.deferred import abandon, deferred
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.first_call import name_of_call
@@ -500,7 +500,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         for variant in [*self._order]:
             self._drop(variant)
         self._seen.clear()
-        settle_all()
+        deferred.run_all()
 
     # As a method
 
