@@ -175,7 +175,7 @@ class Recording:
         if self.lanes is not None:
             self.lanes.note_short_fork(fork, states, wanted)
 
-    def memory(self, outputs: Any, before: Sequence[LeftoverArrays]) -> Memory:
+    def memory(self, outputs: object, before: Sequence[LeftoverArrays]) -> Memory:
         """Return the memory that a replay reads and writes.
 
         A function that returned new arrays alone wrote what it is known to write. Any other function may have written each array

@@ -188,7 +188,7 @@ class FirstCall:
                     defer(recording.settle)
             raise
 
-    def memory(self, recording: Recording, outputs: Any) -> Memory:
+    def memory(self, recording: Recording, outputs: object) -> Memory:
         """Return the memory that replays read and write, and let go of the arrays of the first call.
 
         Raises
@@ -211,7 +211,7 @@ class FirstCall:
             self._launches.forget()
 
 
-def name_of_call(function: Any) -> str:
+def name_of_call(function: object) -> str:
     """Return the name of a function for messages."""
     names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None), type(function).__name__]
     return [name for name in names if isinstance(name, str)][0]  # noqa: RUF015 - without a generator
@@ -222,7 +222,7 @@ def nothing(name: str) -> ArgumentError:
     return ArgumentError(f"{name} returned None. Return the arrays that it writes")
 
 
-def check_returned(name: str, function: Any, returned: Any) -> None:
+def check_returned(name: str, function: object, returned: object) -> None:
     """Refuse None, and generators that have yet to run.
 
     Raises

@@ -83,7 +83,7 @@ class Program(Owned):
         name: str,
         recording: "Recording",
         inputs: Inputs,
-        outputs: Any,
+        outputs: object,
         home: StreamReference,
         memory: Memory,
         tunings: tuple[Tuning, ...] = (),
@@ -172,7 +172,7 @@ class Program(Owned):
     # Use
 
     @orders_itself
-    def replay(self, stream: Any = None) -> None:
+    def replay(self, stream: object = None) -> None:
         """Enqueue the recorded work on a stream, with one launch. Does not wait for the GPU.
 
         Parameters
@@ -232,7 +232,7 @@ class Program(Owned):
             raise
 
     @orders_itself
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, *args: object, **kwargs: object) -> None:
         """Copy new values into the recorded inputs, on the current stream; replays see them from then on.
 
         The inputs are the arrays that `record` was given, which are overwritten.
@@ -271,7 +271,7 @@ class Program(Owned):
         self._enqueue(self._beside_torch(copies, partial(copy_all, self._driver, copies)))
 
     @orders_itself
-    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, out: object = None, **kwargs: object) -> Any:
         """Update the inputs, replay, and copy the outputs, in one turn: of the uses of other threads none comes in between.
 
         The recorded inputs, which are the caller's own arrays, hold the new values afterwards. Record with a copy,
@@ -314,7 +314,7 @@ class Program(Owned):
             return self._built(self._turn(prepared.run, args))
         return self._use("called", self._call, args, out, kwargs)
 
-    def _turn(self, run: Callable[..., T], arrays: Sequence[Any], *more: Any) -> T:
+    def _turn(self, run: Callable[..., T], arrays: Sequence[Any], *more: object) -> T:
         """Use the program once on the current stream, by ``run(arrays, pointer, launch, *more)``; that function's value.
 
         For prepared calls, which have checked the arrays.
@@ -347,7 +347,7 @@ class Program(Owned):
             self._explain(error)
             raise
 
-    def _call(self, args: tuple[Any, ...], out: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: tuple[Any, ...], out: object, kwargs: dict[str, Any]) -> Any:
         if self._recording is None:
             self._refuse()
         driver = self._driver
@@ -389,7 +389,7 @@ class Program(Owned):
             return step
         return lambda: in_order(recording.pool, self.device, self._pointer, step)
 
-    def _enqueue(self, step: Callable[..., T], *args: Any) -> T:
+    def _enqueue(self, step: Callable[..., T], *args: object) -> T:
         """Give the stream that `_follow` made the program's something that uses the memory; return the value of the step."""
         if self._pointer and self._is_capturing(self._pointer):
             raise capturing(self._pointer)
@@ -419,7 +419,7 @@ class Program(Owned):
         self._launch_on, self._launch = graph.launch, launch
         recording.arrange_as(graph, arrangement)
 
-    def _use(self, what: str, act: Callable[..., T], *args: Any) -> T:
+    def _use(self, what: str, act: Callable[..., T], *args: object) -> T:
         """Do something while nothing else uses the program; what that returns."""
         try:
             if self._busy is not None:
@@ -468,7 +468,7 @@ class Program(Owned):
     # Order
 
     def _after_branches(
-        self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], stream: Any, keep: object = None
+        self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], stream: object, keep: object = None
     ) -> None:
         """Let a stream wait for the branches of this thread's forks that a use conflicts with (guarantee 17)."""
         recording = self._recording
@@ -476,7 +476,7 @@ class Program(Owned):
             pointer = None if stream is None else resolve(self._driver, stream).pointer
             before(recording.pool, reads, writes, keep or (self, self._outputs), pointer)
 
-    def _follow(self, stream: Any) -> None:
+    def _follow(self, stream: object) -> None:
         """Make another stream the one that uses the memory, after all that the last one was given by now."""
         if self._recording is None:
             self._refuse()

@@ -40,11 +40,11 @@ MOST_SECONDS = 10.0
 def record(
     function: Callable[..., Any],
     /,
-    *args: Any,
+    *args: object,
     pool: HandlePool | None = None,
     lanes: int | None = None,
     plans: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Program:
     """Record what a function gives to streams, to be replayed with one launch.
 
@@ -140,7 +140,7 @@ def record(
     first.end()
     tunings = _tuned(chosen, name, first, home) if measured else ()
 
-    def finish(recording: Recording, outputs: Any) -> Program:
+    def finish(recording: Recording, outputs: object) -> Program:
         memory = first.memory(recording, outputs)
         return _drawn(Program(name, recording, inputs, outputs, home, memory, tunings), picture)
 
@@ -162,7 +162,7 @@ def _drawn(program: Program, picture: Path | None) -> Program:
     return program
 
 
-def check_recordable(pool: PoolInternals, name: str, lanes: int | None, function: Any) -> StreamReference:
+def check_recordable(pool: PoolInternals, name: str, lanes: int | None, function: object) -> StreamReference:
     """Check the function and its surroundings before anything runs, and return the caller's stream.
 
     Raises
