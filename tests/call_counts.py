@@ -208,7 +208,7 @@ def count_cuda() -> dict[str, tuple[int, int]]:
             return graph
 
         def recording_memory(self):
-            return SimpleNamespace(allocator=None, nbytes=0, holds=lambda _: False, release=lambda: True, tell=nothing)
+            return SimpleNamespace(allocator=None, nbytes=0, holds=lambda _: False, release=lambda: True, on_allocate=nothing)
 
     with World(driver=Recording()) as world, as_default(world.pool), pytest.MonkeyPatch.context() as patch:
         patch.setattr(shortcuts, "cupy", SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc)))

@@ -65,7 +65,7 @@ print(json.dumps([sorted(heavy), handlepool.pool.default._default is None]))
 
 def test_a_function_that_was_imported_early_is_that_of_the_pool_set_later(unused, make_pool):
     mine = make_pool(devices=1)
-    early, _ = default.of_pool_to_come(handlepool.default_pool)
+    early, _ = default.lazy_get_handle(handlepool.default_pool)
     handlepool.set_default_pool(mine)
     assert early() is mine.get_handle()
     stream = mine.driver.create_stream()
@@ -75,7 +75,7 @@ def test_a_function_that_was_imported_early_is_that_of_the_pool_set_later(unused
 
 def test_g2_a_hit_of_a_function_that_was_imported_early_costs_what_the_pools_own_does(make_pool):
     mine = make_pool(devices=1)
-    early, _ = default.of_pool_to_come(lambda: mine)
+    early, _ = default.lazy_get_handle(lambda: mine)
     for _ in range(3):
         early()
     assert counted(lambda: early()) == counted(lambda: mine.get_handle()) <= BOUNDS["hit of get_handle"]
@@ -90,7 +90,7 @@ def test_a_first_call_that_fails_or_is_interrupted_anywhere_leaves_the_next_one_
 
     places = []
     for k in itertools.count(1):
-        early, _ = default.of_pool_to_come(lambda: mine)
+        early, _ = default.lazy_get_handle(lambda: mine)
         try:
             where = at_line(k, early, interrupt, {"slot.py", "default.py"})
         except KeyboardInterrupt as error:
@@ -112,7 +112,7 @@ def test_a_first_call_in_another_ones_middle_leaves_both_with_the_right_pools_ha
     first.get_handle()
 
     def twice_at(k):
-        (early, _), handles = default.of_pool_to_come(lambda: second), []
+        (early, _), handles = default.lazy_get_handle(lambda: second), []
 
         def call():
             handles.append(early())

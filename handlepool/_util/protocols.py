@@ -15,7 +15,7 @@ class Wrapper:
         return []
 
 
-def has(value: object, name: str) -> bool:
+def has_protocol(value: object, name: str) -> bool:
     """Whether an object has an attribute, its type's or its own; one that is made for any name asked, as by a proxy, is none."""
     if hasattr(type(value), name):
         return True
@@ -30,4 +30,4 @@ def holds_values(value: object) -> bool:
     """Whether a value is an array, of whatever library; a NumPy scalar is none."""
     if isinstance(value, (type, np.generic)):
         return False
-    return any(has(value, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))
+    return any(has_protocol(value, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))

@@ -6,7 +6,7 @@ from typing import Any
 
 from handlepool._util.names import shown
 from handlepool.drivers.cuda.planning import DescribedDevice, DescribedExecutable
-from handlepool.drivers.executable import Copy, SavedPlan
+from handlepool.drivers.executable import OperandCopy, SavedPlan
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.kernel import Kernel
@@ -21,7 +21,7 @@ _USUAL = {"allow_tf32": True, "deterministic": False}
 
 
 @dataclass(slots=True)
-class Met:
+class PlannedGraph:
     """A graph that was met.
 
     Attributes
@@ -44,7 +44,7 @@ class Met:
 class Unlaunched(DescribedExecutable):
     """A plan of which each launch does nothing."""
 
-    def __init__(self, made: DescribedExecutable, met: Met) -> None:
+    def __init__(self, made: DescribedExecutable, met: PlannedGraph) -> None:
         super().__init__(made.planned, made.name, made.titles, "")
         self.save = self._saved
         self._met = met
@@ -67,14 +67,14 @@ class Planner(HostDriver):
 
     Attributes
     ----------
-    met : list of Met
+    met : list of PlannedGraph
         One for each graph. An operation may go on with smaller graphs where one is refused.
     """
 
     def __init__(self, device: DeviceProperties) -> None:
         super().__init__()
         self._described = DescribedDevice(device)
-        self.met: list[Met] = []
+        self.met: list[PlannedGraph] = []
 
     def arrays_of(self, value: object) -> Any:
         """Return an array for each specification in lists, tuples and dictionaries; anything else as it is."""
@@ -91,21 +91,21 @@ class Planner(HostDriver):
         """As `Driver.new_graph`."""
         return self._described.new_graph(**settings)
 
-    def made_for(self) -> str:
-        """As `Driver.made_for`, where the device is."""
-        return self._described.made_for()
+    def plan_environment(self) -> str:
+        """As `Driver.plan_environment`, where the device is."""
+        return self._described.plan_environment()
 
     def compile(
-        self, graph: Any, operands: Sequence[Any], *, handle: object = None, copies: Sequence[Copy] = (), **settings: Any
+        self, graph: Any, operands: Sequence[Any], *, handle: object = None, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> Any:
         """As `Driver.compile`."""
         try:
             made = self._described.compile(graph, operands, copies=copies, **settings)
         except GraphNotSupportedError as error:
-            self.met.append(Met(_title(graph, operands, settings), f"refused: {error}", refused=True))
+            self.met.append(PlannedGraph(_title(graph, operands, settings), f"refused: {error}", refused=True))
             raise
         # A plan that was loaded is there, and one of several candidates is for a comparison.
-        met = Met(_title(graph, operands, settings), made.engine, kept=made.untried or "plan_index" in settings)
+        met = PlannedGraph(_title(graph, operands, settings), made.engine, kept=made.untried or "plan_index" in settings)
         self.met.append(met)
         return Unlaunched(made, met)
 

@@ -65,7 +65,7 @@ def _build(name: str, properties: Path, path: str) -> int:
     """Plan what a module lists for a described device; the status is 1 where one cannot be planned, or kept."""
     from handlepool.cli.planner import Planner
     from handlepool.graphs.compile import UNKEPT
-    from handlepool.pool.default import standing_in
+    from handlepool.pool.default import substitute_default
     from handlepool.pool.pool import HandlePool
     from handlepool.tensors.device_properties import DeviceProperties
 
@@ -87,7 +87,7 @@ def _build(name: str, properties: Path, path: str) -> int:
         )
     failed: list[str] = []
     planner, early = Planner(device), 0
-    with HandlePool(driver=planner, plan_directory=path) as pool, standing_in(pool), planner.create_stream():
+    with HandlePool(driver=planner, plan_directory=path) as pool, substitute_default(pool), planner.create_stream():
         for entry in entries:
             function, specs, options = _entry(entry)
             before = sum(met.refused for met in planner.met)
@@ -133,13 +133,13 @@ def _line(file: PlanFile) -> str:
         return f"{used}  {_size(file.nbytes):>10}  cannot be used: {file.name}"
     try:
         known = json.loads(file.key)
-        made_for = known["made for"]
-        device = made_for.get("device", {}).get("deviceName", made_for.get("driver", ""))
+        plan_environment = known["made for"]
+        device = plan_environment.get("device", {}).get("deviceName", plan_environment.get("driver", ""))
         if "program" in known:
             return f"{used}  {_size(file.nbytes):>10}  {device}: lanes of {known['program']} by {known['goal']}"
         nodes = " -> ".join(node[0].lower() for node in known["nodes"])
         shapes = ", ".join("x".join(map(str, known["tensors"][place][1])) for place in known["operands"])
-        version = f", cuDNN {made_for['cudnn']}" if "cudnn" in made_for else ""
+        version = f", cuDNN {plan_environment['cudnn']}" if "cudnn" in plan_environment else ""
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return f"{used}  {_size(file.nbytes):>10}  of another version of handlepool: {file.name}"
     return f"{used}  {_size(file.nbytes):>10}  {device}{version}: {nodes} over {shapes}: {file.plan.engine}"

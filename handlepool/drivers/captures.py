@@ -72,12 +72,12 @@ class RecordingMemory(Protocol):
 
     @property
     def in_order(self) -> int:
-        """Bytes that would have been taken, since `recycle`, if all that was recorded ran one after the other."""
+        """Bytes that would have been taken, since `set_reuse_policy`, if all that was recorded ran one after the other."""
 
-    def tell(self, of: Callable[[object], None] | None) -> None:
+    def on_allocate(self, of: Callable[[object], None] | None) -> None:
         """Pass each block that is allocated from now on to a function; None ends that. See `Driver.block_range`."""
 
-    def recycle(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
+    def set_reuse_policy(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
         """Give what was freed to the next array for which a function says so; None ends that.
 
         The function is told where a block begins and ends. Streams that are ``known``, by their pointers, get memory of each

@@ -11,7 +11,7 @@ class Events:
     Attributes
     ----------
     free : list of event
-        What `take` takes first.
+        What `acquire` takes first.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -19,7 +19,7 @@ class Events:
         self.free: list[Any] = []  # appends and pops are atomic
         self._closed = False
 
-    def take(self) -> Any:
+    def acquire(self) -> Any:
         """Return an event; called with its device current."""
         try:
             return self.free.pop()
@@ -27,26 +27,26 @@ class Events:
             with self._driver.relaxed():
                 return self._driver.create_event()
 
-    def put(self, event: object) -> None:
+    def release(self, event: object) -> None:
         """Take an event back."""
         self.free.append(event)
-        self.returned()
+        self.note_released()
 
-    def returned(self) -> None:
+    def note_released(self) -> None:
         """Be told that events were put among the free ones."""
         if self._closed:  # in this order, so that one of the two threads sees it
-            self.settle()
+            self.destroy()
 
     def order(self, first: int, then: int) -> None:
         """Let a stream wait for what another one was given by now; pointers of streams of the device, which is current."""
-        event = self.take()
+        event = self.acquire()
         try:
             self._driver.record_event(event, first)
             self._driver.wait_event(then, event)
         finally:
-            self.put(event)  # a wait holds on to the record that it was given
+            self.release(event)  # a wait holds on to the record that it was given
 
-    def settle(self) -> bool:
+    def destroy(self) -> bool:
         """Destroy the free events, and from now on whatever is released. Whether that could be done."""
         self._closed = True
         while self.free:

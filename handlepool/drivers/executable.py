@@ -11,7 +11,7 @@ ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class OperandCopy:
     """An operand that a launch copies into scratch before, or, of an output, out of it afterwards.
 
     Attributes
@@ -69,7 +69,7 @@ class AliasPair:
     meet: Callable[[int], bool] | None
 
 
-def scratch_of(copies: Iterable[Copy]) -> int:
+def scratch_of(copies: Iterable[OperandCopy]) -> int:
     """Bytes of scratch that copies take."""
     return max((copy.offset + -(-copy.nbytes // ALIGNMENT) * ALIGNMENT for copy in copies), default=0)
 
@@ -162,5 +162,5 @@ class Executable(Protocol):
             Whether there is one output, not a tuple.
         names : dict
             ``NOT_CACHED``; ``current_device`` and ``current_stream``;
-            the pool's ``status``, ``find()`` and ``sound(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(error)``.
+            the pool's ``status``, ``find()`` and ``repaired(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(error)``.
         """

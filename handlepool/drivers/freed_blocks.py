@@ -17,7 +17,7 @@ B = TypeVar("B")
 Log = list[tuple[int, int]]
 
 
-class Home(list[B]):
+class SizeClass(list[B]):
     """Freed blocks of one size. They are appended by destructors, in whatever thread: both steps of that are atomic."""
 
     def __init__(self, log: Log) -> None:
@@ -35,18 +35,18 @@ class FreedBlocks(Generic[B]):
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        self._of: dict[int, Home[B]] = {}
+        self._of: dict[int, SizeClass[B]] = {}
         self._log: Log = []  # what was given out, with the bytes that were asked for, and freed, with none
 
-    def home(self, size: int) -> Home[B]:
+    def of_size(self, size: int) -> SizeClass[B]:
         """Return the list that blocks of a size are appended to when they are freed."""
         home = self._of.get(size)
         if home is None:
-            home = self._of[size] = Home(self._log)
+            home = self._of[size] = SizeClass(self._log)
             insort(self._sizes, size)
         return home
 
-    def given(self, block: B, size: int) -> None:
+    def note_given(self, block: B, size: int) -> None:
         """Be told that a block is given out, for so many bytes."""
         self._log.append((id(block), size))
 
@@ -59,14 +59,14 @@ class FreedBlocks(Generic[B]):
             if not size:
                 own = live.pop(block, None)
                 if own is not None:
-                    again.home(own).append(own)
+                    again.of_size(own).append(own)
                 continue
             found = again.take(size, lambda _: True)
             total += size if found is None else 0
             live[block] = size if found is None else found[0]
         return total
 
-    def take(self, size: int, may_have: Callable[[B], bool]) -> tuple[B, Home[B]] | None:
+    def take(self, size: int, may_have: Callable[[B], bool]) -> tuple[B, SizeClass[B]] | None:
         """Return a block, and its list: the smallest that is large enough; of one size those freed last, and first, are tried."""
         first = bisect_left(self._sizes, size)
         for found in self._sizes[first : first + MOST_SIZES]:

@@ -21,27 +21,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from handlepool.drivers.captures import Edge as Edge
-from handlepool.drivers.captures import MarkedGraph as MarkedGraph
-from handlepool.drivers.captures import RecordedGraph as RecordedGraph
-from handlepool.drivers.captures import RecordingMemory as RecordingMemory
+from handlepool.drivers.captures import RecordedGraph, RecordingMemory
 from handlepool.drivers.checksum import Sums
-from handlepool.drivers.executable import ALIGNMENT as ALIGNMENT
-from handlepool.drivers.executable import AliasPair as AliasPair
-from handlepool.drivers.executable import Copy as Copy
-from handlepool.drivers.executable import Executable as Executable
-from handlepool.drivers.executable import SavedPlan as SavedPlan
-from handlepool.drivers.executable import scratch_of as scratch_of
+from handlepool.drivers.executable import Executable, OperandCopy
 from handlepool.drivers.kernel import Kernel
-from handlepool.drivers.streams import LEGACY_STREAM as LEGACY_STREAM
-from handlepool.drivers.streams import PER_THREAD_STREAM as PER_THREAD_STREAM
-from handlepool.drivers.streams import Handle as Handle
-from handlepool.drivers.streams import Stream as Stream
+from handlepool.drivers.streams import Handle, Stream
 from handlepool.tensors.layout import Layout, Piece, View
 
 Bring = Callable[[np.ndarray[Any, Any], Callable[[], Any]], Any]
 ReadHost = Callable[[np.ndarray[Any, Any], str, bool], None]
-BeforePlain = Callable[[int, Sequence[Piece], Sequence[Piece]], None]
+BeforeUntracked = Callable[[int, Sequence[Piece], Sequence[Piece]], None]
 """Told of a stream, and of the memory that is about to be read and written on it."""
 
 
@@ -211,7 +200,7 @@ class Driver(Protocol):
         Looked for in ``error`` and what it came from; where they say nothing and ``ask`` is true, by a call that is refused then.
         """
 
-    def watch_shared(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
+    def watch_shared_state(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
         """Have ``report(name)`` called before a thread uses something of the array library's that all its streams share.
 
         With ``check`` a driver that can do so checks the order of all accesses to memory meanwhile.
@@ -222,7 +211,7 @@ class Driver(Protocol):
             What ends it.
         """
 
-    def watch_plain(self, report: Callable[[str], None]) -> Callable[[], None]:
+    def watch_untracked_work(self, report: Callable[[str], None]) -> Callable[[], None]:
         """Have ``report(name)`` called where work is queued that is none of our calls, in the thread that queues it.
 
         Nothing where the driver sees none of that.
@@ -251,7 +240,7 @@ class Driver(Protocol):
             Ends it.
         """
 
-    def order_plain(self, before: BeforePlain) -> None:
+    def before_untracked_access(self, before: BeforeUntracked) -> None:
         """Have a function told of what is done with the driver's arrays beside our calls, before it is queued.
 
         Nothing where the driver sees none of that.
@@ -270,7 +259,7 @@ class Driver(Protocol):
     def asnumpy(self, array: Any) -> np.ndarray[Any, Any]:
         """Return a device array's copy on the host, ordered after the current stream of the array's device."""
 
-    def peek(self, array: Any) -> np.ndarray[Any, Any] | None:
+    def read_unordered(self, array: Any) -> np.ndarray[Any, Any] | None:
         """Return an array's copy on the host, ordered after the current stream, for who compares it; None under a capture.
 
         The array may be of another library that says where it lies. On the host driver nothing counts as ordered by it.
@@ -340,11 +329,11 @@ class Driver(Protocol):
     def new_graph(self, **settings: Any) -> Any:
         """Return an empty `cudnn.pygraph`."""
 
-    def made_for(self) -> str:
+    def plan_environment(self) -> str:
         """Return what plans of the current device depend on beside their graph, as JSON: versions, and the device."""
 
     def compile(
-        self, graph: Any, operands: Sequence[Any], *, handle: Handle, copies: Sequence[Copy] = (), **settings: Any
+        self, graph: Any, operands: Sequence[Any], *, handle: Handle, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> Executable:
         """Plan and build a graph whose real tensors all have shape, strides and type.
 
@@ -356,7 +345,7 @@ class Driver(Protocol):
             The graph's real tensors in the order in which `Executable.launch` will get the arrays: inputs, then outputs.
         handle : Handle
             To plan with, or to read ``saved`` with. What is planned needs it as long as it lives.
-        copies : sequence of Copy
+        copies : sequence of OperandCopy
             The operands that a launch copies, on its stream, in scratch that ``Executable.workspace_size`` counts, too. The
             graph's tensor is the copy.
         **settings

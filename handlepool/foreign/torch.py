@@ -368,7 +368,7 @@ def storage(tensor: torch.Tensor) -> int:
     return pointer
 
 
-def peek(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
+def read_unordered(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
     """Return the bytes of a tensor's elements, after torch's current stream; None under a capture, and where it has no bytes."""
     if tensor.layout is not torch.strided or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None

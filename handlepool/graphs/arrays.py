@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from handlepool._util.names import kind_of
-from handlepool._util.protocols import ARRAY_PROTOCOLS, has
+from handlepool._util.protocols import ARRAY_PROTOCOLS, has_protocol
 from handlepool.drivers.operands import ASARRAY, check_operands, operand_name, taken
 from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, DeviceMismatchError
@@ -79,7 +79,7 @@ class ForeignCall(GraphCall):
         elif slot.pointer == LEGACY_STREAM or not converted.pool.driver.capture_id(slot.pointer):
             if deferred:
                 deferred.run()
-            defer(_Kept(converted.pool, converted.device, slot.pointer, converted.kept).settle)
+            defer(_Kept(converted.pool, converted.device, slot.pointer, converted.kept).release)
 
 
 def _wrapped(wrap: Callable[[Any], Any], made: object) -> Any:
@@ -98,10 +98,10 @@ class _Kept:
         self._arrays = arrays
         self._pool = pool
         self._device = device
-        self._event = pool.device(device).edges.take()
+        self._event = pool.device(device).edges.acquire()
         pool.driver.record_event(self._event, pointer)
 
-    def settle(self) -> bool:
+    def release(self) -> bool:
         pool = self._pool
         if pool.status.untouchable:
             abandon(self)
@@ -111,7 +111,7 @@ class _Kept:
                 with pool.driver.relaxed():
                     passed = pool.driver.event_done(self._event)
                 if passed:
-                    pool.device(self._device).edges.put(self._event)
+                    pool.device(self._device).edges.release(self._event)
                 return passed
         except Exception:  # queued work failed, say
             return False
@@ -235,16 +235,18 @@ class ConvertedArguments:
                 raise ArrayTypeError(f"{self._name}: {self._called(place)} is a {kind_of(array)}: {MASKED}")
             if isinstance(array, (*natives, View)):
                 continue
-            if isinstance(array, np.ndarray) or (strict and (has(array, "__dlpack__") or has(array, "__array_interface__"))):
+            if isinstance(array, np.ndarray) or (
+                strict and (has_protocol(array, "__dlpack__") or has_protocol(array, "__array_interface__"))
+            ):
                 raise ArrayTypeError(
                     f"{self._name}: {self._called(place)}, a {kind_of(array)}: it is in host memory, and this "
                     f"{self.pool.driver.name} driver takes {taken(self.pool.driver)}; copy it there first, as with {ASARRAY}"
                 )
-            if has(array, "__dlpack__"):
+            if has_protocol(array, "__dlpack__"):
                 operands[place] = self._adopt(place, lambda array: from_dlpack(array, stream), array)
-            elif has(array, "__cuda_array_interface__"):
+            elif has_protocol(array, "__cuda_array_interface__"):
                 operands[place] = self._adopt(place, self._from_cuda_array, array)
-            elif has(array, "__array_interface__"):
+            elif has_protocol(array, "__array_interface__"):
                 operands[place] = self._adopt(place, _from_host_array, array)
             else:
                 raise ArrayTypeError(
@@ -356,7 +358,7 @@ def layout_of_spec(name: str, operand: str, array: DeviceArray) -> Layout:
     ArrayTypeError, ArgumentError
         For an object without a shape, strides or a type.
     """
-    if not all(has(array, attribute) for attribute in ("shape", "strides", "dtype")):
+    if not all(has_protocol(array, attribute) for attribute in ("shape", "strides", "dtype")):
         raise ArrayTypeError(f"{name}: {operand} is a {kind_of(array)}; pass an array or an ArraySpec")
     return Layout.of(array)
 
@@ -366,7 +368,7 @@ def layout_of_spec(name: str, operand: str, array: DeviceArray) -> Layout:
 
 def is_array(value: object) -> bool:
     """Whether a value is an array of whatever library."""
-    return _is_tensor(value) or any(has(value, protocol) for protocol in ARRAY_PROTOCOLS)
+    return _is_tensor(value) or any(has_protocol(value, protocol) for protocol in ARRAY_PROTOCOLS)
 
 
 def _is_tensor(array: object) -> bool:

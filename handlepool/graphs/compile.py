@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from handlepool.drivers.executable import ALIGNMENT, Copy, Executable, scratch_of
+from handlepool.drivers.executable import ALIGNMENT, Executable, OperandCopy, scratch_of
 from handlepool.drivers.kernel import Add
 from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import Handle
@@ -20,7 +20,7 @@ from handlepool.graphs.signature import COMPILE_SETTINGS, GRAPH_SETTINGS, Recipe
 from handlepool.graphs.trace import Draft, Request, check_out, draft, element_strides, layout_of
 from handlepool.pool.device import DeviceSlots
 from handlepool.pool.plan_directory import PlanDirectory
-from handlepool.pool.slot import placed
+from handlepool.pool.slot import slot_on_stream
 from handlepool.tensors import frontend
 from handlepool.tensors.graph_types import FrontendGraph, FrontendNode, FrontendTensor
 from handlepool.tensors.inference import Shape, infer
@@ -95,15 +95,15 @@ class Builder(Protocol):
         """Return an empty `cudnn.pygraph`."""
 
     def compile(
-        self, graph: FrontendGraph, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any
+        self, graph: FrontendGraph, operands: Sequence[Any], *, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> Executable:
         """Plan and build it; see `handlepool.drivers.protocol.Driver.compile`."""
 
     def zeros(self, name: str, output: Layout, title: str) -> Executable:
         """Return a kernel that fills an array with zeros; name and title are for messages."""
 
-    def made_for(self) -> str:
-        """Return what plans depend on beside their graph; see `handlepool.drivers.protocol.Driver.made_for`."""
+    def plan_environment(self) -> str:
+        """Return what plans depend on beside their graph; see `handlepool.drivers.protocol.Driver.plan_environment`."""
 
 
 class OnDevice:
@@ -125,12 +125,12 @@ class OnDevice:
         One more handle would take two milliseconds. A finaliser that launches meanwhile finds this one bound elsewhere, and binds
         it anew.
         """
-        slot = placed(self._stream)
+        slot = slot_on_stream(self._stream)
         mine = slot is not None and slot.owner is self._slots.status and slot.device == self.device and slot.intact
         return slot.handle if slot is not None and mine else None
 
     def compile(
-        self, graph: FrontendGraph, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any
+        self, graph: FrontendGraph, operands: Sequence[Any], *, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> Executable:
         """Have the driver compile, without harm to a capture."""
         handles = self._slots.handles
@@ -144,9 +144,9 @@ class OnDevice:
         with self._slots.handles.build_lock, self._driver.relaxed():
             return self._driver.kernel(Add(), (output,), name=name, titles=(title,))
 
-    def made_for(self) -> str:
+    def plan_environment(self) -> str:
         """As of the driver."""
-        return self._driver.made_for()
+        return self._driver.plan_environment()
 
 
 def build(
@@ -214,7 +214,7 @@ def build(
             # Copies begin at a multiple behind the plan's own scratch, which is rounded up for that.
             asked["workspace_limit"] = (limit - taken) // ALIGNMENT * ALIGNMENT if taken else limit
         make = partial(builder.compile, graph, operands, copies=copies, name=name, titles=titles)
-        key = "" if files is None else plan_key(graph, operands, asked, builder.made_for())
+        key = "" if files is None else plan_key(graph, operands, asked, builder.plan_environment())
         executable: Executable | None = None
         if files is not None and key and index is None and not anew and (saved := files.load(key)) is not None:
             try:

@@ -30,7 +30,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from handlepool.drivers.executable import Copy
+from handlepool.drivers.executable import OperandCopy
 from handlepool.errors import GraphNotSupportedError
 from handlepool.graphs.operand_forms import (
     CONVOLUTIONS,
@@ -61,7 +61,7 @@ def conform(
     called: Callable[[int], str],
     copying: bool = True,
     misaligned: Iterable[int] = (),
-) -> tuple[Copy, ...]:
+) -> tuple[OperandCopy, ...]:
     """Declare the operands of a graph in forms that cuDNN computes rightly, and say what is to be copied for that.
 
     Parameters
@@ -83,7 +83,7 @@ def conform(
 
     Returns
     -------
-    tuple of Copy
+    tuple of OperandCopy
 
     Raises
     ------

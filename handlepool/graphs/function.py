@@ -36,7 +36,7 @@ from handlepool.graphs.tuning import Tuning, tune_plan
 from handlepool.order.places import lanes_for
 from handlepool.pool.context import LAUNCHES, NOT_CACHED, BranchPlace, on_device, recordings
 from handlepool.pool.default import current_pool
-from handlepool.pool.deferred import settle_all
+from handlepool.pool.deferred import deferred
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_directory import VARIABLE as PLAN_DIRECTORY
 from handlepool.tensors.device_properties import DeviceProperties
@@ -252,7 +252,7 @@ class GraphFunction(ArrayCall[P, R_co]):
             check_arrays(self._name, driver, device, arrays, outs)
             plan = self._build(pool, device, key, arrays, outs, options)
         if option_key is not None and not copied and plan.launches:
-            pool.plans.shorten(device, key, (self, option_key, arrays[0].shape), partial(shortcut, pool, arrays, outs))
+            pool.plans.add_shortcut(device, key, (self, option_key, arrays[0].shape), partial(shortcut, pool, arrays, outs))
         return plan
 
     def plan_for(self, *arrays: object, out: object = None, **options: object) -> Plan:
@@ -412,7 +412,7 @@ class GraphFunction(ArrayCall[P, R_co]):
                     save(plan, files)
             return plan
 
-        settle_all()  # before locks are taken: a handle to build with may need the room
+        deferred.run_all()  # before locks are taken: a handle to build with may need the room
         builder = OnDevice(pool.device(device), pool.driver)
         make = partial(build, recipe, request, builder, choose, compare=against, files=files)
         return cast("Plan", pool.plans.get_or_build(device, key, make))

@@ -209,7 +209,7 @@ def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...]
         "current_device": pool.current_device,
         "current_stream": driver.current_stream,
         "find": pool.slot,
-        "sound": pool.sound,
+        "repaired": pool.repaired,
         "entry": entry,
         "cache": pool.plans,
         "tick": pool.plans.tick,
@@ -273,7 +273,7 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
         slot.busy = True
         handle = slot.handle
         if handle.stream is not slot.pointer:
-            handle = pool.sound(slot).handle
+            handle = pool.repaired(slot).handle
         executable = plan.executable
         if thread.recording is not None and not told:
             thread.recording.check(f"a launch of {plan.name}", slot.pointer, pool.driver)

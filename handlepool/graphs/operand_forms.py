@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from handlepool.drivers.executable import Copy, scratch_of
+from handlepool.drivers.executable import OperandCopy, scratch_of
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.tensors import frontend
 from handlepool.tensors.graph_types import FrontendGraph, FrontendNode, FrontendTensor
@@ -34,7 +34,7 @@ class OperandForms:
         self.inputs = inputs
         self.shapes = dict(shapes)
         self.called = called
-        self.copies: list[Copy] = []
+        self.copies: list[OperandCopy] = []
         self.given = [(tuple(tensor.dim), tuple(tensor.stride)) for tensor in operands]
         self.places = {tensor.uid: place for place, tensor in enumerate(operands)}
         self.parts: dict[int, tuple[Shape, Shape]] = {}
@@ -66,7 +66,7 @@ class OperandForms:
 
         ``steps`` are in elements, of its memory along the axes of the copy. ``elements`` is how many the copy has, and ``part``
         where in it the operand begins and with what steps, if they are not all of these and dense. ``larger`` is the shape that
-        it is repeated to, as messages tell it. ``zeros`` is as in `Copy`.
+        it is repeated to, as messages tell it. ``zeros`` is as in `OperandCopy`.
         """
         assert all(each.operand != place for each in self.copies), "a copy reads the caller's memory, never another copy"
         tensor = self.operands[place]
@@ -100,7 +100,7 @@ class OperandForms:
         strides = tuple(int(step) * itemsize for step in steps)
         first, within = part[0] * itemsize, tuple(int(step) * itemsize for step in part[1])
         offset = scratch_of(self.copies)
-        self.copies.append(Copy(place, place >= self.inputs, tuple(shape), strides, offset, nbytes, first, within, zeros))
+        self.copies.append(OperandCopy(place, place >= self.inputs, tuple(shape), strides, offset, nbytes, first, within, zeros))
 
     def _advice(self, larger: Shape) -> str:
         kinds = {node.node_type.name for node in self.graph.nodes}

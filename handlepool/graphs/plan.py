@@ -7,7 +7,7 @@ from typing import Any
 
 from handlepool._util.arguments import as_integer
 from handlepool._util.names import shown
-from handlepool.drivers.executable import AliasPair, Copy, Executable
+from handlepool.drivers.executable import AliasPair, Executable, OperandCopy
 from handlepool.errors import ArgumentError
 from handlepool.tensors.layout import Layout, meeting
 
@@ -41,7 +41,7 @@ class Plan:
         What `GraphFunction.run` calls the outputs.
     places : tuple of int
         For each operand the place of its array in the arguments; -1 for an output that is to be allocated.
-    copies : tuple of Copy
+    copies : tuple of OperandCopy
         Operands that each launch copies, since cuDNN is not known to compute rightly from where they lie: see
         `handlepool.graphs.forms`.
     key : str
@@ -61,7 +61,7 @@ class Plan:
     keys: tuple[str | int, ...] = ()
     places: tuple[int, ...] = ()
     _choose: "Callable[[int | Plan | None, bool], Plan] | None" = field(repr=False, compare=False, default=None)
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[OperandCopy, ...] = ()
     key: str = field(repr=False, compare=False, default="")
     asked: object = field(repr=False, compare=False, default=None)
 

@@ -15,7 +15,7 @@ _MOST_INTEGERS = 64
 """Of one array among a graph's parameters, as a padding; a larger one is data."""
 
 
-def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], made_for: str) -> str:
+def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], plan_environment: str) -> str:
     """Return the key of a graph's plan, as JSON; "" for a graph that cannot be told from others by text, as one with a callback.
 
     Parameters
@@ -26,8 +26,8 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], m
         In the order in which a launch gets them.
     settings : mapping
         What the driver is asked for. Which of the candidates it is makes no difference: the key is that of the one in use.
-    made_for : str
-        As of `handlepool.drivers.protocol.Driver.made_for`.
+    plan_environment : str
+        As of `handlepool.drivers.protocol.Driver.plan_environment`.
     """
     places: dict[int, int] = {}
     tensors: list[list[Any]] = []
@@ -63,7 +63,7 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], m
         text = _AS_TEXT.encode(named)
     except (TypeError, ValueError):
         return ""
-    return f'{text[:-1]},"made for":{made_for}}}'
+    return f'{text[:-1]},"made for":{plan_environment}}}'
 
 
 def _exactly(value: object) -> Any:

@@ -48,7 +48,7 @@ class SideStates(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PlanCandidate:
     """One plan that was proposed.
 
     Attributes
@@ -90,11 +90,11 @@ class _Trial:
     graphs: list[RecordedGraph] = field(default_factory=list)  # alone, and side by side where there are several states
     samples: list[list[float]] = field(default_factory=list)
 
-    def result(self, skipped: str = "") -> Candidate:
+    def result(self, skipped: str = "") -> PlanCandidate:
         """Return what is told of it."""
         times = [] if skipped else [median(samples) for samples in self.samples]
         alone, concurrent = (*times, None, None)[:2]
-        return Candidate(self.index, self.plan.engine, self.plan.workspace_size, alone, concurrent, skipped)
+        return PlanCandidate(self.index, self.plan.engine, self.plan.workspace_size, alone, concurrent, skipped)
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def side_slots(pool: PoolInternals, what: str, count: int) -> Iterator[list[Slot
     sides = device.sides
     slots: list[Slot] = []
 
-    def give_back(slot: Slot) -> None:
+    def release(slot: Slot) -> None:
         unbind(slot)
         sides.release(slot, captured=True)  # until `release_captured` has seen that no capture was left open
 
@@ -126,13 +126,13 @@ def side_slots(pool: PoolInternals, what: str, count: int) -> Iterator[list[Slot
                     f"executors that have fewer workers"
                 )
             slots.append(slot)
-            bind_to_thread(pool.sound(slot))
+            bind_to_thread(pool.repaired(slot))
         yield slots
     finally:
         if not pool.status.untouchable:
             waits = [partial(pool.driver.synchronize_stream, slot.pointer) for slot in slots]
-            frees = [*(slot.release_scratch for slot in slots), device.scratch.collect]
-            do_all([*waits, *frees, *(partial(give_back, slot) for slot in slots), sides.release_captured])
+            frees = [*(slot.release_scratch for slot in slots), device.scratch.free_passed]
+            do_all([*waits, *frees, *(partial(release, slot) for slot in slots), sides.release_captured])
 
 
 class TimingRig:
@@ -157,7 +157,7 @@ class TimingRig:
         self._pointer = slots[0].pointer
         self._spaces = [0] * len(slots)
         self._launches = 1
-        self._skipped: list[Candidate] = []
+        self._skipped: list[PlanCandidate] = []
         self._graphs: list[RecordedGraph] = []
         self._events: list[Any] = []  # before and after what is timed
         self._start = monotonic()
@@ -175,7 +175,9 @@ class TimingRig:
         self._make_events()
         return sum(trial.estimate for trial in self._tried(self._reserved([_Trial(0, plan)]), self._warm))
 
-    def time(self, plan: Plan, most: int | None = None, until: float = float("inf")) -> tuple[list[Candidate], dict[int, Plan]]:
+    def time(
+        self, plan: Plan, most: int | None = None, until: float = float("inf")
+    ) -> tuple[list[PlanCandidate], dict[int, Plan]]:
         """Return every candidate of a plan in cuDNN's order, with times or the reason for none; and by index the plans timed.
 
         With ``most``, so many are tried, or more until that plan itself was met. ``until`` is when to try no more of them, in
@@ -217,13 +219,13 @@ class TimingRig:
             if most is not None and index >= most:
                 why = f"it is behind the first {most}"
             if why and any(trial.plan.engine == plan.engine for trial in trials):
-                self._skipped.append(Candidate(index, skipped=f"not tried, since {why}"))
+                self._skipped.append(PlanCandidate(index, skipped=f"not tried, since {why}"))
                 continue
             try:
                 trials.append(_Trial(index, plan.build(index)))
             except GraphNotSupportedError as error:
                 answer = shorten(str(error.__cause__ or error))
-                self._skipped.append(Candidate(index, skipped=f"excluded by a setting, or not to be built: {answer}"))
+                self._skipped.append(PlanCandidate(index, skipped=f"excluded by a setting, or not to be built: {answer}"))
         return trials
 
     def _reserved(self, trials: list[_Trial]) -> list[_Trial]:

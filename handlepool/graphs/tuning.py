@@ -26,7 +26,7 @@ from handlepool.errors import (
 )
 from handlepool.graphs.arrays import convert
 from handlepool.graphs.plan import Plan
-from handlepool.graphs.timing import Candidate, SideStates, TimingRig, side_slots
+from handlepool.graphs.timing import PlanCandidate, SideStates, TimingRig, side_slots
 from handlepool.order.stream_order import order
 from handlepool.pool.context import thread
 from handlepool.pool.default import current_pool
@@ -55,12 +55,12 @@ class Tuning:
         Of the graph function.
     states : int
         How many ran side by side; 1 where one stream was timed alone.
-    candidates : tuple of Candidate
+    candidates : tuple of PlanCandidate
         Every plan that was proposed, in cuDNN's order: ``index``, ``engine``, ``workspace_size`` (bytes), ``alone`` and
         ``concurrent`` (microseconds, or None), and ``skipped``, why it was not timed.
-    winner : Candidate
+    winner : PlanCandidate
         The plan that these arguments get from now on.
-    previous : Candidate or None
+    previous : PlanCandidate or None
         The plan that they got before, where it is among the candidates. It stays the winner unless another one is quicker by 3 %.
     seconds, building : float
         How long all of it took, and the part of it that plans were built in.
@@ -70,9 +70,9 @@ class Tuning:
 
     name: str
     states: int
-    candidates: tuple[Candidate, ...]
-    winner: Candidate
-    previous: Candidate | None
+    candidates: tuple[PlanCandidate, ...]
+    winner: PlanCandidate
+    previous: PlanCandidate | None
     seconds: float = 0.0
     building: float = 0.0
     inputs: tuple[Layout, ...] = ()

@@ -290,7 +290,7 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     return __call__
 
 
-class _Place(NamedTuple):
+class _ReplacedName(NamedTuple):
     owner: Any
     name: str
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -329,23 +329,23 @@ def judge() -> Verdict:
     return Verdict(version, known, missing([place[:2] for place in functions + methods]) or broken())
 
 
-def _places() -> tuple[list[_Place], list[_Place]]:
+def _places() -> tuple[list[_ReplacedName], list[_ReplacedName]]:
     """Return what is replaced: functions, which `uninstall` puts back, and methods, which stay."""
     from cudnn import wrapper  # imports torch, where that is installed
 
     functions = [
-        _Place(cudnn, "create_handle", _create_handle),
-        _Place(cudnn, "set_stream", _of_pooled(PooledHandle.bind)),
-        _Place(cudnn, "get_stream", _of_pooled(operator.attrgetter("stream"))),
-        _Place(cudnn, "destroy_handle", _of_pooled(PooledHandle.destroy)),
-        _Place(wrapper, "get_default_handle", _get_default_handle),
+        _ReplacedName(cudnn, "create_handle", _create_handle),
+        _ReplacedName(cudnn, "set_stream", _of_pooled(PooledHandle.bind)),
+        _ReplacedName(cudnn, "get_stream", _of_pooled(operator.attrgetter("stream"))),
+        _ReplacedName(cudnn, "destroy_handle", _of_pooled(PooledHandle.destroy)),
+        _ReplacedName(wrapper, "get_default_handle", _get_default_handle),
     ]
     methods = [
-        _Place(cudnn.pygraph, "_backend_handle_for_lowering", _lowering),
-        _Place(cudnn.pygraph, "_execute", _execute),
-        _Place(cudnn.pygraph, "execute_plan_at_index", _execute_at),
-        _Place(wrapper.Graph, "__exit__", _exit),
-        _Place(wrapper.Graph, "__call__", _call),
+        _ReplacedName(cudnn.pygraph, "_backend_handle_for_lowering", _lowering),
+        _ReplacedName(cudnn.pygraph, "_execute", _execute),
+        _ReplacedName(cudnn.pygraph, "execute_plan_at_index", _execute_at),
+        _ReplacedName(wrapper.Graph, "__exit__", _exit),
+        _ReplacedName(wrapper.Graph, "__call__", _call),
     ]
     return functions, methods
 
@@ -403,7 +403,7 @@ def pooled_handles() -> Iterator[None]:
         _installation.leave()
 
 
-def _put(place: _Place) -> Callable[..., Any]:
+def _put(place: _ReplacedName) -> Callable[..., Any]:
     original = getattr(place.owner, place.name)
     made = functools.wraps(original)(place.make(original))
     setattr(place.owner, place.name, made)
@@ -419,7 +419,7 @@ class Installation:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.replaced: dict[str, tuple[_Place, Callable[..., Any]]] = {}
+        self.replaced: dict[str, tuple[_ReplacedName, Callable[..., Any]]] = {}
         self._methods_replaced = False
         self._asked = False
         self._contexts = 0
@@ -495,13 +495,13 @@ class Installation:
 _installation = Installation()
 
 
-def _is_back(place: _Place, made: Callable[..., Any]) -> bool:
+def _is_back(place: _ReplacedName, made: Callable[..., Any]) -> bool:
     """Whether somebody has put back what was there, or the frontend's own, as at the end of a patch that was there first."""
     now = getattr(place.owner, place.name, None)
     return now is vars(made)["__wrapped__"] or getattr(now, "__globals__", None) is vars(place.owner)
 
 
-def _warn_of_copies(originals: dict[int, _Place]) -> None:
+def _warn_of_copies(originals: dict[int, _ReplacedName]) -> None:
     for module_name, module in list(sys.modules.items()):
         if module is cudnn or module_name == "cudnn.wrapper":
             continue

@@ -92,7 +92,7 @@ class Stages:
             raise
 
     def _prepare(self, arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None) -> GraphCall:
-        parts, splits = self.parts, self.pool.plans.splits
+        parts, splits = self.parts, self.pool.plans.fused_stage_counts
         given = (*arrays, *_outs(out))
         key = self._split_key(given)
         most = None if key is None else splits.get(key)

@@ -143,7 +143,7 @@ class DataOrder:
         """Be this thread's books."""
         self._orders[self._key] = self
         active.append(self)  # after: a launch that sees it asks the thread
-        self.driver.order_plain(partial(_before_plain, self.driver))
+        self.driver.before_untracked_access(partial(_before_plain, self.driver))
 
     def __enter__(self) -> None:
         if self.busy:
@@ -463,11 +463,11 @@ class DataOrder:
             # The event of an old mark will do: a wait holds on to the record that it was given.
             event = self._free.pop() if len(marks) < MOST_MARKS else marks.pop(0)[1]
         except IndexError:
-            event = self._events.take()
+            event = self._events.acquire()
         try:
             self._record(event, track.pointer)
         except BaseException:
-            self._events.put(event)
+            self._events.release(event)
             raise
         track.mark(event)
 
@@ -510,7 +510,7 @@ class DataOrder:
     def _give_back(self, events: list[Any]) -> None:
         """Give events back that no stream is to wait for any more."""
         self._events.free.extend(events)
-        self._events.returned()
+        self._events.note_released()
 
 
 _NO_USES = Uses()

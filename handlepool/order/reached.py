@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from handlepool._util.protocols import has
+from handlepool._util.protocols import has_protocol
 from handlepool._util.reachable import Opaque, attribute_leaves, bound_call, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.tensors.layout import Piece, piece
@@ -123,7 +123,7 @@ def _foreign_piece(value: Any) -> Piece | None:
             size = value.element_size()
             return piece(value.data_ptr(), value.shape, [step * size for step in value.stride()], size)
         for protocol in ("__cuda_array_interface__", "__array_interface__"):
-            if has(value, protocol) and not isinstance(value, (type, np.generic)):
+            if has_protocol(value, protocol) and not isinstance(value, (type, np.generic)):
                 known = getattr(value, protocol)
                 kind = np.dtype(known["typestr"])
                 shape, strides = tuple(known["shape"]), known.get("strides")

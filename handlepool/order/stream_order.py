@@ -8,7 +8,8 @@ from typing import Any
 
 from handlepool._util.names import name_of
 from handlepool._util.reachable import leaves
-from handlepool.drivers.protocol import LEGACY_STREAM, Driver
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import CaptureError
 from handlepool.pool.context import thread
 from handlepool.pool.internals import PoolInternals

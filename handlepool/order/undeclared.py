@@ -178,5 +178,7 @@ def _meets(pool: PoolInternals, array: Any, memory: list[Piece]) -> bool:
 
 
 def _bytes_of(pool: PoolInternals, array: Any) -> bytes | None:
-    values: np.ndarray[Any, Any] | None = integration().peek(array) if is_tensor(array) else pool.driver.peek(array)
+    values: np.ndarray[Any, Any] | None = (
+        integration().read_unordered(array) if is_tensor(array) else pool.driver.read_unordered(array)
+    )
     return None if values is None else values.tobytes()

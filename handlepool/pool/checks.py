@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from handlepool.drivers.executable import Copy, Executable
+from handlepool.drivers.executable import Executable, OperandCopy
 from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import Handle
@@ -111,9 +111,9 @@ class CheckedSlot(Slot):
         super().end()
         self._end_given("the thread, stream or fork that it was for ended")
 
-    def withdraw(self, closed: object) -> Slot | None:
-        """As `Slot.withdraw`."""
-        heir = super().withdraw(closed)
+    def release_unless_busy(self, closed: object) -> Slot | None:
+        """As `Slot.release_unless_busy`."""
+        heir = super().release_unless_busy(closed)
         if heir is not None:
             heir.handle.__dict__.update(_thread=None, _owner=f"{self._who}, whose pool was closed")
         return heir
@@ -189,7 +189,7 @@ class CheckedDriver:
         self._slots: dict[int, weakref.ref[CheckedSlot]] = {}  # by identity; each change and each copy is one atomic step
         self._mine = threading.local()  # this thread's last use of what it shares between its streams
         self._everybodys: dict[str, weakref.ref[_Use]] = {}
-        self.close: Callable[[], None] = driver.watch_shared(self.note)
+        self.close: Callable[[], None] = driver.watch_shared_state(self.note)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._driver, name)
@@ -209,7 +209,9 @@ class CheckedDriver:
         _claim(handle)
         self._driver.destroy_handle(handle)
 
-    def compile(self, graph: object, operands: Sequence[Any], *, copies: Sequence[Copy] = (), **settings: Any) -> Executable:
+    def compile(
+        self, graph: object, operands: Sequence[Any], *, copies: Sequence[OperandCopy] = (), **settings: Any
+    ) -> Executable:
         """As `Driver.compile`; launches check their arrays."""
         executable: Executable = CheckedExecutable(self, self._driver.compile(graph, operands, copies=copies, **settings))
         return executable

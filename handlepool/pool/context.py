@@ -344,7 +344,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-# transitional: begin
-elsewhere = branch_pools
-# transitional: end

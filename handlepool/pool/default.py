@@ -243,7 +243,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-# transitional: begin
-standing_in, of_pool_to_come = substitute_default, lazy_get_handle
-# transitional: end

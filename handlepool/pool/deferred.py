@@ -73,26 +73,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-# transitional: begin
-import sys  # noqa: E402
-from typing import Any  # noqa: E402
-
-settle_all = deferred.run_all
-
-
-def settle(left: Any = deferred, do: Any = call, most: int = 8) -> None:
-    """Do some of the steps."""
-    run_some(left, do, most)
-
-
-def __getattr__(name: str) -> Any:
-    if name == "_abandoned":
-        return abandoned
-    names = {"remember": "add", "ending": "ending", "linger": "linger", "_at_exit": "run", "remembered": "programs"}
-    if name not in names:
-        raise AttributeError(name)
-    return getattr(sys.modules["handlepool.pool.process_end"].process_end, names[name])
-
-
-# transitional: end

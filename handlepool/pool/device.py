@@ -38,7 +38,7 @@ class DeviceSlots:
         As in `HandlePool`.
     new_slot : callable
         Makes a slot of a driver, its scratch and a handle.
-    drain : callable
+    release_left : callable
         Takes in what threads and streams have left behind.
     """
 
@@ -50,26 +50,26 @@ class DeviceSlots:
         scratch_limit: int | None,
         idle_limit: int,
         new_slot: Callable[[Driver, DeviceScratch, Handle], Slot],
-        drain: Callable[[], None],
+        release_left: Callable[[], None],
     ) -> None:
         self.status = status
         self.driver = driver
         self.device = device
         self.idle_limit = idle_limit
         self.handles = DeviceHandles(status, driver, device, self._make_room, self.describe)
-        self.scratch = DeviceScratch(driver, device, scratch_limit, self.reclaim_scratch, self.describe)
+        self.scratch = DeviceScratch(driver, device, scratch_limit, self.release_idle_scratch, self.describe)
         self.idle: list[Slot] = []  # reused last in, first out: the warmest scratch and the stream most likely alive
         # The slots that threads owned when the pool was closed, as far as those threads were inside launches by then.
         self.owned: list[Slot] = []
         self.edges = Events(driver)  # between streams that no fork orders
         self.slots: set[Slot] = set()  # all that are not destroyed: those that an interrupt lost are here alone
         self.sides = SideSlots(
-            status, driver, self.scratch, self.slots, self.make_slot, self.handles.destroy, drain, self.settle_later
+            status, driver, self.scratch, self.slots, self.make_slot, self.handles.destroy, release_left, self.defer_rest
         )
         self._new_slot = new_slot
-        self._drain = drain
+        self._release_left = release_left
         self._closed_handle = ClosedHandle(status)
-        # Guards which handle a slot has, against `repair` and `_withdraw` at once. No call is made under it.
+        # Guards which handle a slot has, against `repair` and `_release_owned` at once. No call is made under it.
         self._lock = threading.RLock()
 
     # Slots
@@ -160,7 +160,7 @@ class DeviceSlots:
         _log.debug("device %d: %s handle bound to stream %#x", self.device, "new" if idle is None else "reused", slot.pointer)
         return slot
 
-    def take_in(self, slot: Slot) -> None:
+    def release(self, slot: Slot) -> None:
         """Make a slot idle that its owner has left."""
         self.handles.count(handles_live=-1)
         stream = slot.watch() if slot.watch is not None else None
@@ -174,7 +174,7 @@ class DeviceSlots:
 
     def empty(self) -> None:
         """Destroy what nobody owns: idle slots, free side slots, and blocks that were replaced."""
-        collect = partial(self.scratch.collect, wait=True)
+        collect = partial(self.scratch.free_passed, wait=True)
         do_all([self.sides.release_captured, self.handles.destroy_doomed, self.destroy_idle, self.sides.destroy_free, collect])
 
     def close(self) -> None:
@@ -182,47 +182,47 @@ class DeviceSlots:
         try:
             self._end()
         finally:
-            if not self.edges.settle():
-                defer(self.edges.settle)
-            self.settle_later()
+            if not self.edges.destroy():
+                defer(self.edges.destroy)
+            self.defer_rest()
 
     def _end(self) -> None:
         """Do as `empty`, after taking the handle that graphs were built with and those of threads, where they are not in use."""
         with self.handles.no_build() as nothing_is_built:
             if nothing_is_built:
-                self.handles.retire_builder()
-                self._withdraw()
+                self.handles.defer_builder()
+                self._release_owned()
         self.empty()
 
-    def _withdraw(self) -> None:
+    def _release_owned(self) -> None:
         """Take in the slots that threads owned when the pool was closed, but those in use."""
         in_use: list[Slot] = []
         try:
             for slot in take_each(self.owned):
                 with self._lock:
-                    heir = slot.withdraw(self._closed_handle)
+                    heir = slot.release_unless_busy(self._closed_handle)
                 if heir is None:
                     in_use.append(slot)
                     continue
                 self.slots ^= {slot, heir}
                 heir.watch = slot.watch
-                self.take_in(heir)
+                self.release(heir)
         finally:
             self.owned += in_use
 
-    def settle_later(self) -> None:
+    def defer_rest(self) -> None:
         """Have what is left of a closed pool destroyed when that can be."""
-        if not self.is_empty() and self.settle not in deferred:
-            defer(self.settle)
+        if not self.is_empty() and self.destroy_rest not in deferred:
+            defer(self.destroy_rest)
 
     def is_empty(self) -> bool:
         """Whether nothing is left that nobody owns."""
         sides, handles = self.sides, self.handles
         owned = self.owned or self.idle or sides.capturing or sides.free
         building = handles.builder or handles.builds
-        return not (owned or building or handles.doomed or self.scratch.retired)
+        return not (owned or building or handles.doomed or self.scratch.deferred_blocks)
 
-    def settle(self) -> bool:
+    def destroy_rest(self) -> bool:
         """After the pool was closed: destroy what was in use or captured then, and what could not be destroyed before."""
         try:
             with on_device(self.driver, self.device):
@@ -235,18 +235,18 @@ class DeviceSlots:
 
     def _make_room(self) -> None:
         """Destroy what is idle, its scratch first."""
-        self._reclaim()
+        self._release_scratch()
         self.destroy_idle()
         self.sides.destroy_free()
 
-    def reclaim_scratch(self) -> None:
+    def release_idle_scratch(self) -> None:
         """Free the scratch of idle and free side slots, of what nobody left or closed, and what waits for its stream."""
         deferred.run_all()
-        self._reclaim()
+        self._release_scratch()
 
-    def _reclaim(self) -> None:
-        self._drain()
-        self.scratch.collect(wait=True)
+    def _release_scratch(self) -> None:
+        self._release_left()
+        self.scratch.free_passed(wait=True)
         for slots in (self.idle, self.sides.free):
             held: list[Slot] = []
             try:

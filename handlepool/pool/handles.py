@@ -179,7 +179,7 @@ class DeviceHandles:
                 self.destroy(made)
         return self.builder
 
-    def retire_builder(self) -> None:
+    def defer_builder(self) -> None:
         """Let `destroy_doomed` destroy the handle that graphs were built with; inside `no_build`."""
         builder, self.builder = self.builder, None
         if builder is not None:

@@ -34,7 +34,7 @@ from handlepool.pool.device import DeviceSlots
 from handlepool.pool.plan_cache import CachedPlan, PlanCache
 from handlepool.pool.plan_directory import PlanDirectory
 from handlepool.pool.process_end import process_end as process_end
-from handlepool.pool.slot import Slot, hits, place, placed, unplace
+from handlepool.pool.slot import Slot, clear_stream, hits, put_on_stream, slot_on_stream
 from handlepool.pool.stats import MEANINGS, Stats
 from handlepool.pool.status import Status, live_pools
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
@@ -106,7 +106,7 @@ class PoolInternals:
         """Return this thread's slot for a stream where a hit did not find it."""
         status = self.status
         if status.unusable:
-            self._settle_closed()
+            self._destroy_closed()
             status.check()
         try:
             return self._find(self.driver, stream)
@@ -117,24 +117,24 @@ class PoolInternals:
     def _find(self, driver: Driver, stream: object) -> Slot:
         reference = resolve(driver, stream)
         if reference.stream is not None:
-            here = placed(reference.stream)
+            here = slot_on_stream(reference.stream)
             if here is not None and here.owner is self.status and here.device == reference.device:
-                return self.sound(here)
+                return self.repaired(here)
         mine = self._live.of_this_thread()
         known = mine.slots.get(reference.key)
         if known is not None and known.owner is not None and self._is_of(known, reference):
             if reference.stream is None:
                 mine.touch(reference.key)
             else:
-                place(reference.stream, known)
-            return self.sound(known)
+                put_on_stream(reference.stream, known)
+            return self.repaired(known)
         return self._acquire(reference)
 
     @staticmethod
     def _is_of(slot: Slot, reference: StreamReference) -> bool:
         return reference.stream is None or (slot.watch is not None and slot.watch() is reference.stream)
 
-    def sound(self, slot: Slot) -> Slot:
+    def repaired(self, slot: Slot) -> Slot:
         """Return a slot after making its handle right where its caller destroyed it or bound it elsewhere."""
         if slot.handle.stream is not slot.pointer:
             self.devices[slot.device].repair(slot)
@@ -145,48 +145,48 @@ class PoolInternals:
         device = self.device(reference.device)
         if deferred:
             deferred.run()
-        self.drain()
+        self.release_left()
         slot = device.acquire(reference)
         self._live.add(slot, reference.stream)
         if self.status.closed:  # in this order: `close` says so first and takes all in then, so that one of us sees it
-            self._live.leave(slot)
-            self.drain()
+            self._live.defer(slot)
+            self.release_left()
             device.destroy_idle()
             self.status.check()
         if reference.stream is not None:
-            place(reference.stream, slot)
+            put_on_stream(reference.stream, slot)
         return slot
 
     # Taking back
 
-    def drain(self) -> None:
+    def release_left(self) -> None:
         """Take in the slots that threads and streams have left behind."""
-        do_all(partial(self._take_in, slot) for slot in self._live.left_behind())
+        do_all(partial(self._release, slot) for slot in self._live.left_behind())
         here = self.devices.get(self.driver.current_device()) if self.devices else None
         if here is not None:
-            here.scratch.collect()
+            here.scratch.free_passed()
 
-    def _take_in(self, slot: Slot) -> None:
+    def _release(self, slot: Slot) -> None:
         try:
             device = on_device(self.driver, slot.device)
         except BaseException:
-            self._live.put_back(slot)
+            self._live.defer_again(slot)
             raise
         with device:
-            self.devices[slot.device].take_in(slot)
+            self.devices[slot.device].release(slot)
 
     def trim(self, *, captured: bool = False) -> None:
         """See `HandlePool.trim`."""
         self.status.check()
         self.status.diagnose(None)
         deferred.run_all()
-        self.drain()
+        self.release_left()
         before = self.stats()
         for device in list(self.devices.values()):
             with on_device(self.driver, device.device):
                 if captured:
-                    device.scratch.free_captured(self._live.leave)
-                    self.drain()
+                    device.scratch.free_captured(self._live.defer)
+                    self.release_left()
                 device.empty()
         _log.debug("trimmed: %s", {name: change for name, change in (self.stats() - before).items() if change})
 
@@ -211,19 +211,19 @@ class PoolInternals:
             for slot in self._live.take_all():
                 self.devices[slot.device].owned.append(slot)
                 if slot.watch is not None and (stream := slot.watch()) is not None:
-                    unplace(stream)
+                    clear_stream(stream)
             devices = [partial(self._close_device, device) for device in list(self.devices.values())]
-            do_all([deferred.run_all, self.drain, *devices])
+            do_all([deferred.run_all, self.release_left, *devices])
         if isinstance(status.driver, CheckedDriver):
             status.driver.close()
         live_pools.discard(self)
 
-    def _settle_closed(self) -> None:
+    def _destroy_closed(self) -> None:
         """Destroy what `close` left to its threads: this thread's call may be the first after a launch that was under way."""
         if self.status.closed and not self.status.untouchable:
             for device in list(self.devices.values()):
                 if not device.is_empty():
-                    device.settle()
+                    device.destroy_rest()
 
     def _close_device(self, device: DeviceSlots) -> None:
         with on_device(self.driver, device.device):
@@ -255,7 +255,7 @@ class PoolInternals:
         device = self.devices.get(ordinal)
         if device is None:
             made = DeviceSlots(
-                self.status, self.driver, ordinal, self._scratch_limit, self._idle_limit, self._new_slot, self.drain
+                self.status, self.driver, ordinal, self._scratch_limit, self._idle_limit, self._new_slot, self.release_left
             )
             # One atomic step, for threads and for a finaliser that comes while `made` is made; what is too many has nothing yet.
             device = self.devices.setdefault(ordinal, made)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from typing import Any, Generic, Protocol, TypeVar
 
-from handlepool.drivers.executable import Copy
+from handlepool.drivers.executable import OperandCopy
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.pool.context import ThreadToken, thread
 
 Shortcut = Callable[[Any, tuple[Any, ...], Any], Any]
-MOST_SPLITS = 1024
+MOST_RECOLLECTED = 1024
 MOST_SHORTCUTS = 16
 """Geometries that share a shortcut's key. Each that is tried costs a fiftieth of a launch; without one, a launch is slower."""
 
@@ -25,7 +25,7 @@ class CachedPlan(Protocol):
         """Ordinal."""
 
     @property
-    def copies(self) -> Sequence[Copy]:
+    def copies(self) -> Sequence[OperandCopy]:
         """Operands that each launch copies."""
 
 
@@ -77,7 +77,7 @@ class Recollection(dict[Hashable, int]):
     """Numbers by key; all of them are forgotten where there are too many."""
 
     def __setitem__(self, key: Hashable, value: int) -> None:
-        if len(self) >= MOST_SPLITS:
+        if len(self) >= MOST_RECOLLECTED:
             self.clear()
         super().__setitem__(key, value)
 
@@ -100,7 +100,7 @@ class PlanCache(Generic[P]):
         stand for several: each of a list is tried. Read without the lock.
     tick : callable
         Tells the time: a number that grows from call to call.
-    splits : Recollection
+    fused_stage_counts : Recollection
         How much of an operation one plan can be, where that is not all of it: found by asking for plans that are refused.
     recent : Entry or None
         The one whose shortcut was used last, which need not be told the time again.
@@ -111,7 +111,7 @@ class PlanCache(Generic[P]):
         self._counts: dict[int, Counter[str]] = defaultdict(Counter)  # by device
         self.shortcuts: dict[Hashable, list[Shortcut]] = {}
         self.tick = count().__next__
-        self.splits = Recollection()
+        self.fused_stage_counts = Recollection()
         self.recent: Entry[Any] | None = None
         self._dropped = False
         self._plans: dict[int, dict[Hashable, Entry[P]]] = {}
@@ -141,7 +141,7 @@ class PlanCache(Generic[P]):
         entries = [entry for entry in list(self._plans.get(device, {}).values()) if entry.used > time]
         return [entry.plan for entry in sorted(entries, key=lambda entry: entry.used)]
 
-    def shorten(self, device: int, key: Hashable, shortcut: Hashable, make: Callable[[Entry[P]], Shortcut | None]) -> None:
+    def add_shortcut(self, device: int, key: Hashable, shortcut: Hashable, make: Callable[[Entry[P]], Shortcut | None]) -> None:
         """Make a shortcut to the plan of a key, where there is none yet; it stays for as long as the cache has the plan."""
         with self._lock:
             entry = self._plans.get(device, {}).get(key)
@@ -255,7 +255,7 @@ class PlanCache(Generic[P]):
     def _clear(self) -> None:
         self._plans.clear()
         self.shortcuts.clear()
-        self.splits.clear()
+        self.fused_stage_counts.clear()
         self.recent = None
 
     def clear(self) -> None:
@@ -272,7 +272,7 @@ class PlanCache(Generic[P]):
                     self._forget(plans, key)
             for refused in [refused for refused in list(self._refusals) if match(refused[1])]:
                 self._refusals.pop(refused, None)
-            self.splits.clear()
+            self.fused_stage_counts.clear()
 
     def count_copies(self, plan: P) -> None:
         """Count the operands that a launch of a plan copied."""

@@ -34,9 +34,9 @@ class SideSlots:
         All of the device's that are not destroyed.
     make_slot, destroy_handle : callable
         The device's own.
-    drain : callable
+    release_left : callable
         Takes in what threads and streams have left behind.
-    settle_later : callable
+    defer_rest : callable
         The device's own: has what is left of a closed pool destroyed when that can be.
     """
 
@@ -48,8 +48,8 @@ class SideSlots:
         slots: set[Slot],
         make_slot: Callable[[], Slot],
         destroy_handle: Callable[[Handle], None],
-        drain: Callable[[], None],
-        settle_later: Callable[[], None],
+        release_left: Callable[[], None],
+        defer_rest: Callable[[], None],
     ) -> None:
         self.free: list[Slot] = []  # pop and append are atomic, so a lease takes no lock
         self.capturing: list[Slot] = []  # side slots whose streams still take part in a capture (guarantee 9)
@@ -60,8 +60,8 @@ class SideSlots:
         self._slots = slots
         self._make_slot = make_slot
         self._destroy_handle = destroy_handle
-        self._drain = drain
-        self._settle_later = settle_later
+        self._release_left = release_left
+        self._defer_rest = defer_rest
         self._streams: list[Stream] = []  # of programs that were closed; appends and pops are atomic
         self._lock = threading.RLock()  # guards `made`; no call is made under it
 
@@ -78,7 +78,7 @@ class SideSlots:
             pass
         if deferred:
             deferred.run()
-        self._drain()
+        self._release_left()
         self.release_captured()
         try:
             return self.free.pop()
@@ -131,13 +131,13 @@ class SideSlots:
             self.capturing.append(slot)
             _log.debug("stream %#x: side slot held until its capture ends", slot.pointer)
             if self._status.closed:  # in this order, as below
-                self._settle_later()
+                self._defer_rest()
             return
         self.free.append(slot)
         if self._status.closed:  # in this order: `close` says so first and destroys the free ones then, so that one of us sees it
             self.destroy_free()
 
-    def renew(self, slot: Slot) -> Stream | None:
+    def replace_stream(self, slot: Slot) -> Stream | None:
         """Give a leased side slot, which is bound to no thread, a new stream; returns the old one, which is the caller's now."""
         with self._driver.relaxed():
             try:
@@ -177,9 +177,9 @@ class SideSlots:
         """Destroy the free side slots, and the streams without one."""
         with self._driver.relaxed():  # the streams go with their last references
             self._streams.clear()
-        do_all(partial(self.drop, slot) for slot in take_each(self.free))
+        do_all(partial(self.destroy, slot) for slot in take_each(self.free))
 
-    def drop(self, slot: Slot) -> None:
+    def destroy(self, slot: Slot) -> None:
         """Destroy one side slot that nobody has."""
         try:
             self._destroy(slot)
@@ -193,8 +193,8 @@ class SideSlots:
         events = [event for event in (slot.start_event, slot.end_event) if event is not None]
         slot.start_event = slot.end_event = None
         destroy = [partial(self._scratch.destroy_event, event) for event in events]
-        do_all([slot.release_scratch, partial(self._destroy_handle, slot.handle), *destroy, partial(self._drop_stream, slot)])
+        do_all([slot.release_scratch, partial(self._destroy_handle, slot.handle), *destroy, partial(self._release_stream, slot)])
 
-    def _drop_stream(self, slot: Slot) -> None:
+    def _release_stream(self, slot: Slot) -> None:
         with self._driver.relaxed():
             slot.side_stream = None  # the stream goes with its last reference, here

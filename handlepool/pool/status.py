@@ -200,7 +200,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-# transitional: begin
-_pools = live_pools
-# transitional: end

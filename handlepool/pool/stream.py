@@ -13,7 +13,7 @@ from typing import Any
 
 from handlepool._util.arguments import as_integer
 from handlepool._util.names import shown
-from handlepool._util.protocols import has
+from handlepool._util.protocols import has_protocol
 from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import DeviceMismatchError, StreamError
@@ -108,7 +108,7 @@ def _check_device(stream: object, found: int, current: int) -> None:
 
 
 def _pointer(stream: Any) -> int:
-    protocol = stream.__cuda_stream__ if type(stream) is not int and has(stream, "__cuda_stream__") else None
+    protocol = stream.__cuda_stream__ if type(stream) is not int and has_protocol(stream, "__cuda_stream__") else None
     if protocol is None:
         try:
             pointer = as_integer(stream)

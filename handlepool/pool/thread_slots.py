@@ -90,11 +90,11 @@ class LiveSlots:
     def add(self, slot: Slot, stream: object) -> None:
         """Let the calling thread own a slot until the thread ends, or until ``stream`` does, where that is not None."""
         if stream is not None:
-            slot.watch = weakref.ref(stream, lambda _: self.leave(slot))
+            slot.watch = weakref.ref(stream, lambda _: self.defer(slot))
         self._slots.add(slot)
         self.of_this_thread().add(slot, foreign=stream is None)
 
-    def leave(self, slot: Slot) -> None:
+    def defer(self, slot: Slot) -> None:
         """Take a slot from its owner, for `left_behind`."""
         slot.end()
         self._left.append(slot)
@@ -111,7 +111,7 @@ class LiveSlots:
                 continue
             yield slot
 
-    def put_back(self, slot: Slot) -> None:
+    def defer_again(self, slot: Slot) -> None:
         """Keep a slot that was handed out and could not be taken in, for a later try."""
         self._slots.add(slot)
         self._left.append(slot)

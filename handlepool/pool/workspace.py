@@ -1,7 +1,7 @@
 """Scratch memory: blocks of the driver's own, counted and limited per device, freed when their stream has passed.
 
 Guarantee 5. Scratch does not come from CuPy's pool, whose arenas are keyed by a stream pointer that the driver hands out again.
-A block that was replaced is *retired*: an event recorded on its stream says when nothing can touch it any more. A block whose
+A block that was replaced is *deferred*: an event recorded on its stream says when nothing can touch it any more. A block whose
 stream is gone has no such event; freeing it waits for the device, which `Driver.free` does.
 """
 
@@ -23,22 +23,22 @@ from handlepool.pool.context import thread
 class CapturedSlot(Protocol):
     """A slot, as far as its scratch knows it."""
 
-    def still_in(self, capture: int, leave: Callable[[Any], None]) -> bool:
-        """Whether its stream takes part in a capture; where nobody can tell, ``leave`` takes it from its owner."""
+    def still_in(self, capture: int, defer: Callable[[Any], None]) -> bool:
+        """Whether its stream takes part in a capture; where nobody can tell, ``defer`` takes it from its owner."""
 
 
 _log = logging.getLogger("handlepool")
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ScratchBlock:
     """``nbytes`` of device memory at ``pointer``, owned by one workspace at a time."""
 
     pointer: int
     nbytes: int
 
 
-EMPTY = Block(0, 0)
+EMPTY = ScratchBlock(0, 0)
 
 
 class DeviceScratch:
@@ -52,8 +52,8 @@ class DeviceScratch:
         The ordinal, for messages.
     limit : int or None
         Most bytes that may be allocated at a time; None for no limit of our own.
-    reclaim : callable
-        ``reclaim()`` frees what idle slots hold; called, once, before an allocation fails.
+    release_idle : callable
+        ``release_idle()`` frees what idle slots hold; called, once, before an allocation fails.
     describe : callable
         ``describe()`` says what the pool holds, for the message of an error.
     """
@@ -63,7 +63,7 @@ class DeviceScratch:
         driver: Driver,
         device: int,
         limit: int | None,
-        reclaim: Callable[[], None],
+        release_idle: Callable[[], None],
         describe: Callable[[], str],
     ) -> None:
         self.driver = driver
@@ -71,16 +71,17 @@ class DeviceScratch:
         self.limit = limit
         self.nbytes = 0
         self.peak = 0
-        self._reclaim = reclaim
+        self._release_idle = release_idle
         self._describe = describe
         self._lock = threading.RLock()  # guards the two counts alone; no call is made under it
-        self.retired: deque[tuple[Any, Block]] = deque()  # with the event to wait for; None where freeing it failed before
-        self.captured: dict[int, list[Block]] = {}  # by capture id: a graph may be replayed at any time, so they stay
-        self.recorded: dict[int, list[Block]] = {}  # by capture id: what belongs to a program, which gives it back
+        # Each block has the event to wait for, or None where an earlier try to free it failed.
+        self.deferred_blocks: deque[tuple[Any, ScratchBlock]] = deque()
+        self.captured: dict[int, list[ScratchBlock]] = {}  # by capture id: a graph may be replayed at any time, so they stay
+        self.recorded: dict[int, list[ScratchBlock]] = {}  # by capture id: what belongs to a program, which gives it back
         self.captures_met = 0
         self._capturing: dict[int, set[CapturedSlot]] = {}  # by capture id: the slots that take part in it, as far as they know
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> ScratchBlock:
         """Return a block of at least ``nbytes``, a multiple of 256.
 
         Raises
@@ -91,7 +92,7 @@ class DeviceScratch:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         block = self._try(size)
         if block is None:
-            self._reclaim()
+            self._release_idle()
             with self.driver.relaxed():
                 self.driver.release_cached()
             block = self._try(size)
@@ -106,7 +107,7 @@ class DeviceScratch:
             )
         return block
 
-    def _try(self, size: int) -> Block | None:
+    def _try(self, size: int) -> ScratchBlock | None:
         with self._lock:  # the count goes up before the memory is asked for, so that two threads cannot pass one limit
             if self.limit is not None and self.nbytes + size > self.limit:
                 return None
@@ -123,13 +124,13 @@ class DeviceScratch:
         with self._lock:
             self.peak = max(self.peak, self.nbytes)
         _log.debug("device %d: %d bytes of scratch allocated, %d in all", self.device, size, self.nbytes)
-        return Block(pointer, size)
+        return ScratchBlock(pointer, size)
 
     def _uncount(self, size: int) -> None:
         with self._lock:
             self.nbytes -= size
 
-    def retire(self, block: Block, stream: int) -> None:
+    def defer_free(self, block: ScratchBlock, stream: int) -> None:
         """Free a block once ``stream``, which must be alive, has run what it was given so far."""
         if not block.nbytes:
             return
@@ -140,32 +141,32 @@ class DeviceScratch:
             except BaseException:
                 self.destroy_event(event)
                 raise
-        self.retired.append((event, block))
+        self.deferred_blocks.append((event, block))
 
-    def exchange(self, workspace: "Workspace", new: Block) -> Block:
+    def exchange(self, workspace: "Workspace", new: ScratchBlock) -> ScratchBlock:
         """Give a workspace another block for the one it has. Each block is taken from it once, also by a `close` meanwhile."""
         with self._lock:
             old, workspace.block = workspace.block, new
         return old
 
     def destroy_event(self, event: object) -> None:
-        """Destroy an event; where that fails, `collect` tries again."""
+        """Destroy an event; where that fails, `free_passed` tries again."""
         try:
             with self.driver.relaxed():
                 self.driver.destroy_event(event)
         except Exception:  # see `free`
-            self.retired.append((event, EMPTY))
+            self.deferred_blocks.append((event, EMPTY))
             raise
 
-    def free(self, block: Block) -> None:
-        """Free a block now; the driver waits for work that may still use it. Where that fails, `collect` tries again."""
+    def free(self, block: ScratchBlock) -> None:
+        """Free a block now; the driver waits for work that may still use it. Where that fails, `free_passed` tries again."""
         if not block.nbytes:
             return
         try:
             with self.driver.relaxed():
                 self.driver.free(block.pointer)
         except Exception:  # an interrupt may come when the block has been freed, and it must not be freed twice: it may be lost
-            self.retired.append((None, block))
+            self.deferred_blocks.append((None, block))
             raise
         self._uncount(block.nbytes)
         _log.debug("device %d: %d bytes of scratch freed, %d in all", self.device, block.nbytes, self.nbytes)
@@ -213,23 +214,23 @@ class DeviceScratch:
         do_all(partial(self.free, block) for block in take_each(self.recorded.get(capture, [])))
         self.recorded.pop(capture, None)
 
-    def free_captured(self, leave: Callable[[Any], None]) -> None:
-        """Free what captures were given that are over; see `HandlePool.trim` for the risk, `Slot.still_in` for ``leave``."""
+    def free_captured(self, defer: Callable[[Any], None]) -> None:
+        """Free what captures were given that are over; see `HandlePool.trim` for the risk, `Slot.still_in` for ``defer``."""
         for capture in list(self.captured):
             with self._lock:
                 slots = list(self._capturing.get(capture, ()))
-            under_way = [slot.still_in(capture, leave) for slot in slots]  # asked of each: one that cannot be asked is unbound
+            under_way = [slot.still_in(capture, defer) for slot in slots]  # asked of each: one that cannot be asked is unbound
             if any(under_way):
                 continue
             with self._lock:
                 self._capturing.pop(capture, None)
             do_all([partial(self.free, block) for block in self.captured.pop(capture, [])])
 
-    def collect(self, *, wait: bool = False) -> None:
-        """Free the retired blocks whose streams have passed; with ``wait``, wait for those that have not."""
-        for _ in range(len(self.retired)):
+    def free_passed(self, *, wait: bool = False) -> None:
+        """Free the deferred blocks whose events have passed; with ``wait``, wait for the other events."""
+        for _ in range(len(self.deferred_blocks)):
             try:
-                event, block = self.retired.popleft()
+                event, block = self.deferred_blocks.popleft()
             except IndexError:  # another thread collects too
                 return
             if event is None:
@@ -243,10 +244,10 @@ class DeviceScratch:
                         if wait:
                             self.driver.synchronize_event(event)
                 except BaseException:
-                    self.retired.append((event, block))  # for a later try
+                    self.deferred_blocks.append((event, block))  # for a later try
                     raise
                 if not passed:
-                    self.retired.append((event, block))
+                    self.deferred_blocks.append((event, block))
                     continue
                 do_all([partial(self.free, block), partial(self.destroy_event, event)])
 
@@ -256,7 +257,7 @@ class Workspace:
 
     Attributes
     ----------
-    block : Block
+    block : ScratchBlock
         What it has now.
     """
 
@@ -265,7 +266,7 @@ class Workspace:
     def __init__(self) -> None:
         self.block = EMPTY
 
-    def grow(self, scratch: DeviceScratch, nbytes: int, stream: int, capture: int) -> Block:
+    def grow(self, scratch: DeviceScratch, nbytes: int, stream: int, capture: int) -> ScratchBlock:
         """Have at least ``nbytes``; the old block lives until ``stream`` can no longer touch it.
 
         Under a capture the old block is a part of what was captured so far and stays for as long as that may be replayed.
@@ -285,11 +286,11 @@ class Workspace:
             self._replace(scratch, new, stream)
         return self.block
 
-    def _replace(self, scratch: DeviceScratch, new: Block, stream: int) -> None:
-        """Have another block and retire the one that is there *now*: a finaliser that came meanwhile may have grown it, too."""
+    def _replace(self, scratch: DeviceScratch, new: ScratchBlock, stream: int) -> None:
+        """Have another block and defer the end of the present block, which a finaliser may have grown meanwhile."""
         old = scratch.exchange(self, new)
         try:
-            scratch.retire(old, stream)
+            scratch.defer_free(old, stream)
         except BaseException:
             scratch.free(scratch.exchange(self, old))
             raise

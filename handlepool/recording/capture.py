@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 from handlepool._util.cleanup import do_all
 from handlepool._util.frames import place_of_call, place_of_error
 from handlepool._util.reachable import leaves
-from handlepool.drivers.protocol import LEGACY_STREAM, Driver, RecordedGraph, abort_capture
+from handlepool.drivers.captures import RecordedGraph
+from handlepool.drivers.protocol import Driver, abort_capture
+from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
 from handlepool.order.accesses import Memory
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
@@ -173,7 +175,7 @@ class Recording:
         if self.lanes is not None:
             self.lanes.note_short_fork(fork, states, wanted)
 
-    def memory(self, outputs: Any, before: Sequence[LeftoverArrays]) -> Memory:
+    def memory(self, outputs: object, before: Sequence[LeftoverArrays]) -> Memory:
         """Return the memory that a replay reads and writes.
 
         A function that returned new arrays alone wrote what it is known to write. Any other function may have written each array
@@ -308,7 +310,7 @@ class Recording:
             )
         self._leased.append(slot)
         try:
-            bind_to_thread(self.pool.sound(slot))
+            bind_to_thread(self.pool.repaired(slot))
             value = self._captured(slot, partial(self._in_lanes, slot, function, args, kwargs, check_state))
         finally:
             self._end_leases()
@@ -335,11 +337,11 @@ class Recording:
             if leased[0].owner is not None:
                 unbind(leased[0])
             if self._tensors is not None:
-                self._streams.append((sides, sides.renew(leased[0])))
+                self._streams.append((sides, sides.replace_stream(leased[0])))
             sides.release(leased.pop(0), captured=True)
         while self._taken:
             owner, slot = self._taken[0]
-            self._streams.append((owner, owner.renew(slot)))
+            self._streams.append((owner, owner.replace_stream(slot)))
             owner.release(self._taken.pop(0)[1], captured=True)
         sides.release_captured()
 
@@ -457,12 +459,12 @@ class Recording:
             return value
 
         allocator = driver.swap_allocator(self._memory.allocator)
-        self._memory.tell(self._allocated)
+        self._memory.on_allocate(self._allocated)
         try:
             return recordings.around(self, "recording", self, call)
         finally:
             driver.swap_allocator(allocator)
-            self._memory.tell(None)
+            self._memory.on_allocate(None)
             self.held.clear()
             if tensors is not None:
                 with driver.relaxed():

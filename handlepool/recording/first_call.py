@@ -17,8 +17,9 @@ from handlepool.order.accesses import Memory
 from handlepool.order.measured import awaited, wait_for_answers
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
 from handlepool.pool.context import run_on
-from handlepool.pool.deferred import defer, remember
+from handlepool.pool.deferred import defer
 from handlepool.pool.internals import PoolInternals
+from handlepool.pool.process_end import process_end
 from handlepool.pool.stream import StreamReference
 from handlepool.recording import tensors
 from handlepool.recording.capture import Recording
@@ -75,7 +76,7 @@ class FirstCall:
 
     def keep(self) -> None:
         """Keep the plans for more captures, until exit."""
-        remember(self._end_at_exit)
+        process_end.add(self._end_at_exit)
 
     def end(self) -> None:
         """Find the arrays that the function has kept."""
@@ -187,7 +188,7 @@ class FirstCall:
                     defer(recording.settle)
             raise
 
-    def memory(self, recording: Recording, outputs: Any) -> Memory:
+    def memory(self, recording: Recording, outputs: object) -> Memory:
         """Return the memory that replays read and write, and let go of the arrays of the first call.
 
         Raises
@@ -210,7 +211,7 @@ class FirstCall:
             self._launches.forget()
 
 
-def name_of_call(function: Any) -> str:
+def name_of_call(function: object) -> str:
     """Return the name of a function for messages."""
     names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None), type(function).__name__]
     return [name for name in names if isinstance(name, str)][0]  # noqa: RUF015 - without a generator
@@ -221,7 +222,7 @@ def nothing(name: str) -> ArgumentError:
     return ArgumentError(f"{name} returned None. Return the arrays that it writes")
 
 
-def check_returned(name: str, function: Any, returned: Any) -> None:
+def check_returned(name: str, function: object, returned: object) -> None:
     """Refuse None, and generators that have yet to run.
 
     Raises

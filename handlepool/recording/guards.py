@@ -161,7 +161,7 @@ class Guards:
                 self._space[f"v{number}"] = now
         return found
 
-    def _is_array(self, value: Any) -> bool:
+    def _is_array(self, value: object) -> bool:
         return isinstance(value, self._kinds) or is_tensor(value)
 
     def _compiled(self) -> Callable[[], bool]:
@@ -221,7 +221,7 @@ class Guards:
         elif kind is BYTES:
             self._bytes(path, owner, "bytes({})", lambda: bytes(owner))
 
-    def _read_of(self, owner: Any, own: dict[str, Any]) -> list[str]:
+    def _read_of(self, owner: object, own: dict[str, Any]) -> list[str]:
         """Return the attributes of an object that the function may read."""
         kind = type(owner)
         if isinstance(owner, FunctionType):
@@ -237,7 +237,7 @@ class Guards:
             return [*own]
         return [key for key in own if key in self._named]
 
-    def _entries(self, owner: Any, entries: Iterable[tuple[str, Any]], test: str, get: Callable[[Any, Any], Any]) -> None:
+    def _entries(self, owner: object, entries: Iterable[tuple[str, Any]], test: str, get: Callable[[Any, Any], Any]) -> None:
         for path, key in entries:
             value = get(key, MISSING)
             if value is MISSING or self._is_code(value):
@@ -258,7 +258,7 @@ class Guards:
         if not self._is_code(value):
             self._guard(path, value, read, "()", read)
 
-    def _one(self, path: str, owner: Any, test: str, read: Callable[[], Any]) -> None:
+    def _one(self, path: str, owner: object, test: str, read: Callable[[], Any]) -> None:
         try:
             value = read()
         except ValueError:
@@ -266,7 +266,7 @@ class Guards:
         if not self._is_code(value):
             self._guard(path, value, owner, test, read)
 
-    def _guard(self, path: str, value: Any, owner: Any, test: str, read: Callable[[], Any]) -> None:
+    def _guard(self, path: str, value: object, owner: object, test: str, read: Callable[[], Any]) -> None:
         number = len(self._guards)
         kind = ARRAY if self._is_array(value) else VALUE if _is_plain(value) else OBJECT
         self._guards.append(Guard(path, kind, read, value))
@@ -280,7 +280,7 @@ class Guards:
         self._space[f"o{number}"] = owner
         self._tests.append(f"len(o{number}) != {length}")
 
-    def _bytes(self, path: str, owner: Any, test: str, read: Callable[[], Any], keep: object = None) -> None:
+    def _bytes(self, path: str, owner: object, test: str, read: Callable[[], Any], keep: object = None) -> None:
         try:
             value = read()
         except Exception as error:
@@ -290,7 +290,7 @@ class Guards:
         self._space[f"o{number}"], self._space[f"v{number}"], self._space[f"k{number}"] = owner, value, keep
         self._tests.append(f"{test.format(f'o{number}')} != v{number}")
 
-    def _is_code(self, value: Any) -> bool:
+    def _is_code(self, value: object) -> bool:
         if self._is_array(value):
             return False
         if isinstance(value, FunctionType):
@@ -305,11 +305,11 @@ def _of_modules() -> frozenset[str]:
     return frozenset[str]() if module is None else frozenset(vars(module()))
 
 
-def _is_module(value: Any) -> bool:
+def _is_module(value: object) -> bool:
     return isinstance(value, sys.modules["torch"].nn.Module)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
 
 

@@ -82,7 +82,7 @@ class Instance:
         driver: Driver,
         program: Program,
         inputs: list[Any],
-        outputs: Any,
+        outputs: object,
         returned: Returned,
         written: Sequence[int],
         *,
@@ -105,12 +105,12 @@ class Instance:
         if not any(map(is_tensor, [*inputs, *returned.own])):
             self._prepared = Prepared(driver, program.device, inputs, [] if reused else returned.own, written)
 
-    def claimable(self, stream: Any) -> bool:
+    def claimable(self, stream: object) -> bool:
         """Whether no other thread or stream holds a result in its outputs."""
         keeper = self._keeper
         return keeper is None or keeper[0].over or (keeper[0] is thread.token and keeper[1] == stream)
 
-    def claim(self, stream: Any) -> bool:
+    def claim(self, stream: object) -> bool:
         """Keep its outputs for this thread and a stream; whether that could be done."""
         with self._lock:
             if not self.claimable(stream):
@@ -126,7 +126,7 @@ class Instance:
         finally:
             self.away = False
 
-    def call(self, arrays: list[Any], stream: Any, out: Any) -> Any:
+    def call(self, arrays: list[Any], stream: object, out: object) -> Any:
         """Enqueue a call on the current stream, and return its value."""
         self.number, self.stream = next(_submitted), stream
         program = self.program

@@ -170,7 +170,7 @@ class Reader:
         return self._fixed(value, call)
 
     @staticmethod
-    def _fixed(value: Any, call: Call) -> tuple[Any, ...]:
+    def _fixed(value: object, call: Call) -> tuple[Any, ...]:
         call.held.append(value)
         return object, id(value)
 
@@ -201,7 +201,7 @@ def rebuilt_call(
     The arrays come in the order of `Call.arrays`.
     """
 
-    def rebuilt(value: Any) -> Any:
+    def rebuilt(value: object) -> Any:
         if is_input(value):
             return next(arrays)
         if isinstance(value, dict):

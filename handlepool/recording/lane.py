@@ -209,7 +209,7 @@ class LeasedLanes:
             slot = self._main
         else:
             self._slots.append(slot)
-            bind_to_thread(self._pool.sound(slot))
+            bind_to_thread(self._pool.repaired(slot))
             self._pool.driver.record_event(slot.start_event, self._main.pointer)
             self._pool.driver.wait_event(slot.pointer, slot.start_event)
         lane = Lane(slot, count, ends, shown=slot is self._main)

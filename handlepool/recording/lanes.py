@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from handlepool._util.frames import place_of_call
 from handlepool._util.reachable import leaves
-from handlepool.drivers.protocol import RecordingMemory
+from handlepool.drivers.captures import RecordingMemory
 from handlepool.errors import CaptureError
 from handlepool.order.books import in_the_middle
 from handlepool.order.track import NOTHING, Needs
@@ -137,12 +137,12 @@ class Lanes:
         self.exact = floor is not None
         self._floor = self._main_deps = floor or ()
         self.leased.begin(slot, exact=self.exact)
-        if self.exact and not memory.recycle(self.may_have, self.leased.pointers.__contains__):
+        if self.exact and not memory.set_reuse_policy(self.may_have, self.leased.pointers.__contains__):
             self.memory.keep_blocks()
         ends = ExitStack()
-        ends.callback(memory.recycle, None)
-        ends.callback(self._driver.watch_plain(self._note_plain))
-        ends.callback(self._driver.watch_shared(self._note_shared, check=False))
+        ends.callback(memory.set_reuse_policy, None)
+        ends.callback(self._driver.watch_untracked_work(self._note_plain))
+        ends.callback(self._driver.watch_shared_state(self._note_shared, check=False))
         return ends.close
 
     def takes(self, pool: object, pointer: int) -> bool:

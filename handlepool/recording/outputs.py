@@ -14,6 +14,7 @@ from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.order.stream_order import integration
 from handlepool.recording import tensors
 from handlepool.recording.update import PLAIN, Copy, is_foreign, keys_of, overlapping, piece_of
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import overlaps_itself, share
 
@@ -56,7 +57,7 @@ class Results:
         For an array on another device.
     """
 
-    def __init__(self, driver: Driver, name: str, device: int, outputs: Any, out: Any) -> None:
+    def __init__(self, driver: Driver, name: str, device: int, outputs: object, out: object) -> None:
         self._driver = driver
         self._name = name
         self._device = device
@@ -153,7 +154,7 @@ class Results:
         return given
 
 
-def steps_without_gaps(array: Any) -> tuple[int, ...]:
+def steps_without_gaps(array: DeviceArray) -> tuple[int, ...]:
     """Return the strides in bytes of an array without gaps, with its axes in the order of another one's."""
     order = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
     return tuple([step * array.dtype.itemsize for step in dense_strides(array.shape, order)])

@@ -12,6 +12,7 @@ from typing import Any
 from handlepool.drivers.protocol import Driver
 from handlepool.recording.outputs import UNCHANGED, steps_without_gaps
 from handlepool.recording.update import piece_of
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Piece, one_run
 
 Lies = tuple[tuple[int, ...], tuple[int, ...], Any]
@@ -91,7 +92,7 @@ class Prepared:
         return made
 
 
-def _copy(driver: Driver, array: Any, strides: tuple[int, ...]) -> Callable[[Any, Any, int], None]:
+def _copy(driver: Driver, array: DeviceArray, strides: tuple[int, ...]) -> Callable[[Any, Any, int], None]:
     """Return a function that copies between arrays of such strides."""
     if not array.size:
         return lambda target, source, pointer: None
@@ -113,7 +114,7 @@ def bounds(pieces: Sequence[Piece]) -> list[int]:
     return found
 
 
-def builder(value: Any, places: dict[int, Callable[[Sequence[Any]], Any]]) -> Callable[[Sequence[Any]], Any]:
+def builder(value: object, places: dict[int, Callable[[Sequence[Any]], Any]]) -> Callable[[Sequence[Any]], Any]:
     """Return a function that puts other arrays into a value's structure.
 
     ``places`` has a function for the identifier of each array of the value. It takes the array's stand-in out of the arrays.
@@ -135,7 +136,7 @@ def builder(value: Any, places: dict[int, Callable[[Sequence[Any]], Any]]) -> Ca
     return lambda made: value
 
 
-def arrays_once(driver: Driver, value: Any, found: dict[int, Any]) -> bool:
+def arrays_once(driver: Driver, value: object, found: dict[int, Any]) -> bool:
     """Collect the driver's arrays of a value, by identifier; whether the rest is plain."""
     if isinstance(value, (list, tuple, dict)):
         inside = value.values() if isinstance(value, dict) else value

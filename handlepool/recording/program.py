@@ -10,16 +10,17 @@ from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM, RecordedGraph, Stream
+from handlepool.drivers.captures import RecordedGraph
+from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Stream
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.graphs.tuning import Tuning
 from handlepool.order.accesses import Memory
 from handlepool.order.places import before
 from handlepool.order.plain_calls import orders_itself
 from handlepool.order.reached import pieces_of
-from handlepool.pool import deferred as leftovers
 from handlepool.pool.context import active, on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
+from handlepool.pool.process_end import process_end
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording import timing
 from handlepool.recording.outputs import Results
@@ -82,7 +83,7 @@ class Program(Owned):
         name: str,
         recording: "Recording",
         inputs: Inputs,
-        outputs: Any,
+        outputs: object,
         home: StreamReference,
         memory: Memory,
         tunings: tuple[Tuning, ...] = (),
@@ -117,7 +118,7 @@ class Program(Owned):
         with driver.relaxed():
             self._event = recording.make_event()
         graph.upload(home.pointer)
-        leftovers.remember(self._end_at_exit)
+        process_end.add(self._end_at_exit)
         # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
         # None for any other stream, which may be gone by then: the event is recorded after each use.
         # So it is for a side stream, which is leased to others, who may have it captured: nobody else records or waits there.
@@ -171,7 +172,7 @@ class Program(Owned):
     # Use
 
     @orders_itself
-    def replay(self, stream: Any = None) -> None:
+    def replay(self, stream: object = None) -> None:
         """Enqueue the recorded work on a stream, with one launch. Does not wait for the GPU.
 
         Parameters
@@ -231,7 +232,7 @@ class Program(Owned):
             raise
 
     @orders_itself
-    def update(self, *args: Any, **kwargs: Any) -> None:
+    def update(self, *args: object, **kwargs: object) -> None:
         """Copy new values into the recorded inputs, on the current stream; replays see them from then on.
 
         The inputs are the arrays that `record` was given, which are overwritten.
@@ -270,7 +271,7 @@ class Program(Owned):
         self._enqueue(self._beside_torch(copies, partial(copy_all, self._driver, copies)))
 
     @orders_itself
-    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, out: object = None, **kwargs: object) -> Any:
         """Update the inputs, replay, and copy the outputs, in one turn: of the uses of other threads none comes in between.
 
         The recorded inputs, which are the caller's own arrays, hold the new values afterwards. Record with a copy,
@@ -313,7 +314,7 @@ class Program(Owned):
             return self._built(self._turn(prepared.run, args))
         return self._use("called", self._call, args, out, kwargs)
 
-    def _turn(self, run: Callable[..., T], arrays: Sequence[Any], *more: Any) -> T:
+    def _turn(self, run: Callable[..., T], arrays: Sequence[Any], *more: object) -> T:
         """Use the program once on the current stream, by ``run(arrays, pointer, launch, *more)``; that function's value.
 
         For prepared calls, which have checked the arrays.
@@ -346,7 +347,7 @@ class Program(Owned):
             self._explain(error)
             raise
 
-    def _call(self, args: tuple[Any, ...], out: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: tuple[Any, ...], out: object, kwargs: dict[str, Any]) -> Any:
         if self._recording is None:
             self._refuse()
         driver = self._driver
@@ -388,7 +389,7 @@ class Program(Owned):
             return step
         return lambda: in_order(recording.pool, self.device, self._pointer, step)
 
-    def _enqueue(self, step: Callable[..., T], *args: Any) -> T:
+    def _enqueue(self, step: Callable[..., T], *args: object) -> T:
         """Give the stream that `_follow` made the program's something that uses the memory; return the value of the step."""
         if self._pointer and self._is_capturing(self._pointer):
             raise capturing(self._pointer)
@@ -418,7 +419,7 @@ class Program(Owned):
         self._launch_on, self._launch = graph.launch, launch
         recording.arrange_as(graph, arrangement)
 
-    def _use(self, what: str, act: Callable[..., T], *args: Any) -> T:
+    def _use(self, what: str, act: Callable[..., T], *args: object) -> T:
         """Do something while nothing else uses the program; what that returns."""
         try:
             if self._busy is not None:
@@ -453,21 +454,21 @@ class Program(Owned):
 
     def _explain(self, error: Exception) -> None:
         """Raise what an error means, where that is known."""
-        if leftovers.ending and isinstance(error, PoolClosedError):
-            leftovers.linger()
+        if process_end.ending and isinstance(error, PoolClosedError):
+            process_end.linger()
         self._status.diagnose(error)
         if not isinstance(error, HandlePoolError) and (cause := self._driver.capture_failure(error)):
             raise CaptureError(f"{self._name} cannot be used on a stream that is being captured: {cause}") from error
 
     def _refuse(self) -> NoReturn:
-        if leftovers.ending:
+        if process_end.ending:
             raise PoolClosedError(f"{self._name} came to its end with the interpreter, which is being taken down")
         raise PoolClosedError(f"the program {self._name} was closed; record it again")
 
     # Order
 
     def _after_branches(
-        self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], stream: Any, keep: object = None
+        self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], stream: object, keep: object = None
     ) -> None:
         """Let a stream wait for the branches of this thread's forks that a use conflicts with (guarantee 17)."""
         recording = self._recording
@@ -475,7 +476,7 @@ class Program(Owned):
             pointer = None if stream is None else resolve(self._driver, stream).pointer
             before(recording.pool, reads, writes, keep or (self, self._outputs), pointer)
 
-    def _follow(self, stream: Any) -> None:
+    def _follow(self, stream: object) -> None:
         """Make another stream the one that uses the memory, after all that the last one was given by now."""
         if self._recording is None:
             self._refuse()
@@ -539,7 +540,7 @@ class Program(Owned):
     def _end(self, *, wait: bool, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> bool:
         status = self._status
         # Nothing may be destroyed (guarantees 10 and 13), nor the lock be trusted: whoever has it may be gone.
-        if leftovers.ending or _is_finalizing():
+        if process_end.ending or _is_finalizing():
             abandon(self)
             return True
         held: list[object] = []

@@ -11,13 +11,13 @@ from handlepool._util.arguments import as_integer, check_ends, flag
 from handlepool._util.names import shown
 from handlepool._util.protocols import holds_values
 from handlepool._util.reachable import leaves
-from handlepool.drivers.protocol import LEGACY_STREAM
+from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
 from handlepool.order.books import open_order
 from handlepool.pool.context import thread
 from handlepool.pool.default import chosen_pool
-from handlepool.pool.deferred import deferred, settle
+from handlepool.pool.deferred import deferred
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
@@ -40,11 +40,11 @@ MOST_SECONDS = 10.0
 def record(
     function: Callable[..., Any],
     /,
-    *args: Any,
+    *args: object,
     pool: HandlePool | None = None,
     lanes: int | None = None,
     plans: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Program:
     """Record what a function gives to streams, to be replayed with one launch.
 
@@ -140,7 +140,7 @@ def record(
     first.end()
     tunings = _tuned(chosen, name, first, home) if measured else ()
 
-    def finish(recording: Recording, outputs: Any) -> Program:
+    def finish(recording: Recording, outputs: object) -> Program:
         memory = first.memory(recording, outputs)
         return _drawn(Program(name, recording, inputs, outputs, home, memory, tunings), picture)
 
@@ -162,7 +162,7 @@ def _drawn(program: Program, picture: Path | None) -> Program:
     return program
 
 
-def check_recordable(pool: PoolInternals, name: str, lanes: int | None, function: Any) -> StreamReference:
+def check_recordable(pool: PoolInternals, name: str, lanes: int | None, function: object) -> StreamReference:
     """Check the function and its surroundings before anything runs, and return the caller's stream.
 
     Raises
@@ -180,7 +180,7 @@ def check_recordable(pool: PoolInternals, name: str, lanes: int | None, function
             f"{name} cannot be recorded with lanes in the body of a fork: record it before the fork, or without lanes"
         )
     if deferred:
-        settle()
+        deferred.run()
     driver = pool.driver
     home = resolve(driver)
     check_foreign(driver, home)

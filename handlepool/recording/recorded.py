@@ -15,12 +15,12 @@ from handlepool._util.arguments import as_integer, at_least, flag
 from handlepool._util.frames import frames_inside
 from handlepool._util.names import kind_of, shown
 from handlepool._util.protocols import Wrapper
-from handlepool.drivers.protocol import LEGACY_STREAM
+from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError, PoolClosedError
 from handlepool.order.books import open_order
 from handlepool.pool.context import active, recordings, thread
 from handlepool.pool.default import current_pool
-from handlepool.pool.deferred import abandon, settle_all
+from handlepool.pool.deferred import abandon, deferred
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.first_call import name_of_call
@@ -173,7 +173,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                     return self._served(variant, call, stream, args, kwargs, out)
         return self._missed(pool, call, stream, args, kwargs, out)
 
-    def _served(self, variant: Variant, call: Call, stream: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    def _served(self, variant: Variant, call: Call, stream: object, args: object, kwargs: object, out: object) -> Any:
         """Call a program of a variant."""
         if self._recent is not variant:
             self._use(variant)
@@ -197,7 +197,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._counts["eager"] += 1
         return self._into(pool, self._options.function(*args, **kwargs), out)
 
-    def _into(self, pool: PoolInternals, value: Any, out: Any) -> Any:
+    def _into(self, pool: PoolInternals, value: object, out: object) -> Any:
         """Copy the arrays of a value into the caller's arrays."""
         if out is None:
             return value
@@ -206,7 +206,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         copy_all(driver, results.copies)
         return results.value
 
-    def _missed(self, pool: PoolInternals, call: Call, stream: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    def _missed(self, pool: PoolInternals, call: Call, stream: object, args: object, kwargs: object, out: object) -> Any:
         """Call the function where no program was found at once."""
         variants = self._variants.get(call.key, [])
         values: dict[str, int] = {}
@@ -252,7 +252,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             return True
         return self._see(call.key) > 1
 
-    def _see(self, what: Any) -> int:
+    def _see(self, what: object) -> int:
         """Count how often something has come, as far as that is remembered."""
         with self._lock:
             seen = self._seen[what] = self._seen.pop(what, 0) + 1
@@ -438,7 +438,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         found = [variant.tune(tried, goal, seconds) for variant in [*self._order]]
         return [each for each in found if each is not None]
 
-    def prewarm(self, *specs: Any, tune: bool = True) -> None:
+    def prewarm(self, *specs: object, tune: bool = True) -> None:
         """Record the function for arguments to come, by calls with zeros.
 
         Parameters
@@ -500,11 +500,11 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         for variant in [*self._order]:
             self._drop(variant)
         self._seen.clear()
-        settle_all()
+        deferred.run_all()
 
     # As a method
 
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
+    def __get__(self, owner: object, kind: object = None) -> Any:
         """Return the recorded function of an object's method.
 
         It has programs of its own, and lives as long as the object.
@@ -634,14 +634,14 @@ def recorded(
 def recorded(
     function: Any = None,
     /,
-    *args: Any,
+    *args: object,
     lanes: int | None = 8,
     instances: int = 4,
     programs: int = 16,
     outputs: str = "new",
     in_place: str | Iterable[str] = (),
     strict: bool = False,
-    **others: Any,
+    **others: object,
 ) -> Any:
     """Record a function by its calls: a program for each geometry.
 

@@ -73,7 +73,7 @@ class Rehearsal:
         self._inside = False
         self._place = ""
 
-    def around(self, function: Callable[..., T], *args: Any) -> T:
+    def around(self, function: Callable[..., T], *args: object) -> T:
         """Call a function, and note the calls that it makes in this thread."""
         return recordings.around(self, "rehearsal", self, function, *args)
 
@@ -88,7 +88,7 @@ class Rehearsal:
         """Note the place of the next node."""
         self._place = "" if reads is None else place_of_call()
 
-    def hit(self, attempt: Callable[..., T], arrays: tuple[Any, ...], out: Any) -> T:
+    def hit(self, attempt: Callable[..., T], arrays: tuple[Any, ...], out: object) -> T:
         """Make a call by a shortcut."""
         known = len(self.calls)
         try:
@@ -217,7 +217,7 @@ class Launches:
         self._pool = pool
         self._found: dict[int, tuple[Plan, int]] = {}
 
-    def around(self, function: Callable[..., T], *args: Any) -> T:
+    def around(self, function: Callable[..., T], *args: object) -> T:
         """Call a function, and count the plans that this thread launches meanwhile."""
         return recordings.around(self, "launched", self._count, function, *args)
 

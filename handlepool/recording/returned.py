@@ -48,7 +48,7 @@ class Returned:
         For a value that a call could not return as the function does.
     """
 
-    def __init__(self, recording: Recording, name: str, inputs: list[Any], reached: Ranges, outputs: Any) -> None:
+    def __init__(self, recording: Recording, name: str, inputs: list[Any], reached: Ranges, outputs: object) -> None:
         self._recording, self._name, self._reached = recording, name, reached
         self._driver = recording.pool.driver
         self._inputs = {id(each): place for place, each in enumerate(inputs)}
@@ -74,7 +74,7 @@ class Returned:
 
         return part
 
-    def _add(self, value: Any) -> None:
+    def _add(self, value: object) -> None:
         driver = self._driver
         if isinstance(value, (list, tuple, dict)):
             for each in value.values() if isinstance(value, dict) else value:

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 from typing import Any, NamedTuple
 
-from handlepool.drivers.protocol import Edge, RecordedGraph
+from handlepool.drivers.captures import Edge, RecordedGraph
 from handlepool.errors import CaptureError
 from handlepool.recording.explain import Step
 from handlepool.tensors.layout import Piece, Token

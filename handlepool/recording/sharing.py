@@ -11,6 +11,7 @@ import numpy as np
 
 from handlepool.drivers.protocol import Driver
 from handlepool.recording.update import piece_of
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Piece, bytes_at, piece, share
 
 ALIGNED = 256
@@ -19,13 +20,13 @@ ALIGNED = 256
 Group = list[int]
 
 
-def _memory(driver: Driver, array: Any) -> Piece:
+def _memory(driver: Driver, array: DeviceArray) -> Piece:
     if isinstance(array, np.ndarray):
         return piece(_address(driver, array), array.shape, array.strides, array.itemsize)
     return piece_of(driver, array)
 
 
-def _address(driver: Driver, array: Any) -> int:
+def _address(driver: Driver, array: DeviceArray) -> int:
     if isinstance(array, np.ndarray):
         address: int = array.__array_interface__["data"][0]
         return address
@@ -63,7 +64,7 @@ def runs_apart(driver: Driver, arrays: Sequence[Any], sizes: Sequence[int]) -> b
     return True
 
 
-def relation(driver: Driver, value: Any) -> Hashable:
+def relation(driver: Driver, value: object) -> Hashable:
     """Return how the arrays in a value share memory: of each that does the first that it shares with, and the bytes between."""
     arrays = _arrays(driver, value)
     found = groups(driver, arrays) if len(arrays) > 1 else []
@@ -76,7 +77,7 @@ def relation(driver: Driver, value: Any) -> Hashable:
     )
 
 
-def copier(driver: Driver, value: Any, copy: Callable[..., Any]) -> Callable[[Any], Any]:
+def copier(driver: Driver, value: object, copy: Callable[..., Any]) -> Callable[[Any], Any]:
     """Return a function that copies what a value holds, for `rebuilt`.
 
     Parameters
@@ -113,14 +114,14 @@ def copier(driver: Driver, value: Any, copy: Callable[..., Any]) -> Callable[[An
     return lambda leaf: known[id(leaf)] if id(leaf) in known else copy(leaf)
 
 
-def _arrays(driver: Driver, value: Any) -> list[Any]:
+def _arrays(driver: Driver, value: object) -> list[Any]:
     """Return the arrays in a value, each as often as it holds it."""
     found: list[Any] = []
     rebuilt(value, found.append)
     return [each for each in found if isinstance(each, (np.ndarray, *driver.array_types))]
 
 
-def rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
+def rebuilt(value: object, of: Callable[[Any], Any]) -> Any:
     """Return lists, tuples and dictionaries anew, with what a function makes of all else that they hold."""
     if isinstance(value, dict):
         return {key: rebuilt(entry, of) for key, entry in value.items()}

@@ -72,6 +72,7 @@ from handlepool.recording.state_kinds import (
     slots_of,
 )
 from handlepool.recording.update import memory_of, piece_of
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Ranges
 
 MOST_PLACES = 100_000
@@ -261,7 +262,7 @@ class State:
         return bool(own) and self._same(own, others, depth - 1)
 
     @staticmethod
-    def _message(name: str, place: Place, key: Any, then: Any, now: Any) -> str:
+    def _message(name: str, place: Place, key: object, then: object, now: object) -> str:
         label = place.kind.label.format(path=place.path, key=key if isinstance(key, str) else shown(key))
         if place.kind in (GENERATOR, LEGACY_GENERATOR, PYTHON_GENERATOR, TORCH_GENERATOR):
             return (
@@ -277,13 +278,13 @@ class State:
         return f"{name} changed {label} ({was}) when it was called again to be recorded, which no replay does. {_ADVICE}"
 
 
-def _contents(value: Any) -> dict[Any, Any]:
+def _contents(value: object) -> dict[Any, Any]:
     """Return an object's attributes, those in slots included."""
     own = getattr(value, "__dict__", None)
     return {**(own if isinstance(own, dict) else {}), **read_slots(value, slots_of(type(value)))}
 
 
-def _told(value: Any) -> str:
+def _told(value: object) -> str:
     return "nothing" if value is MISSING else shown(value)
 
 
@@ -364,7 +365,7 @@ class Walk:
             if not isinstance(value, self._kinds):
                 self._enter(path, value)
 
-    def _is_over_input(self, array: Any) -> bool:
+    def _is_over_input(self, array: DeviceArray) -> bool:
         """Whether an array shares memory with an argument's."""
         if self._ranges is None:
             pieces = [memory_of(self._driver, each) for each in self._inputs]
@@ -372,7 +373,7 @@ class Walk:
         memory = memory_of(self._driver, array)
         return memory is not None and self._ranges.meet(memory)
 
-    def _add(self, path: str, kind: Kind, owner: Any, names: Any = None) -> None:
+    def _add(self, path: str, kind: Kind, owner: object, names: object = None) -> None:
         if kind not in (LIST, DICT) or id(owner) not in self._given:
             self.found.append((path, kind, owner, names))
 
@@ -437,7 +438,7 @@ class Walk:
         self.host_arrays += 1
         return True
 
-    def _enter_iterator(self, path: str, value: Any) -> None:
+    def _enter_iterator(self, path: str, value: object) -> None:
         if type(value) is not CACHE:
             self._add(path, POSITION, value)
         elif is_library(value.__module__):
@@ -499,7 +500,7 @@ class Walk:
             special = [value for name, value in vars(kind).items() if name.startswith("__")]
             self._all(kind.__qualname__, [value for value in special if isinstance(value, _CODE)])
 
-    def _enter_object(self, path: str, value: Any) -> None:
+    def _enter_object(self, path: str, value: object) -> None:
         kind = type(value)
         if isinstance(value, (list, deque)):
             self._add(path, LIST, value)
@@ -536,7 +537,7 @@ class Walk:
         if self._data[kind]:
             self._enter_attributes(path, value, kind)
 
-    def _enter_attributes(self, path: str, value: Any, kind: type) -> None:
+    def _enter_attributes(self, path: str, value: object, kind: type) -> None:
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
             self._add(path, ATTRIBUTES, value)

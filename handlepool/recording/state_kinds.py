@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from handlepool._util.reachable import CACHE
+from handlepool.tensors.graph_types import FrontendTensor
 
 MISSING: Any = object()
 LIBRARIES = frozenset(
@@ -64,17 +65,17 @@ def slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> bool:
     """Whether a value is a tensor of torch's."""
     return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
-def is_on_host(tensor: Any) -> bool:
+def is_on_host(tensor: FrontendTensor) -> bool:
     """Whether a tensor is in the host's memory."""
     return getattr(getattr(tensor, "device", None), "type", "") == "cpu"
 
 
-def kind_of_generator(value: Any) -> "Kind | None":
+def kind_of_generator(value: object) -> "Kind | None":
     """Return the kind of a generator of random numbers; None for other values."""
     if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         return GENERATOR
@@ -87,7 +88,7 @@ def kind_of_generator(value: Any) -> "Kind | None":
     return TORCH_GENERATOR if generator is not None and isinstance(value, generator) and is_on_host(value) else None
 
 
-def _read_attributes(owner: Any, _: Any) -> dict[Any, Any]:
+def _read_attributes(owner: object, _: object) -> dict[Any, Any]:
     return {**owner.__dict__, "__class__": type(owner)}
 
 
@@ -100,14 +101,14 @@ def _write_entries(entries: Any, then: dict[Any, Any], now: dict[Any, Any]) -> N
             entries[key] = value
 
 
-def _write_attributes(owner: Any, then: dict[Any, Any], now: dict[Any, Any]) -> None:
+def _write_attributes(owner: object, then: dict[Any, Any], now: dict[Any, Any]) -> None:
     own, others = ({key: value for key, value in each.items() if key != "__class__"} for each in (then, now))
     _write_entries(owner.__dict__, own, others)
     if type(owner) is not then["__class__"]:
         owner.__class__ = then["__class__"]
 
 
-def read_slots(owner: Any, slots: Any) -> dict[Any, Any]:
+def read_slots(owner: object, slots: Any) -> dict[Any, Any]:
     """Return the values of an object's slots."""
     found = {}
     for name, slot in slots:
@@ -118,7 +119,7 @@ def read_slots(owner: Any, slots: Any) -> dict[Any, Any]:
     return found
 
 
-def _write_slots(owner: Any, then: dict[Any, Any], now: dict[Any, Any]) -> None:
+def _write_slots(owner: object, then: dict[Any, Any], now: dict[Any, Any]) -> None:
     for name, slot in slots_of(type(owner)):
         if name in then:
             slot.__set__(owner, then[name])
@@ -140,21 +141,21 @@ def _write_list(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
         owner.extend(then.values())
 
 
-def read_dict(owner: Any, _: Any) -> dict[Any, Any]:
+def read_dict(owner: object, _: object) -> dict[Any, Any]:
     """Return the entries of a dictionary, in order."""
     # An `OrderedDict` has an order of its own.
     base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
     return dict(base.items(owner))
 
 
-def _write_dict(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+def _write_dict(owner: object, then: dict[Any, Any], _: dict[Any, Any]) -> None:
     # A class of the user's may override the methods.
     base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
     base.clear(owner)
     base.update(owner, then)
 
 
-def _read_set(owner: Any, _: Any) -> dict[Any, Any]:
+def _read_set(owner: Any, _: object) -> dict[Any, Any]:
     return {each: each for each in [*owner]}
 
 
@@ -168,7 +169,7 @@ def _write_weak(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
     owner.update(then)
 
 
-def read_cell(cell: Any, _: Any) -> dict[Any, Any]:
+def read_cell(cell: Any, _: object) -> dict[Any, Any]:
     """Return the value of a closure's variable."""
     try:
         return {"": cell.cell_contents}
@@ -187,12 +188,12 @@ def _read_names(namespace: Any, names: Any) -> dict[Any, Any]:
     return {name: namespace[name] for name in names if name in namespace}
 
 
-def read_class(kind: Any, _: Any) -> dict[Any, Any]:
+def read_class(kind: object, _: object) -> dict[Any, Any]:
     """Return the attributes of a class, except Python's own."""
     return {key: value for key, value in [*vars(kind).items()] if not key.startswith("__")}
 
 
-def _write_class(kind: Any, then: dict[Any, Any], now: dict[Any, Any]) -> None:
+def _write_class(kind: object, then: dict[Any, Any], now: dict[Any, Any]) -> None:
     for key in now:
         if key not in then:
             delattr(kind, key)
@@ -209,7 +210,7 @@ def _write_defaults(function: Any, then: dict[Any, Any], _: dict[Any, Any]) -> N
     function.__defaults__, function.__kwdefaults__ = then["__defaults__"], then["__kwdefaults__"]
 
 
-def _read_values(array: Any, _: Any) -> dict[Any, Any]:
+def _read_values(array: Any, _: object) -> dict[Any, Any]:
     return {"": array.copy()}
 
 
@@ -222,7 +223,7 @@ def _write_values(array: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
     array[...] = then[""]
 
 
-def _read_objects(array: Any, _: Any) -> dict[Any, Any]:
+def _read_objects(array: Any, _: object) -> dict[Any, Any]:
     return dict(enumerate(array.ravel().tolist()))
 
 
@@ -231,7 +232,7 @@ def _write_objects(array: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
         array[index] = value
 
 
-def position(iterator: Any, _: Any) -> Any:
+def position(iterator: object, _: object) -> Any:
     """Return where an iterator is, as far as its type tells; how many generators a seed sequence has spawned."""
     if isinstance(iterator, np.random.SeedSequence):
         return iterator.n_children_spawned

@@ -9,11 +9,12 @@ from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.order.stream_order import integration, order
 from handlepool.pool.internals import PoolInternals
+from handlepool.tensors.graph_types import FrontendTensor
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import HOST
 
 
-def takes(driver: Driver, value: Any, device: int | None = None) -> bool:
+def takes(driver: Driver, value: object, device: int | None = None) -> bool:
     """Whether a value is a tensor that the driver can copy, on a device if one is given."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     if tensor is None or not isinstance(value, tensor):
@@ -28,7 +29,7 @@ def modes() -> tuple[bool, bool, bool]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
 
 
-def elements(driver: Driver, place: str, tensor: Any) -> Any:
+def elements(driver: Driver, place: str, tensor: FrontendTensor) -> Any:
     """Return an array over a tensor's memory, of as many bytes an element and without its type.
 
     Raises

@@ -9,7 +9,7 @@ from hashlib import sha256
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from handlepool.drivers.protocol import SavedPlan
+from handlepool.drivers.executable import SavedPlan
 from handlepool.recording.schedule import estimated
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def key_of(recording: "Recording", name: str, goal: str, counts: Sequence[int]) 
     steps = [[step.name, step.lane is None, step.after, moved[number]] for number, step in enumerate(schedule.recorded.steps)]
     text = json.dumps([steps, schedule.recorded.lanes, recording.engines()])
     known = {"program": name, "lanes": counts, "goal": goal, "steps": sha256(text.encode()).hexdigest()}
-    return f'{json.dumps(known)[:-1]}, "made for": {recording.pool.driver.made_for()}}}'
+    return f'{json.dumps(known)[:-1]}, "made for": {recording.pool.driver.plan_environment()}}}'
 
 
 def _fits(found: TunedLanes, recording: "Recording", counts: Sequence[int]) -> bool:

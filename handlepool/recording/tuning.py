@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from handlepool._util.arguments import as_integer
 from handlepool._util.cleanup import do_all, take_each
 from handlepool._util.names import shown
-from handlepool.drivers.protocol import RecordedGraph
+from handlepool.drivers.captures import RecordedGraph
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.outside import Outside

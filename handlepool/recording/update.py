@@ -17,6 +17,7 @@ from handlepool.graphs.arrays import MASKED, is_array
 from handlepool.order import reached
 from handlepool.order.stream_order import integration
 from handlepool.recording import tensors
+from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import Piece, piece, share
 
@@ -174,7 +175,7 @@ def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:
             integration().written(copy.tensor)
 
 
-def _read(driver: Driver, array: Any) -> Any:
+def _read(driver: Driver, array: DeviceArray) -> Any:
     """Return a copy in memory of the current stream's, which is used again in the order of that stream."""
     strides = tuple([step * array.dtype.itemsize for step in dense_strides(array.shape)])
     with driver.relaxed():
@@ -186,7 +187,7 @@ def _read(driver: Driver, array: Any) -> Any:
 # Structure
 
 
-def _fixed(value: Any) -> Any:
+def _fixed(value: object) -> Any:
     """Copy the containers as they are now: what is recorded are the arrays that they hold now, whatever is put there later."""
     if isinstance(value, (list, tuple)):
         return tuple([_fixed(entry) for entry in value])
@@ -195,13 +196,13 @@ def _fixed(value: Any) -> Any:
     return value
 
 
-def _recorded(value: Any, kind: tuple[type, ...]) -> Any:
+def _recorded(value: object, kind: tuple[type, ...]) -> Any:
     """Return an argument as it is now, as a `Plain` where it holds no array."""
     has_array = any(isinstance(leaf, kind) or is_foreign(leaf) for leaf in leaves(value))
     return _fixed(value) if has_array else Plain(_fixed(value))
 
 
-def _arrays(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _arrays(place: str, value: object) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (tuple, dict)):
         for key in value if isinstance(value, dict) else range(len(value)):
             yield from _arrays(f"{place}[{shown(key)}]", value[key])
@@ -209,7 +210,7 @@ def _arrays(place: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
-def is_foreign(value: Any) -> bool:
+def is_foreign(value: object) -> bool:
     """Whether a value, which is no array of the driver's, is one of another library's."""
     return is_array(value) and not isinstance(value, np.generic)
 
@@ -285,7 +286,7 @@ def _check_alike(driver: Driver, place: str, device: int, target: Any, source: A
         raise DeviceMismatchError(f"{place} is on device {where}, and the program on device {device}; copy it there first")
 
 
-def _check_unchanged(driver: Driver, place: str, old: Any, new: Any) -> None:
+def _check_unchanged(driver: Driver, place: str, old: object, new: object) -> None:
     if is_foreign(old):
         raise ArgumentError(
             f"{place} was recorded as a {kind_of(old)}, which is no array of the {driver.name} driver's, so update cannot "

@@ -133,7 +133,7 @@ class Variant:
 
     # Calls
 
-    def lease(self, stream: Any, *, grow: Callable[[], Instance | None] | None) -> Instance | None:
+    def lease(self, stream: object, *, grow: Callable[[], Instance | None] | None) -> Instance | None:
         """Return an instance for a call; None where the call is to run eagerly.
 
         ``grow`` captures a further instance, where that may be done now.
@@ -155,7 +155,7 @@ class Variant:
                 return instance
         return None
 
-    def run(self, instance: Instance, call: Call, out: Any, *, ordered: bool) -> Any:
+    def run(self, instance: Instance, call: Call, out: object, *, ordered: bool) -> Any:
         """Enqueue a call on an instance.
 
         ``ordered`` says whether forks of this thread have branches to wait for.
@@ -284,7 +284,7 @@ class Variant:
         args, kwargs = own
         given, values = ContainerSnapshot(args, kwargs), [*leaves(args, kwargs)]
 
-        def finish(recording: Recording, outputs: Any) -> Instance:
+        def finish(recording: Recording, outputs: object) -> Instance:
             if given.grown:
                 raise CaptureError(f"{name} puts entries into a list or dictionary that it was given, which no replay does")
             guards = self.guards
@@ -334,7 +334,7 @@ class Variant:
                 )
 
 
-def _reference(value: Any) -> Callable[[], Any]:
+def _reference(value: object) -> Callable[[], Any]:
     """Return a reference to an object, weak where that can be: a key keeps no object alive."""
     try:
         return weakref.ref(value)

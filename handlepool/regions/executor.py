@@ -21,14 +21,14 @@ from handlepool._util.arguments import as_integer, check_ran
 from handlepool._util.names import shown
 from handlepool._util.protocols import Wrapper
 from handlepool.drivers.event_pool import Events
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, ForkedProcessError
 from handlepool.order.operation import follow_branches
 from handlepool.order.reached import Reached
 from handlepool.order.stream_order import in_torch, order, torch_of
 from handlepool.pool.context import active, on_device, process, run_on, thread
 from handlepool.pool.default import check_pool, default_pool
-from handlepool.pool.deferred import abandon, defer, deferred, settle
+from handlepool.pool.deferred import abandon, defer, deferred, run_some
 from handlepool.pool.device import DeviceSlots
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
@@ -163,7 +163,7 @@ class ParallelStateExecutor(Executor):
             return future
         # What happens to the inner future before it runs (shutdown, a failed initializer) happens to ours.
         inner.add_done_callback(lambda ended: _pass_on(ended, call))
-        settle(self._pending, Task.settle)
+        run_some(self._pending, Task.settle)
         return future
 
     def map(  # type: ignore[override]
@@ -196,7 +196,7 @@ class ParallelStateExecutor(Executor):
     def _task(self, pool: PoolInternals, torch: ModuleType | None) -> Task:
         pool.status.check()
         if deferred:
-            settle()
+            deferred.run()
         driver = pool.driver
         reference = resolve(driver)
         check_foreign(driver, reference)
@@ -219,7 +219,7 @@ class ParallelStateExecutor(Executor):
         if events is None:
             for other in list(self._events):
                 if other.status.closed and (stale := self._events.pop(other, None)) is not None:
-                    defer(stale.settle)
+                    defer(stale.destroy)
             events = self._events.setdefault(device, Events(driver))
         theirs = 0
         if torch is not None:  # the submitter's stream waits for torch's now, and that for the task at the join
@@ -251,7 +251,7 @@ class ParallelStateExecutor(Executor):
                 future.set_result(value)
         finally:
             del future, task, fn, args, kwargs  # an error's traceback holds this frame, and the future holds the error
-        settle(self._pending, Task.settle)
+        run_some(self._pending, Task.settle)
 
     def _call(self, pool: PoolInternals, task: Task, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         device = task.device
@@ -292,7 +292,7 @@ class ParallelStateExecutor(Executor):
             if slot is None:
                 return None
             lease = _Lease(device, slot)
-            bind_to_thread(pool.sound(slot))
+            bind_to_thread(pool.repaired(slot))
             mine[device] = lease
         return lease.slot
 
@@ -323,8 +323,8 @@ class ParallelStateExecutor(Executor):
                 if not passed:
                     defer(task.settle)
         for device, events in self._events.items():
-            if not events.settle():
-                defer(events.settle)
+            if not events.destroy():
+                defer(events.destroy)
             if device.status.closed:
                 with on_device(device.driver, device.device):
                     device.sides.destroy_free()
@@ -343,7 +343,7 @@ class ParallelStateExecutor(Executor):
         if hasattr(self, "_leases") and self._inherited():  # guarantee 13; without leases its arguments were refused
             _abandon((self._pending, self._events))
             return
-        _defer([*(task.settle for task in self._pending), *(events.settle for events in self._events.values())])
+        _defer([*(task.settle for task in self._pending), *(events.destroy for events in self._events.values())])
 
 
 class _Lease:

@@ -27,7 +27,7 @@ from handlepool.order.stream_order import order as order_streams
 from handlepool.order.track import Track
 from handlepool.order.undeclared import run_watched
 from handlepool.pool.context import LAUNCHES, NOT_CACHED, ThreadToken, active, recordings, run_on, thread
-from handlepool.pool.deferred import defer, deferred, settle
+from handlepool.pool.deferred import defer, deferred
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.stream import check_foreign, resolve
 from handlepool.regions.join import Join
@@ -83,7 +83,7 @@ class Fork:
         if self._status.unusable:
             self._status.check()
         if deferred:
-            settle()
+            deferred.run()
         driver = self._driver = pool.driver
         ordinal: int = pool.current_device()
         stream = self._stream

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from handlepool.drivers.event_pool import Events
-from handlepool.drivers.protocol import LEGACY_STREAM, Stream
+from handlepool.drivers.streams import LEGACY_STREAM, Stream
 from handlepool.errors import CaptureError
 from handlepool.pool.context import on_device, thread
 from handlepool.pool.device import DeviceSlots
@@ -77,7 +77,7 @@ class Task:
         self._lock = threading.RLock()
         self._users = 0
         self._end: Any = None  # recorded and not known to have passed
-        self._start: Any = events.take()
+        self._start: Any = events.acquire()
         try:
             device.driver.record_event(self._start, stream.ptr)
         except BaseException:
@@ -89,7 +89,7 @@ class Task:
         with self._lock:
             start, self._start = self._start, None
         if start is not None:
-            self._events.put(start)
+            self._events.release(start)
 
     def begin(self, pointer: int) -> None:
         """Let a stream wait for the start."""
@@ -98,7 +98,7 @@ class Task:
         try:
             self.device.driver.wait_event(pointer, start)
         finally:
-            self._events.put(start)  # a wait holds on to the record that it was given
+            self._events.release(start)  # a wait holds on to the record that it was given
 
     def finish(self, pointer: int) -> None:
         """Set the task's end: its function has returned, and its stream was given all of it."""
@@ -109,11 +109,11 @@ class Task:
                     f"stream {pointer:#x}, which a task ran on, began to be captured meanwhile: nothing can wait for the task's "
                     f"end. Begin a capture before tasks are submitted, or after their results"
                 )
-            end = self._events.take()
+            end = self._events.acquire()
             try:
                 driver.record_event(end, pointer)
             except BaseException:
-                self._events.put(end)
+                self._events.release(end)
                 raise
         except BaseException:
             self.region.abandon()
@@ -202,7 +202,7 @@ class Task:
                 if self._users:  # somebody is making a stream wait for it just now
                     return False
                 self._end = None
-            self._events.put(end)
+            self._events.release(end)
         return passed
 
     def _borrow(self) -> Any:

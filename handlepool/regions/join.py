@@ -3,7 +3,7 @@
 import gc
 from typing import Any
 
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import CaptureError
 from handlepool.order.stream_order import order as order_streams
 from handlepool.pool.context import on_device, thread
@@ -98,7 +98,7 @@ class Join:
                 self._sides.destroy_free()
             except BaseException as trouble:  # something could not be destroyed yet
                 late = trouble
-                self._pool.device(self._device).settle_later()
+                self._pool.device(self._device).defer_rest()
         if failure is None:
             try:
                 for caller in self._leases.callers:

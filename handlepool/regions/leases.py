@@ -8,7 +8,7 @@ after everything that the caller's stream has been given by then: one event, rec
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from handlepool.drivers.protocol import Stream
+from handlepool.drivers.streams import Stream
 from handlepool.errors import OwnershipError
 from handlepool.order.books import DataOrder, open_order
 from handlepool.order.call import Call
@@ -232,7 +232,7 @@ class Leases:
 
     def _bind(self, slot: Slot) -> None:
         """Make a slot this thread's, with its handle right."""
-        bind_to_thread(slot if slot.handle.stream is slot.pointer else self.pool.sound(slot))
+        bind_to_thread(slot if slot.handle.stream is slot.pointer else self.pool.repaired(slot))
 
     def undo_start(self) -> None:
         """Release what the last start leased: its branch did not come to run."""

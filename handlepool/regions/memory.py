@@ -9,7 +9,8 @@ the join.
 import os
 from typing import Any, cast
 
-from handlepool.drivers.protocol import Driver, Stream
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import Stream
 from handlepool.pool.context import thread, unchecked
 from handlepool.pool.deferred import abandon
 from handlepool.pool.slot import Slot

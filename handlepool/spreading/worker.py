@@ -30,7 +30,7 @@ from handlepool._util.cleanup import do_all
 from handlepool._util.frames import frames_inside
 from handlepool._util.names import kind_of
 from handlepool._util.reachable import leaves
-from handlepool.drivers.protocol import LEGACY_STREAM, Stream
+from handlepool.drivers.streams import LEGACY_STREAM, Stream
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.order.places import before
 from handlepool.order.reached import pieces_of
@@ -272,7 +272,7 @@ class DeviceWorker:
         if flight.copy_plan is not None and flight.kept is not None:
             flight.copy_plan.spare.append(flight.kept[0])
         flight.done, flight.kept, flight.copy_plan = True, None, None
-        self._events.put(flight.event)
+        self._events.release(flight.event)
 
     def _drain(self, *others: int) -> None:
         pointers = {*[stream.ptr for stream in self._streams], *others}
@@ -336,7 +336,7 @@ class DeviceWorker:
         brings, computes, takes = self._pointers
         fresh = not copy_plan.spare
         copies, results = spare = self._spare(copy_plan) if fresh else copy_plan.spare.pop()
-        event = self._events.take()  # each wait holds on to the record that it was given
+        event = self._events.acquire()  # each wait holds on to the record that it was given
         kept: list[Any] = [spare, arrays]
         try:
             if not self._host:
@@ -379,12 +379,12 @@ class DeviceWorker:
             return InFlight(index, device, value, kept, event, copy_plan)
         except BaseException:
             self._drain(brings)  # `kept` is used no more after that
-            self._events.put(event)
+            self._events.release(event)
             raise
 
     def _enqueued_here(self, copy_plan: CopyPlan, index: int, arrays: list[Any], caller: int) -> InFlight:
         """As `_enqueued`, for an item and results of this device, where nothing is in flight."""
-        driver, computes, event = self._driver, self._pointers[1], self._events.take()
+        driver, computes, event = self._driver, self._pointers[1], self._events.acquire()
         try:
             results = [driver.empty(*each) for each in copy_plan.results]
             for target, each in zip(copy_plan.inputs, arrays, strict=True):
@@ -399,7 +399,7 @@ class DeviceWorker:
             return InFlight(index, self.device, value, arrays, event)
         except BaseException:
             self._drain(caller)  # what was allocated is used no more after that
-            self._events.put(event)
+            self._events.release(event)
             raise
 
     def _followed(self, source: int) -> int:
@@ -408,12 +408,12 @@ class DeviceWorker:
         driver.set_device(source)
         try:
             caller = self._caller().ptr
-            event = events.take()
+            event = events.acquire()
             try:
                 driver.record_event(event, caller)
                 driver.wait_event(self._pointers[0], event)
             finally:
-                events.put(event)
+                events.release(event)
         finally:
             driver.set_device(self.device)
         return caller
@@ -446,11 +446,11 @@ class DeviceWorker:
         self._events.order(self._streams[first].ptr, self._streams[then].ptr)
 
     def _event(self, which: int) -> Any:
-        event = self._events.take()
+        event = self._events.acquire()
         try:
             self._driver.record_event(event, self._streams[which].ptr)
         except BaseException:
-            self._events.put(event)
+            self._events.release(event)
             raise
         return event
 
@@ -459,13 +459,13 @@ class DeviceWorker:
         driver = self._driver
         with on_device(driver, device):
             events = self._internals.device(device).edges
-            event = events.take()
+            event = events.acquire()
             try:
                 driver.record_event(event, first)
                 with on_device(driver, then_device):
                     driver.wait_event(then, event)
             finally:
-                events.put(event)  # a wait holds on to the record that it was given
+                events.release(event)  # a wait holds on to the record that it was given
 
     # Copies
 

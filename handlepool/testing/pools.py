@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 
 from handlepool import drivers
 from handlepool.drivers.protocol import Driver
-from handlepool.pool.default import default_pool, standing_in
+from handlepool.pool.default import default_pool, substitute_default
 from handlepool.pool.pool import HandlePool
 
 
@@ -62,7 +62,7 @@ def gpu_pool() -> Iterator[HandlePool]:
 
 @contextmanager
 def _as_default(driver: Driver) -> Iterator[HandlePool]:
-    with HandlePool(driver=driver, check=True) as pool, standing_in(pool):
+    with HandlePool(driver=driver, check=True) as pool, substitute_default(pool):
         previous, stream = driver.current_stream(), driver.create_stream()
         driver.push_stream(stream)
         try:
@@ -94,7 +94,7 @@ def no_gpu() -> Iterator[None]:
             used = default_pool().internals.status.driver
             if used is not None and used.name == "cuda":
                 pool = stack.enter_context(HandlePool(driver=cast(Driver, nobody)))
-                stack.enter_context(standing_in(pool))
+                stack.enter_context(substitute_default(pool))
             yield
     finally:
         drivers.replace("cuda", former)

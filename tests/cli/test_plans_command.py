@@ -12,7 +12,7 @@ from harness.scenes import Scene
 
 import handlepool
 from handlepool.__main__ import main
-from handlepool.drivers.protocol import SavedPlan
+from handlepool.drivers.executable import SavedPlan
 from handlepool.pool import plan_directory
 from handlepool.pool.plan_directory import PlanDirectory
 

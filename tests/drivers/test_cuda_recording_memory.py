@@ -37,7 +37,7 @@ def give(monkeypatch):
 
 def test_streams_that_are_known_take_each_others_memory_and_any_other_its_own(give):
     memory = capture.CudaRecordingMemory(lambda: None)
-    memory.recycle(lambda start, stop: True, KNOWN.__contains__)
+    memory.set_reuse_policy(lambda start, stop: True, KNOWN.__contains__)
     first, theirs = give(memory, KNOWN[0]), give(memory, THEIRS)
     freed = first.ptr, theirs.ptr
     del first, theirs
@@ -50,6 +50,6 @@ def test_streams_that_are_known_take_each_others_memory_and_any_other_its_own(gi
 
 def test_control_where_all_are_known_any_takes_it(give):
     memory = capture.CudaRecordingMemory(lambda: None)
-    memory.recycle(lambda start, stop: True, lambda stream: True)
+    memory.set_reuse_policy(lambda start, stop: True, lambda stream: True)
     freed = give(memory, THEIRS).ptr  # let go of at once
     assert give(memory, OTHERS).ptr == freed

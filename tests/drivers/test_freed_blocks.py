@@ -11,7 +11,7 @@ def freed(*blocks):
     """Blocks are their sizes, and a letter."""
     found = FreedBlocks()
     for block in blocks:
-        found.home(block[0]).append(block)
+        found.of_size(block[0]).append(block)
     return found
 
 
@@ -51,7 +51,7 @@ def test_a_block_that_another_thread_takes_meanwhile_is_not_taken_twice():
 
     def may_have(block):
         if block[1] == "b":
-            blocks.home(512).remove(block)
+            blocks.of_size(512).remove(block)
         return True
 
     assert blocks.take(512, may_have)[0] == (512, "a")

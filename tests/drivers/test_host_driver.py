@@ -701,8 +701,16 @@ def test_every_method_of_the_protocol_is_counted():
 
     methods = {name for name, value in vars(Driver).items() if callable(value) and not name.startswith("_")}
     # What a driver knows, not what it does.
-    methods -= {"array_pointers", "block_range", "capture_failure", "context_lost", "end_scratch", "launch_buffer", "order_plain"}
-    methods -= {"watch_host_data", "watch_plain", "watch_shared"}
+    methods -= {
+        "array_pointers",
+        "block_range",
+        "capture_failure",
+        "context_lost",
+        "end_scratch",
+        "launch_buffer",
+        "before_untracked_access",
+    }
+    methods -= {"watch_host_data", "watch_untracked_work", "watch_shared_state"}
     source = (getattr(HostDriver, name) for name in methods)
     missing = [value for value in source if value.__name__ not in value.__code__.co_consts]
     assert missing == []

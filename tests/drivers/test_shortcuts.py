@@ -926,9 +926,11 @@ def test_g1_control_a_launch_that_reads_the_slots_handle_before_it_is_busy(make_
 def test_g1_a_close_inside_the_entry_leaves_it_its_handle(raw, monkeypatch, careless):
     x, destroyed = raw.array(), []
     number = again_handle(raw, x)
-    withdraw = Slot.withdraw
+    withdraw = Slot.release_unless_busy
     if careless:
-        monkeypatch.setattr(Slot, "withdraw", lambda slot, closed: setattr(slot, "busy", False) or withdraw(slot, closed))
+        monkeypatch.setattr(
+            Slot, "release_unless_busy", lambda slot, closed: setattr(slot, "busy", False) or withdraw(slot, closed)
+        )
     monkeypatch.setattr(raw.driver, "destroy_handle", lambda handle: destroyed.append(handle.backend_handle))
     raw.driver.entering = lambda: Thread(raw.pool.close).finish() or destroyed.append("the entry goes on")
     double(x)

@@ -258,7 +258,7 @@ def test_a_network_takes_at_most_half_as_much_again_as_on_one_lane(lanes, monkey
 def test_control_googlenet_with_all_memory_kept_takes_more_than_that(lanes, monkeypatch):
     function, p, x = network("googlenet", monkeypatch)
     ((_, one),) = sizes_of(function, p, x, (1,))
-    monkeypatch.setattr("handlepool.drivers.cuda.capture.CudaRecordingMemory.recycle", lambda memory, *_: False)
+    monkeypatch.setattr("handlepool.drivers.cuda.capture.CudaRecordingMemory.set_reuse_policy", lambda memory, *_: False)
     ((_, more),) = sizes_of(function, p, x, (WIDE,))
     assert more > 1.5 * one
 

@@ -145,7 +145,7 @@ def test_g9_a_loaded_plan_may_be_launched_for_the_first_time_under_a_capture(pro
 def test_a_description_of_this_device_is_what_its_plans_are_made_for():
     with HandlePool(driver="cuda") as pool:
         described = DeviceProperties(DeviceProperties.of(pool.driver.current_device()).text)
-        assert planning.DescribedDevice(described).made_for() == pool.driver.made_for()
+        assert planning.DescribedDevice(described).plan_environment() == pool.driver.plan_environment()
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -9,8 +9,8 @@ from harness.scenes import Scene
 
 import handlepool
 from handlepool import ArgumentError, ContractError, HandlePool
+from handlepool.drivers.executable import SavedPlan
 from handlepool.drivers.host.executable import HostExecutable
-from handlepool.drivers.protocol import SavedPlan
 from handlepool.pool.plan_directory import PlanDirectory
 
 
@@ -131,7 +131,7 @@ def test_a_checked_pool_compares_what_a_loaded_plan_computes(process, launch_by)
 
 def test_versions_and_the_device_are_part_of_the_key(process, monkeypatch):
     assert process(double, 2)[1] == BUILT
-    monkeypatch.setattr("handlepool.drivers.host.driver.HostDriver.made_for", lambda _: '{"driver":"host","cudnn":92800}')
+    monkeypatch.setattr("handlepool.drivers.host.driver.HostDriver.plan_environment", lambda _: '{"driver":"host","cudnn":92800}')
     assert process(double, 2)[1] == BUILT
 
 

@@ -23,8 +23,8 @@ def graph_of(build, **types):
     return graph, made if isinstance(made, list) else [*given, made.set_output(True)]
 
 
-def key(build, settings=SETTINGS, made_for=MADE_FOR, **types):
-    return plan_key(*graph_of(build, **types), settings, made_for)
+def key(build, settings=SETTINGS, plan_environment=MADE_FOR, **types):
+    return plan_key(*graph_of(build, **types), settings, plan_environment)
 
 
 def convolved(g, x, w, **how):
@@ -154,7 +154,7 @@ def test_what_is_computed_otherwise_has_another_key():
     keys["without TF32"] = key(plain, SETTINGS | {"allow_tf32": False})
     keys["other heuristics"] = key(plain, SETTINGS | {"heuristics": ("FALLBACK", "A")})
     keys["scratch"] = key(plain, SETTINGS | {"workspace_limit": 0})
-    keys["another version"] = key(plain, made_for='{"cudnn":92800}')
+    keys["another version"] = key(plain, plan_environment='{"cudnn":92800}')
     assert all(keys.values())
     by_key = {}
     for name, found in keys.items():

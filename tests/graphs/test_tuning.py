@@ -71,7 +71,7 @@ def in_order(scene, complete=True):
     stats = scene.pool.stats()
     assert stats["handles_captured"] == stats["handles_leased"] == 0
     deferred.run()
-    scene.pool.internals.drain()
+    scene.pool.internals.release_left()
     if complete:
         Accounts(scene.pool).check()
     assert_usable(scene.pool)

@@ -4,7 +4,7 @@ from collections import Counter
 
 from harness.insides import leases_of, scratch_of, streams_of, take_memory
 
-from handlepool.drivers.protocol import LEGACY_STREAM, PER_THREAD_STREAM
+from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.order import books
 from handlepool.pool import deferred
 from handlepool.pool.context import active, unchecked
@@ -153,7 +153,7 @@ class Accounts:
         assert stats.get("slots_lost", 0) == 0
         assert stats.get("handles_created", 0) == sum(expected.values()) + stats.get("handles_destroyed", 0), stats
         events = sum(event is not None for slot in self.sides + self.late for event in (slot.start_event, slot.end_event))
-        events += sum(event is not None for device in self.devices + self.closed for event, _ in device.scratch.retired)
+        events += sum(event is not None for device in self.devices + self.closed for event, _ in device.scratch.deferred_blocks)
         events += sum(len(device.edges.free) for device in self.devices + self.closed)
         events += sum(len(track.marks) for order in books_of(self.pool.driver) for track in order.tracks.values())
         events += events_of_tasks()
@@ -172,7 +172,7 @@ class Accounts:
             if slot._capture in under_way:
                 captured.update(block.pointer for block in under_capture)
         assert set(slots.values()) <= {1}, "scratch of two slots"
-        retired = [block.pointer for d in self.devices + self.closed for _, block in d.scratch.retired if block.nbytes]
+        retired = [block.pointer for d in self.devices + self.closed for _, block in d.scratch.deferred_blocks if block.nbytes]
         assert not slots.keys() & set(retired)
         captures = [blocks for d in self.devices for blocks in (*d.scratch.captured.values(), *d.scratch.recorded.values())]
         given = {block.pointer for blocks in captures for block in blocks}

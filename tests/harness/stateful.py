@@ -16,7 +16,7 @@ import numpy as np
 import handlepool
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.errors import CaptureError
-from handlepool.testing.pools import standing_in
+from handlepool.testing.pools import substitute_default
 
 CALLS = 6
 SHAPE = (1, 4, 3, 4)
@@ -319,7 +319,7 @@ def inputs(driver: Any) -> list[Any]:
 
 def check(seed: int, lanes: int | None) -> str:
     """Check a random program on a host driver of its own: "accepted", or "refused"."""
-    with standing_in(handlepool.HandlePool(driver=HostDriver(scheduler="adversarial", seed=seed, strict=True))):
+    with substitute_default(handlepool.HandlePool(driver=HostDriver(scheduler="adversarial", seed=seed, strict=True))):
         return check_on(handlepool.default_pool().driver, seed, lanes)
 
 
@@ -362,7 +362,7 @@ def check_recorded(seed: int, lanes: int | None) -> str:
         For another value than the plain function's, and for a program without state that runs eagerly.
     """
     driver = HostDriver(scheduler="adversarial", seed=seed, strict=True, check_order=True)
-    with standing_in(handlepool.HandlePool(driver=driver)), warnings.catch_warnings():
+    with substitute_default(handlepool.HandlePool(driver=driver)), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         program = Program(seed)
         where = f"seed {seed}, lanes {lanes}: {program.statements}"

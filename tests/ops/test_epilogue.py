@@ -148,8 +148,8 @@ def test_what_was_refused_once_is_not_asked_for_at_each_call(make_pool, monkeypa
 
 
 def test_splits_are_forgotten_where_there_are_too_many(limits):
-    limits(MOST_SPLITS=3)
-    splits = PlanCache().splits
+    limits(MOST_RECOLLECTED=3)
+    splits = PlanCache().fused_stage_counts
     for number in range(4):
         splits[number] = number
     assert dict(splits) == {3: 3}

@@ -25,7 +25,7 @@ from handlepool.drivers.cuda import planning
 from handlepool.graphs.compile import build, save
 from handlepool.graphs.signature import Recipe, Signature
 from handlepool.graphs.trace import Request
-from handlepool.pool.default import standing_in
+from handlepool.pool.default import substitute_default
 from handlepool.pool.plan_directory import PlanDirectory
 from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
@@ -158,7 +158,7 @@ def elsewhere(folder):
     with contextlib.redirect_stdout(said):
         status = main(["plans", "build", "planning.listed", "--device-properties", str(properties), "--directory", plans])
     function, specs, options = listed.PLANS[0]
-    with handlepool.HandlePool(driver="host", plan_directory=plans) as pool, standing_in(pool):
+    with handlepool.HandlePool(driver="host", plan_directory=plans) as pool, substitute_default(pool):
         again = function.compile(*specs, device=h200(), **options)
         counts = {name: count for name, count in pool.stats().items() if name.startswith("plan_files_") and count}
     found = [file.plan.engine for file in PlanDirectory(plans).files()]
@@ -195,7 +195,7 @@ def by_objects(g, x, w):
 def unkept(folder):
     """Plan what has no key: what the command said, and what `compile` raised."""
     said = command(folder, (by_objects, (X, W)))
-    with handlepool.HandlePool(driver="host", plan_directory=f"{folder}/plans") as pool, standing_in(pool):
+    with handlepool.HandlePool(driver="host", plan_directory=f"{folder}/plans") as pool, substitute_default(pool):
         try:
             by_objects.compile(X, W, device=h200())
         except ArgumentError as error:
@@ -270,7 +270,7 @@ def overridden(value):
         for shape in ((4, 64, 28, 28), (32, 64, 3, 3))
     ]
     plan = build(Recipe("convolve", convolve, Signature.of(convolve)), Request(tuple(layouts)), device, None)
-    return {"candidates": plan.candidates, "made for": device.made_for()}
+    return {"candidates": plan.candidates, "made for": device.plan_environment()}
 
 
 def described():

@@ -19,7 +19,7 @@ from pathlib import Path
 from harness import planning
 
 from handlepool import GraphNotSupportedError, HandlePool, HandlePoolError
-from handlepool.pool.default import standing_in
+from handlepool.pool.default import substitute_default
 
 sys.path.append(str(planning.TESTS.parent))
 from benchmarks import geometries
@@ -51,7 +51,7 @@ def lines(pool, launched):
     from planning.cases import GROUPS
 
     found = {}
-    with standing_in(pool):
+    with substitute_default(pool):
         for group, cases in GROUPS.items():
             found[group] = {}
             for name, call in cases(pool.driver):

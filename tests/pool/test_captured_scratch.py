@@ -153,7 +153,7 @@ def a_capture_whose_other_thread_ends_before_a_trim(pool, in_thread):
         pool.driver.enqueue(stream.ptr, lambda memory: memory.fill(1), writes=[scratch])
 
     in_thread(use)
-    pool.internals.drain()  # takes in what the thread left behind; only the stream can tell of the capture from now on
+    pool.internals.release_left()  # takes in what the thread left behind; only the stream can tell of the capture from now on
     pool.trim(captured=True)
     during = pool.stats()["scratch_bytes_captured"]
     stream.end_capture().launch(stream)
@@ -178,7 +178,7 @@ def test_g9_trim_captured_knows_that_a_capture_is_over_whose_threads_have_all_en
     stream = pool.driver.create_stream()
     for _ in range(3):
         in_thread(capture, pool, stream, 512)
-        pool.internals.drain()
+        pool.internals.release_left()
     assert captured(pool) == (3, 1536, 1536)
     pool.trim(captured=True)
     assert captured(pool) == (3, 0, 0)
@@ -191,7 +191,7 @@ def test_g11_a_capture_that_was_given_no_bytes_is_forgotten_with_the_thread_that
     stream.begin_capture("relaxed")
     in_thread(pool.get_workspace, 0, stream)
     assert pool.internals.device(0).scratch._capturing
-    pool.internals.drain()
+    pool.internals.release_left()
     assert not pool.internals.device(0).scratch._capturing
     stream.end_capture()
 

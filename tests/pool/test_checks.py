@@ -222,7 +222,7 @@ class Sharing(HostDriver):
 
     report = None
 
-    def watch_shared(self, report, *, check=True):
+    def watch_shared_state(self, report, *, check=True):
         self.report = report
 
         def end():

@@ -82,7 +82,7 @@ def launching(world, monkeypatch):
 
 
 def carelessly(withdraw):
-    """As `Slot.withdraw`, of slots whose threads are in launches, too."""
+    """As `Slot.release_unless_busy`, of slots whose threads are in launches, too."""
 
     def careless(slot, closed):
         slot.busy = False
@@ -112,7 +112,7 @@ def test_g1_a_handle_in_use_is_left_to_its_thread_and_the_others_are_destroyed(m
 
 def test_g1_control_a_close_that_does_not_look_whether_a_handle_is_in_use(monkeypatch):
     world = Closing()
-    monkeypatch.setattr(Slot, "withdraw", carelessly(Slot.withdraw))
+    monkeypatch.setattr(Slot, "release_unless_busy", carelessly(Slot.release_unless_busy))
     end = launching(world, monkeypatch)
     with pytest.raises(ContractError, match="destroy_handle"):
         world.pool.close()
@@ -255,7 +255,7 @@ def test_g1_a_close_at_every_line_of_a_call_lets_it_be_right_or_refuses_it(monke
 
 
 def test_g1_control_a_close_at_every_line_that_does_not_look_whether_a_handle_is_in_use(monkeypatch):
-    monkeypatch.setattr(Slot, "withdraw", carelessly(Slot.withdraw))
+    monkeypatch.setattr(Slot, "release_unless_busy", carelessly(Slot.release_unless_busy))
     _, errors = at_every_line(monkeypatch, a_planned_call)
     assert any(isinstance(error, ContractError) for error in errors)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from handlepool import ArgumentError, HandlePool
-from handlepool.drivers.protocol import SavedPlan
+from handlepool.drivers.executable import SavedPlan
 from handlepool.pool import plan_directory
 from handlepool.pool.plan_directory import PlanDirectory
 
@@ -376,7 +376,7 @@ def test_files_of_others_are_neither_listed_nor_cleared(files):
 
 WRITERS = """
 import os, random, signal, sys, time
-from handlepool.drivers.protocol import SavedPlan
+from handlepool.drivers.executable import SavedPlan
 from handlepool.pool.plan_directory import PlanDirectory
 
 path, writers, rounds, killed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "killed"

@@ -142,7 +142,9 @@ def leave_behind_on_device_1(pool, in_thread):
         pool.prewarm(states=2, workspace=1000)
 
 
-@pytest.mark.parametrize("call", [HandlePool.trim, HandlePool.close, HandlePool.get_handle, lambda pool: pool.internals.drain()])
+@pytest.mark.parametrize(
+    "call", [HandlePool.trim, HandlePool.close, HandlePool.get_handle, lambda pool: pool.internals.release_left()]
+)
 def test_g3_what_another_device_left_behind_is_taken_back_there_and_the_caller_stays(make_pool, in_thread, call):
     pool = make_pool()
     leave_behind_on_device_1(pool, in_thread)

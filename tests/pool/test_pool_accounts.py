@@ -56,7 +56,7 @@ def test_the_idle_limit_bounds_the_handles_kept(make_pool):
         pool.get_handle(stream)
     del stream
     streams.clear()
-    pool.internals.drain()
+    pool.internals.release_left()
     stats = pool.stats()
     assert (stats["handles_live"], stats["handles_idle"], stats["handles_destroyed"]) == (0, 2, 4)
 
@@ -64,7 +64,7 @@ def test_the_idle_limit_bounds_the_handles_kept(make_pool):
 def test_an_idle_limit_of_0_keeps_none(make_pool, in_thread):
     pool = make_pool(idle_limit=0)
     in_thread(pool.get_workspace, 1000)
-    pool.internals.drain()
+    pool.internals.release_left()
     assert pool.stats()["handles_idle"] == 0
     assert pool.stats()["scratch_bytes"] == 0
     assert_usable(pool)

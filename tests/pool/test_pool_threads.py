@@ -195,7 +195,7 @@ def test_g1_handles_have_one_holder_while_threads_and_streams_come_and_go(make_p
         for thread in [Thread(work, generation * 100 + i) for i in range(8)]:
             thread.finish()
     assert not trouble
-    pool.internals.drain()
+    pool.internals.release_left()
     stats = pool.stats()
     assert stats["handles_live"] == 0
     assert stats["handles_idle"] <= 4
@@ -217,7 +217,7 @@ def test_g11_idle_slots_are_reused_last_in_first_out(make_pool, in_thread):
     del stream
     for _ in range(3):
         streams.pop(0)
-        pool.internals.drain()
+        pool.internals.release_left()
     fresh = [pool.driver.create_stream() for _ in range(3)]
     assert [pool.get_handle(stream) for stream in fresh] == handles[::-1]
     assert pool.internals.slot() is keep
@@ -233,7 +233,7 @@ def test_g11_all_slots_of_a_thread_are_given_back(make_pool, in_thread):
             pool.get_handle(stream.ptr)
 
     in_thread(use)
-    pool.internals.drain()
+    pool.internals.release_left()
     assert (pool.stats()["handles_live"], pool.stats()["handles_idle"]) == (0, 10)
 
 
@@ -247,7 +247,7 @@ def test_g11_a_slot_whose_thread_and_stream_have_both_ended_is_given_back_once(m
 
     stream = in_thread(use)
     del stream
-    pool.internals.drain()
+    pool.internals.release_left()
     assert (pool.stats()["handles_live"], pool.stats()["handles_idle"]) == (0, 1)
 
 

@@ -11,7 +11,7 @@ import handlepool
 from handlepool import HandlePool, ParallelStateExecutor, ParallelStates, PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import context
-from handlepool.pool.default import standing_in
+from handlepool.pool.default import substitute_default
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_what_is_asked_of_the_default_pool_is_asked_of_the_one_that_stands_in_an
     default = handlepool.default_pool()
     mine = handlepool.get_handle()
     kept = default.get_handle
-    with standing_in(other):
+    with substitute_default(other):
         theirs = handlepool.get_handle()
         assert theirs is other.get_handle() is kept() is default.get_handle() is handlepool.get_handle()
         assert theirs is not mine
@@ -37,7 +37,7 @@ def test_what_is_asked_of_the_default_pool_is_asked_of_the_one_that_stands_in_an
 
 
 def test_what_a_library_keeps_meanwhile_is_not_left_on_a_closed_pool(unused):
-    with HandlePool(driver=HostDriver()) as other, standing_in(other):
+    with HandlePool(driver=HostDriver()) as other, substitute_default(other):
         states, executor, pool = ParallelStates(2), ParallelStateExecutor(2), handlepool.default_pool()
         get_handle = pool.get_handle
         with other.driver.create_stream():
@@ -61,7 +61,7 @@ def test_what_was_kept_before_uses_the_pool_that_stands_in(unused, other):
     states, executor = ParallelStates(2), ParallelStateExecutor(1)
     with handlepool.default_pool().driver.create_stream():
         executor.submit(int).result()
-    with standing_in(other), other.driver.create_stream():
+    with substitute_default(other), other.driver.create_stream():
         arrays = Arrays(other)
         x, w = arrays.random(1, 4, 6, 6), arrays.random(4, 4, 3, 3)
         outputs = [*states.map(handlepool.conv2d, [x, x], [w, w]), executor.submit(handlepool.conv2d, x, w).result()]
@@ -87,7 +87,7 @@ def test_a_branch_that_is_under_way_goes_on_with_its_own_pool(unused, other):
     internals = default.internals
     thread = Thread(work)
     assert begun.wait(TIMEOUT)
-    with standing_in(other):
+    with substitute_default(other):
         go_on.set()
         assert thread.finish() is internals
     assert default.internals is internals
@@ -95,7 +95,7 @@ def test_a_branch_that_is_under_way_goes_on_with_its_own_pool(unused, other):
 
 
 def test_a_library_that_closes_the_default_pool_ends_nobodys(unused, other):
-    with standing_in(other):
+    with substitute_default(other):
         handle = handlepool.get_handle()
         handlepool.close()
         handlepool.default_pool().close()
@@ -108,7 +108,7 @@ def test_a_library_that_closes_the_default_pool_ends_nobodys(unused, other):
 def test_of_several_the_last_one_counts_in_whatever_order_they_end(unused, make_pool):
     first, second = make_pool(), make_pool()
     default = handlepool.default_pool().internals
-    one, two = standing_in(first), standing_in(second)
+    one, two = substitute_default(first), substitute_default(second)
     one.__enter__()
     two.__enter__()
     assert handlepool.get_handle() is second.get_handle()
@@ -123,18 +123,18 @@ def test_a_pool_that_was_set_is_stood_in_for_as_well(unused, other):
     with HandlePool(driver=HostDriver()) as mine:
         handlepool.set_default_pool(mine)
         handle = mine.get_handle()
-        with standing_in(other):
+        with substitute_default(other):
             assert mine.get_handle() is handlepool.get_handle() is other.get_handle() is not handle
         assert mine.get_handle() is handlepool.get_handle() is handle
 
 
 def test_the_default_pool_is_restored_when_the_test_fails_and_a_closed_pool_is_refused(unused, other):
     default = handlepool.default_pool().internals
-    with pytest.raises(ZeroDivisionError), standing_in(other):
+    with pytest.raises(ZeroDivisionError), substitute_default(other):
         raise ZeroDivisionError
     assert handlepool.default_pool().internals is default
     other.close()
-    with pytest.raises(PoolClosedError), standing_in(other):
+    with pytest.raises(PoolClosedError), substitute_default(other):
         raise AssertionError
     assert handlepool.default_pool().internals is default
 
@@ -156,7 +156,7 @@ def test_threads_that_ask_all_the_while_get_handles_of_pools_that_are_open(unuse
     default = handlepool.default_pool()
     for _ in range(50):
         with HandlePool(driver=HostDriver()) as other:
-            with standing_in(other):
+            with substitute_default(other):
                 assert handlepool.get_handle() is other.get_handle()
             assert handlepool.get_handle() is not other.get_handle()
     stop.set()

@@ -136,7 +136,7 @@ def test_g4_scratch_that_waits_for_its_next_owner_is_not_inherited_from_a_stream
         def in_a_thread_that_ends(use, pool=pool):
             in_thread(use)
             if taken_in:  # while the stream lives, so that the scratch stays with the idle slot
-                pool.internals.drain()
+                pool.internals.release_left()
                 assert pool.stats()["scratch_bytes"] == 256
 
         found = scratch_across_recycling(pool.driver, lambda s, pool=pool: pool.get_workspace(64, s), in_a_thread_that_ends)
@@ -186,7 +186,7 @@ def test_g4_the_slot_of_an_owned_stream_ends_with_the_stream(make_pool):
     pool.get_workspace(1000, stream)
     assert pool.stats()["handles_live"] == 1
     del stream
-    pool.internals.drain()
+    pool.internals.release_left()
     stats = pool.stats()
     assert (stats["handles_live"], stats["handles_idle"], stats["scratch_bytes"]) == (0, 1, 0)
 
@@ -214,7 +214,7 @@ def test_g4_keys_of_bare_pointers_are_bounded_least_recently_used_out_first(make
     assert pool.internals.slot(passed[2]) is slots[2]
     assert pool.stats()["handles_live"] <= MOST_FOREIGN_STREAMS + 1
     assert pool.internals.slot(passed[1]) is not slots[1]
-    pool.internals.drain()
+    pool.internals.release_left()
     assert pool.stats()["handles_live"] == MOST_FOREIGN_STREAMS
 
 

@@ -307,14 +307,14 @@ def test_g5_growth_leaves_the_old_block_to_its_stream_and_does_not_wait(make_poo
     latch = driver.latch(stream.ptr)
     write(pool, stream, old, 7)
     new = pool.get_workspace(5000, stream)  # would never return if it waited
-    pool.internals.drain()
+    pool.internals.release_left()
     assert driver.calls["free"] == 0
     assert pool.stats()["scratch_bytes"] == 1024 + 5120
     assert not overlap(span(pool, old), span(pool, new))
     latch.release()
     stream.synchronize()  # raises if the old block was gone when it was written
     assert (old == 7).all()
-    pool.internals.drain()
+    pool.internals.release_left()
     assert driver.calls["free"] == 1
     assert pool.stats()["scratch_bytes"] == 5120
 
@@ -339,7 +339,7 @@ def test_g5_a_workspace_lives_on_while_only_another_stream_has_passed(make_pool)
     pool.get_workspace(5000, stream)
     pool.get_workspace(1000, other)
     other.synchronize()
-    pool.internals.drain()
+    pool.internals.release_left()
     assert driver.calls["free"] == 0
     latch.release()
     stream.synchronize()
@@ -355,7 +355,7 @@ def test_g5_the_scratch_of_a_destroyed_stream_is_freed_only_when_its_work_has_ru
         seen = []
         pool.driver.enqueue(stream.ptr, lambda memory, seen=seen: seen.append(memory.copy()), reads=[scratch])
         del stream
-        pool.internals.drain()  # the host driver raises where queued work touches freed memory
+        pool.internals.release_left()  # the host driver raises where queued work touches freed memory
         assert (seen[0] == 4).all()
         assert pool.stats()["scratch_bytes"] == 0
 
@@ -387,10 +387,10 @@ def test_g5_two_threads_that_collect_at_a_time_free_each_block_once(make_pool, i
 
         def meanwhile(event):
             driver.event_done = done
-            in_thread(pool.internals.drain)
+            in_thread(pool.internals.release_left)
             return done(event)
 
         driver.event_done = meanwhile
-        pool.internals.drain()
+        pool.internals.release_left()
     assert driver.calls["free"] == 2
     assert pool.stats()["scratch_bytes"] == 3072

@@ -148,7 +148,7 @@ def test_g1_one_thread_at_every_call_of_another(monkeypatch, before, first, seco
         world.driver.fail_at(0)
         for thread in threads:
             thread.finish()
-        world.pool.internals.drain()
+        world.pool.internals.release_left()
         deferred.deferred.run(1000)
         if not world.pool.closed:
             Accounts(world.pool).check()

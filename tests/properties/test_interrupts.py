@@ -68,7 +68,7 @@ def a_close(scene):
 
 def a_reclaim(scene):
     full(scene)
-    return scene.pool.internals.device(0).reclaim_scratch
+    return scene.pool.internals.device(0).release_idle_scratch
 
 
 UNSEEN = {}
@@ -235,7 +235,7 @@ def free(scratch, block):
             with scratch.driver.relaxed():
                 scratch.driver.free(block.pointer)
         except BaseException:
-            scratch.retired.append((None, block))
+            scratch.deferred_blocks.append((None, block))
             raise
         scratch._uncount(block.nbytes)
 """

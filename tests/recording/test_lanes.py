@@ -40,7 +40,7 @@ class Watched(HostDriver):
         self.sets.append(len(nodes))
         super().set_dependencies(pointer, self.kept(nodes))
 
-    def watch_shared(self, report, *, check=True):
+    def watch_shared_state(self, report, *, check=True):
         self.report = report
         return lambda: None
 
@@ -153,7 +153,7 @@ def test_g17_unseen_work_stands_after_all_before_it_and_before_all_after_it(scen
 
 
 def test_work_that_no_driver_tells_of_lies_between_the_calls_around_it(scene):
-    scene.driver.watch_plain = lambda report: lambda: None  # as with CuPy
+    scene.driver.watch_untracked_work = lambda report: lambda: None  # as with CuPy
     function = plain_at(("between",))
     with handlepool.record(function, scene, scene.array(1), lanes=2) as program:
         (step,) = program.explain().serial

@@ -22,7 +22,7 @@ WIDTHS = {"googlenet": 4, "squeezenet1_1": 2}
 
 def kept(monkeypatch):
     """All memory is kept to the end of the recording."""
-    monkeypatch.setattr(RecordingMemory, "recycle", lambda memory, *_: False)
+    monkeypatch.setattr(RecordingMemory, "set_reuse_policy", lambda memory, *_: False)
 
 
 def add(scene, x, y):
@@ -177,8 +177,10 @@ def test_g8_streams_of_the_functions_own_have_memory_of_their_own(scene, functio
 
 @pytest.mark.parametrize("function", [on_streams, in_branches, as_calls])
 def test_g8_control_memory_for_whatever_stream_asks_is_caught(scene, function, monkeypatch):
-    original = RecordingMemory.recycle
-    monkeypatch.setattr(RecordingMemory, "recycle", lambda memory, may_have, *_: original(memory, may_have, lambda stream: True))
+    original = RecordingMemory.set_reuse_policy
+    monkeypatch.setattr(
+        RecordingMemory, "set_reuse_policy", lambda memory, may_have, *_: original(memory, may_have, lambda stream: True)
+    )
     others = [scene.driver.create_stream() for _ in range(2)]
     program = handlepool.record(function, scene, others, scene.array(1), lanes=8)
     with pytest.raises(ContractError, match="not ordered"):

@@ -26,7 +26,7 @@ class Sharing(CarelessDriver):
             allocator = None
             nbytes = 0
 
-            def tell(self, of):
+            def on_allocate(self, of):
                 pass
 
             def holds(self, value):

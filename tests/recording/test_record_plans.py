@@ -58,7 +58,7 @@ def in_order(scene, complete=True):
     assert (thread.recording, thread.rehearsal, thread.launched, recordings) == (None, None, None, [])
     assert leased(scene) == 0
     deferred.run()
-    scene.pool.internals.drain()
+    scene.pool.internals.release_left()
     if complete:
         Accounts(scene.pool).check()
     assert_usable(scene.pool)

@@ -24,7 +24,7 @@ from handlepool import (
 )
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
-from handlepool.testing.pools import host_pool, standing_in
+from handlepool.testing.pools import host_pool, substitute_default
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_ten_thousand_keys_are_right_and_hold_as_much_as_a_few(driver, array):
 
 def test_arrays_of_two_devices_are_the_plain_functions_affair():
     driver = HostDriver(devices=2)
-    with HandlePool(driver=driver) as pool, standing_in(pool):
+    with HandlePool(driver=driver) as pool, substitute_default(pool):
         network = handlepool.recorded(doubled_sum)
         x = driver.asarray(np.ones((1, 4, 3, 4), np.float32))
         with driver.device(1):
@@ -371,7 +371,7 @@ def test_strict_refuses_arguments_that_no_program_takes(driver):
 
 def test_g15_clear_while_calls_are_under_way_loses_none():
     driver = HostDriver()
-    with HandlePool(driver=driver) as pool, standing_in(pool):
+    with HandlePool(driver=driver) as pool, substitute_default(pool):
         network, stop, wrong = handlepool.recorded(doubled, instances=2), threading.Event(), []
 
         def work(number):
@@ -447,7 +447,7 @@ def test_an_await_inside_a_streams_block_gives_each_client_its_own(array, driver
 def test_nothing_is_left_after_many_keys_calls_and_refusals():
     driver = HostDriver(scheduler="adversarial", check_order=True)
     pool = HandlePool(driver=driver)
-    with standing_in(pool), warnings.catch_warnings():
+    with substitute_default(pool), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         stream = driver.create_stream()
         with stream:

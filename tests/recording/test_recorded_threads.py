@@ -13,7 +13,7 @@ from handlepool import ContractError, HandlePool
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
 from handlepool.recording.program import Program
-from handlepool.testing.pools import standing_in
+from handlepool.testing.pools import substitute_default
 
 FIRST = int(os.environ.get("FIRST", "0"))
 COUNT = int(os.environ.get("COUNT", "40"))
@@ -61,7 +61,7 @@ def sequence(seed, *, threads=THREADS, calls=CALLS, shapes=SHAPES, options=None,
     """Run random calls from many threads on a driver of its own; return the wrong values, and what is left on the driver."""
     driver = HostDriver(scheduler="adversarial", seed=seed, check_order=check)
     wrong: list[str] = []
-    with HandlePool(driver=driver) as pool, standing_in(pool), warnings.catch_warnings():
+    with HandlePool(driver=driver) as pool, substitute_default(pool), warnings.catch_warnings():
         # Of the values that a few keys differ in.
         warnings.simplefilter("ignore", RuntimeWarning)
         recorded = handlepool.recorded(network, **(options or {"lanes": 3, "instances": 2, "programs": 20}))
@@ -140,7 +140,7 @@ def test_control_an_instance_whose_outputs_two_threads_reuse_goes_wrong(monkeypa
 
     def reused():
         driver = HostDriver()
-        with HandlePool(driver=driver) as pool, standing_in(pool):
+        with HandlePool(driver=driver) as pool, substitute_default(pool):
             double = handlepool.recorded(lambda x: handlepool.add(x, x), outputs="reused", instances=2)
             held, go = threading.Barrier(2), threading.Barrier(2)
             ones = np.ones((1, 4, 3, 4), np.float32)

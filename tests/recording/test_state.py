@@ -22,10 +22,10 @@ LANES = pytest.mark.parametrize("lanes", [None, 4])
 @pytest.fixture(params=["adversarial", "strict"])
 def asarray(request):
     from handlepool.drivers.host.driver import HostDriver
-    from handlepool.testing.pools import standing_in
+    from handlepool.testing.pools import substitute_default
 
     driver = HostDriver(scheduler="adversarial", seed=3, strict=request.param == "strict")
-    with standing_in(handlepool.HandlePool(driver=driver)):
+    with substitute_default(handlepool.HandlePool(driver=driver)):
         yield driver.asarray
 
 
@@ -416,9 +416,9 @@ def test_g19_a_refusal_that_the_function_catches_is_raised_in_the_end(asarray):
 )
 def test_g19_other_copies_from_the_host_are_refused(write, lanes):
     from handlepool.drivers.host.driver import HostDriver
-    from handlepool.testing.pools import standing_in
+    from handlepool.testing.pools import substitute_default
 
-    with standing_in(handlepool.HandlePool(driver=HostDriver(scheduler="adversarial", seed=1))):
+    with substitute_default(handlepool.HandlePool(driver=HostDriver(scheduler="adversarial", seed=1))):
         make = handlepool.default_pool().driver.asarray
         buffer, values = full(make, 0), np.ones(SHAPE, np.float32)
 

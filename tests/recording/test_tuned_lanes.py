@@ -11,8 +11,8 @@ from harness.scenes import Scene
 import handlepool
 from handlepool import ArgumentError
 from handlepool.__main__ import main
+from handlepool.drivers.executable import SavedPlan
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.drivers.protocol import SavedPlan
 from handlepool.pool.plan_directory import PlanDirectory
 from handlepool.recording import tuned_lanes
 from handlepool.recording.tuning import LanesRig

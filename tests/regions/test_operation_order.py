@@ -544,7 +544,9 @@ def ones(request, torch_door, monkeypatch):
     """Makes tensors: torch's own, or ones that act like them as far as is asked here."""
     if request.param == "torch":
         return pytest.importorskip("torch", reason="torch is not installed").ones
-    door = SimpleNamespace(version=lambda x: x.writes[0], storage=lambda x: id(x.writes), peek=lambda x: x.values.copy())
+    door = SimpleNamespace(
+        version=lambda x: x.writes[0], storage=lambda x: id(x.writes), read_unordered=lambda x: x.values.copy()
+    )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=StandIn))
     torch_door(lambda: door, "order.undeclared")
     return StandIn.ones

@@ -25,7 +25,7 @@ from handlepool import (
 )
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import context
-from handlepool.pool.default import standing_in
+from handlepool.pool.default import substitute_default
 from handlepool.regions import fork as forks
 from handlepool.regions.leases import Leases
 
@@ -242,7 +242,7 @@ def scaled(x, w, *, padding, scale=1):
     ids=["conv2d", "plain", "partial", "operation"],
 )
 def test_keywords_that_map_does_not_know_are_the_functions(make_driver, by, function):
-    with HandlePool(driver=make_driver()) as pool, standing_in(pool):
+    with HandlePool(driver=make_driver()) as pool, substitute_default(pool):
         states, driver = ParallelStates(2, pool=pool), pool.driver
         x, w = (driver.asarray(np.ones(shape, np.float32)) for shape in ((1, 4, 6, 6), (4, 4, 3, 3)))
         if by == "executor":

@@ -203,19 +203,19 @@ class CudaRecordingMemory:
         size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         stream = cupy.cuda.get_current_stream().ptr
         freed = self._freed.setdefault((device, None if self._known(stream) else stream), FreedBlocks())
-        block, home = freed.take(size, self._is_free) or (None, freed.home(size))
+        block, home = freed.take(size, self._is_free) or (None, freed.of_size(size))
         if block is None:
             block = self._fresh(size)
-        freed.given(block, size)
+        freed.note_given(block, size)
         return MemoryPointer(UnownedMemory(block.ptr, block.mem.size, _Owner(block, home), device), 0)
 
     def _is_free(self, block: Any) -> bool:
         return self._may_have is not None and self._may_have(block.ptr, block.ptr + block.mem.size)
 
-    def tell(self, of: Callable[[object], None] | None) -> None:
+    def on_allocate(self, of: Callable[[object], None] | None) -> None:
         self._tell = of
 
-    def recycle(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
+    def set_reuse_policy(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
         self._may_have, self._known = may_have, known
         return True
 

@@ -31,9 +31,9 @@ from handlepool.drivers.cuda.kernel_executable import KernelExecutable
 from handlepool.drivers.cuda.sums import CudaSums
 from handlepool.drivers.cuda.throwaway import ThrowawayCapture
 from handlepool.drivers.event_pool import Events
-from handlepool.drivers.executable import Copy, SavedPlan
+from handlepool.drivers.executable import OperandCopy, SavedPlan
 from handlepool.drivers.kernel import Kernel
-from handlepool.drivers.protocol import BeforePlain, Bring, ReadHost
+from handlepool.drivers.protocol import BeforeUntracked, Bring, ReadHost
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Handle, Stream
 from handlepool.errors import ArrayTypeError, CaptureError, DriverNotAvailableError
 from handlepool.tensors import frontend
@@ -144,7 +144,7 @@ class CudaDriver:
 
     def __init__(self) -> None:
         self._edges: dict[int, Events] = {}  # by device: of allocations in branches
-        self._made_for: dict[int, str] = {}
+        self._plan_environment: dict[int, str] = {}
         self._host_data = threading.local()  # its attribute `bring` makes the arrays of `asarray`
         self._reached: set[tuple[int, int]] = set()  # devices, with those whose memory they were asked to reach
         for name in ("current_stream", "record_event", "wait_event", "is_capturing"):  # an object's own are found sooner
@@ -341,13 +341,13 @@ class CudaDriver:
         before, own.bring = getattr(own, "bring", None), bring
         return partial(setattr, own, "bring", before)
 
-    def watch_plain(self, report: Callable[[str], None]) -> Callable[[], None]:
+    def watch_untracked_work(self, report: Callable[[str], None]) -> Callable[[], None]:
         return _nothing  # CuPy tells nobody
 
-    def order_plain(self, before: BeforePlain) -> None:
+    def before_untracked_access(self, before: BeforeUntracked) -> None:
         pass
 
-    def watch_shared(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
+    def watch_shared_state(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
         return shared.watch(report)
 
     # Arrays and graphs
@@ -383,7 +383,7 @@ class CudaDriver:
             if self.current_stream().ptr != current.ptr:
                 current.use()
 
-    def peek(self, array: DeviceArray) -> np.ndarray[Any, Any] | None:
+    def read_unordered(self, array: DeviceArray) -> np.ndarray[Any, Any] | None:
         pointer = self.current_stream().ptr
         if pointer != LEGACY_STREAM and self.is_capturing(pointer):
             return None
@@ -474,11 +474,11 @@ class CudaDriver:
     def new_graph(self, **settings: Any) -> Any:
         return frontend.new_graph(**settings)
 
-    def made_for(self) -> str:
+    def plan_environment(self) -> str:
         device = self.current_device()
-        if device not in self._made_for:
-            self._made_for[device] = planning.made_for(_kind(device))
-        return self._made_for[device]
+        if device not in self._plan_environment:
+            self._plan_environment[device] = planning.plan_environment(_kind(device))
+        return self._plan_environment[device]
 
     def compile(
         self,
@@ -486,7 +486,7 @@ class CudaDriver:
         operands: Sequence[Any],
         *,
         handle: Handle,
-        copies: Sequence[Copy] = (),
+        copies: Sequence[OperandCopy] = (),
         saved: SavedPlan | None = None,
         **settings: Any,
     ) -> CudaExecutable:

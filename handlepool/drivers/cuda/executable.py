@@ -12,7 +12,7 @@ from cupy.cuda.memory import MemoryPointer, UnownedMemory
 from handlepool.drivers.cuda import fast_launch
 from handlepool.drivers.cuda.early import barrier
 from handlepool.drivers.cuda.planning import MOST_OPERANDS, Planned
-from handlepool.drivers.executable import AliasPair, Copy
+from handlepool.drivers.executable import AliasPair, OperandCopy
 from handlepool.drivers.operands import check_operands
 from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import Handle
@@ -32,7 +32,7 @@ class CudaExecutable:
         self,
         driver: Driver,
         planned: Planned,
-        copies: Sequence[Copy] = (),
+        copies: Sequence[OperandCopy] = (),
         *,
         name: str,
         titles: Sequence[str],

@@ -47,7 +47,7 @@ def launch(begin, arrays, out, fresh=None):
         else:
             slot = begin(({operands},), launch, ({pointers},), ({blocks},))
             if slot.handle.stream is not slot.pointer:
-                sound(slot)
+                repaired(slot)
         if slot.busy:
             return NOT_CACHED  # inside another launch of this slot, in a finaliser: refused there
         if cache.recent is not entry:
@@ -58,7 +58,7 @@ def launch(begin, arrays, out, fresh=None):
             workspace = {workspace}
             buffer, location = slot.buffer
             {store}
-            # The slot's handle as it is now that the slot is busy: see `Slot.withdraw`.
+            # The slot's handle as it is now that the slot is busy: see `Slot.release_unless_busy`.
             {barrier}raw(location, {count}, workspace, slot.handle.{bound}, index)
         finally:
             slot.busy = False

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import cudnn
 
-from handlepool.drivers.executable import ALIGNMENT, Copy, SavedPlan, scratch_of
+from handlepool.drivers.executable import ALIGNMENT, OperandCopy, SavedPlan, scratch_of
 from handlepool.errors import ArgumentError, DriverNotAvailableError, GraphNotSupportedError
 from handlepool.tensors import frontend
 from handlepool.tensors.device_properties import DeviceProperties
@@ -73,7 +73,7 @@ class Planned:
 def plan(
     graph: cudnn.pygraph,
     operands: Sequence[Any],
-    copies: Sequence[Copy] = (),
+    copies: Sequence[OperandCopy] = (),
     *,
     workspace_limit: int | None = None,
     allow_tf32: bool = True,
@@ -89,7 +89,7 @@ def plan(
         With a handle, or a description of a device. Every real tensor has shape, strides and type.
     operands : sequence of graph tensor
         Inputs, then outputs.
-    copies : sequence of Copy
+    copies : sequence of OperandCopy
         As in `handlepool.drivers.protocol.Driver.compile`, as are the settings.
     plan_index : int, optional
         The one of the proposed plans that is to be built, and no other.
@@ -130,7 +130,7 @@ def plan(
     return Planned(graph, *_scratch(size, copies), engine, int(graph.get_execution_plan_count()), uids, raw, index, size)
 
 
-def loaded(operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, **device: object) -> Planned:
+def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedPlan, **device: object) -> Planned:
     """Make a plan of what `Planned.save` gave, maybe in another process.
 
     Operands and scratch are compared. Operations are not: cuDNN tells those of a plan that it has read in its own bytes alone.
@@ -171,7 +171,7 @@ def loaded(operands: Sequence[Any], copies: Sequence[Copy], saved: SavedPlan, **
     return Planned(lowered, *_scratch(size, copies), saved.engine, saved.candidates, uids, raw, -1, size, saved, saved.early)
 
 
-def _scratch(size: int, copies: Sequence[Copy]) -> tuple[int, int]:
+def _scratch(size: int, copies: Sequence[OperandCopy]) -> tuple[int, int]:
     """Return the bytes of scratch with the copies of operands, and where these begin."""
     copies_at = -(-size // ALIGNMENT) * ALIGNMENT
     return copies_at + scratch_of(copies) if copies else size, copies_at
@@ -202,7 +202,7 @@ def _raw(lowered: Any, uids: list[int]) -> Callable[..., None] | None:
     return raw if order == uids else None
 
 
-def made_for(device: Mapping[str, Any]) -> str:
+def plan_environment(device: Mapping[str, Any]) -> str:
     """Return what plans depend on beside their graph, as JSON: what there is in this process, and the device, wherever it is.
 
     The device is as of `handlepool.tensors.device_properties.DeviceProperties.kind`.
@@ -231,7 +231,7 @@ class DescribedDevice:
 
     def __init__(self, properties: DeviceProperties) -> None:
         self.properties = properties
-        self._made_for = ""
+        self._plan_environment = ""
 
     def new_graph(self, **settings: Any) -> Any:
         """Return an empty `cudnn.pygraph` to be planned for the device."""
@@ -242,7 +242,7 @@ class DescribedDevice:
         graph: Any,
         operands: Sequence[Any],
         *,
-        copies: Sequence[Copy] = (),
+        copies: Sequence[OperandCopy] = (),
         saved: SavedPlan | None = None,
         **settings: Any,
     ) -> "DescribedExecutable":
@@ -266,10 +266,10 @@ class DescribedDevice:
         """Raise: the kernel is our own, and needs no plan of cuDNN's."""
         raise GraphNotSupportedError("zeros are written by a kernel that is not planned ahead")
 
-    def made_for(self) -> str:
-        """Return what `CudaDriver.made_for` does where the device is."""
-        self._made_for = self._made_for or made_for(self.properties.kind)
-        return self._made_for
+    def plan_environment(self) -> str:
+        """Return what `CudaDriver.plan_environment` does where the device is."""
+        self._plan_environment = self._plan_environment or plan_environment(self.properties.kind)
+        return self._plan_environment
 
 
 class DescribedExecutable:

@@ -49,7 +49,7 @@ class CudaSums:
         function = _function()
         _forget_written()
         # The event says when the host may read, and when the page-locked memory may be given to others.
-        self._event: Any = events.take()
+        self._event: Any = events.acquire()
         _under_way.append(self)
         for argument, (across, down) in launches:
             places = buffer("Q", (argument.buffer_info()[0],))
@@ -72,7 +72,7 @@ class CudaSums:
         event, self._event = self._event, None
         # Another thread may have put the event back in between.
         if event is not None:
-            self._events.put(event)
+            self._events.release(event)
 
     def values(self) -> list[int]:
         """As the protocol says."""

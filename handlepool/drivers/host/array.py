@@ -68,7 +68,7 @@ class Work(Protocol):
     def home(self, array: "HostArray", label: str) -> AbstractContextManager[object]:
         """Make the device of an array current, for a copy to the host."""
 
-    def peek(self, array: "HostArray") -> Raw | None:
+    def read_unordered(self, array: "HostArray") -> Raw | None:
         """Return a copy of an array's elements for who looks at it; None where they are not there."""
 
     def like(self, shape: Sequence[int], dtype: npt.DTypeLike, pattern: Raw | None = None) -> "HostArray":
@@ -291,7 +291,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _shown(self, show: Callable[[Any], str]) -> str:
         try:
-            values = self._work.peek(self)
+            values = self._work.read_unordered(self)
         except Exception:  # a debugger asks for it at any time; no order was checked, and no failure taken from who waits for it
             values = None
         if values is None:

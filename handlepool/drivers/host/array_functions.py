@@ -49,7 +49,7 @@ from handlepool.drivers.host.memory import Memory, accesses, plain_reads, tell_p
 from handlepool.drivers.host.scheduler import NOTHING
 from handlepool.drivers.host.streams import Device, Queue, StreamTable
 from handlepool.drivers.operands import ASARRAY
-from handlepool.drivers.protocol import BeforePlain
+from handlepool.drivers.protocol import BeforeUntracked
 from handlepool.errors import ArrayTypeError, CaptureError, DeviceMismatchError, ForkedProcessError
 from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.inference import dense_strides
@@ -75,7 +75,7 @@ class ArrayWork:
         self._streams = streams
         self._memory = memory
         self._process = os.getpid()
-        self.before: BeforePlain | None = None  # told of what is queued, where a fork is open
+        self.before: BeforeUntracked | None = None  # told of what is queued, where a fork is open
 
     # Memory
 
@@ -173,7 +173,7 @@ class ArrayWork:
                 f"docs/host-arrays.md lists as queued, and ask for values after the replay"
             )
 
-    def peek(self, array: HostArray) -> Raw | None:
+    def read_unordered(self, array: HostArray) -> Raw | None:
         """Return a copy of an array's elements for who looks at it, or None while the current stream is captured.
 
         Nothing else changes by it: what failed in queued work is left to the next wait, and no order of accesses is checked.

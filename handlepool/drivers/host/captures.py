@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
 from handlepool.drivers.host.race_checker import Access
-from handlepool.drivers.host.scheduler import NOTHING, Operation
+from handlepool.drivers.host.scheduler import NOTHING, QueuedOperation
 from handlepool.drivers.operands import ASARRAY
 from handlepool.errors import ArgumentError, CaptureError, ContractError
 
@@ -97,7 +97,7 @@ class HostGraph:
 
     def __init__(self, table: "StreamTable", nodes: Sequence[Node]) -> None:
         self.nodes = tuple(nodes)
-        self.last: Operation = NOTHING
+        self.last: QueuedOperation = NOTHING
         """The end of the last launch: a graph never runs beside itself."""
         self.lanes: dict[object, int] = {}
         """A component of the checker's clocks for each lane."""

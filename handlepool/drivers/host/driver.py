@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from handlepool._util.names import shown
-from handlepool.drivers.executable import Copy, SavedPlan
+from handlepool.drivers.executable import OperandCopy, SavedPlan
 from handlepool.drivers.host import scheduler as schedulers
 from handlepool.drivers.host.array import Array, HostArray, address_of, check_type, owner_of, raw_view, view_of, work_of
 from handlepool.drivers.host.array_functions import ArrayWork
@@ -31,7 +31,7 @@ from handlepool.drivers.host.sums import HostSums
 from handlepool.drivers.host.testing import Controls
 from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.operands import check_operands, operand_name
-from handlepool.drivers.protocol import BeforePlain, Bring, ReadHost
+from handlepool.drivers.protocol import BeforeUntracked, Bring, ReadHost
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError, GraphNotSupportedError
 from handlepool.tensors import frontend
@@ -279,7 +279,7 @@ class HostDriver(Controls):
             error = error.__cause__ or error.__context__
         return lost if ask or error is not None else None
 
-    def order_plain(self, before: BeforePlain) -> None:
+    def before_untracked_access(self, before: BeforeUntracked) -> None:
         self._work.before = before
 
     def watch_host_data(self, bring: Bring, read: ReadHost) -> Callable[[], None]:
@@ -287,11 +287,11 @@ class HostDriver(Controls):
         before, thread.host_data = thread.host_data, (bring, read)
         return partial(setattr, thread, "host_data", before)
 
-    def watch_plain(self, report: Callable[[str], None]) -> Callable[[], None]:
+    def watch_untracked_work(self, report: Callable[[str], None]) -> Callable[[], None]:
         self._streams.watchers.append(report)
         return partial(self._streams.watchers.remove, report)
 
-    def watch_shared(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
+    def watch_shared_state(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
         """Check the order of accesses from now on, on all streams of the driver; NumPy shares nothing else between streams."""
         if not check:
             return lambda: None
@@ -424,10 +424,10 @@ class HostDriver(Controls):
             self.order.host_reads(block, raw, "copy to the host")
         return np.array(raw, order="K")
 
-    def peek(self, array: DeviceArray) -> np.ndarray[Any, Any] | None:
-        self._note("peek")
+    def read_unordered(self, array: DeviceArray) -> np.ndarray[Any, Any] | None:
+        self._note("read_unordered")
         if isinstance(array, HostArray):
-            return self._work.peek(array)
+            return self._work.read_unordered(array)
         queue = self._current_queue()
         if queue.capture is not None:
             return None
@@ -544,13 +544,13 @@ class HostDriver(Controls):
         self._note("new_graph")
         return frontend.new_graph(**settings)
 
-    def made_for(self) -> str:
+    def plan_environment(self) -> str:
         """Return nothing more than that it is this driver: a plan here depends on its graph alone."""
-        self._note("made_for")
+        self._note("plan_environment")
         return json.dumps({"driver": self.name})
 
     def compile(
-        self, graph: Any, operands: Sequence[Any], *, handle: Any = None, copies: Sequence[Copy] = (), **settings: Any
+        self, graph: Any, operands: Sequence[Any], *, handle: Any = None, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> HostExecutable:
         """Plan a graph for the current device. Of the settings for cuDNN, only ``workspace_limit`` means anything here."""
         from handlepool.drivers.host import evaluator  # needed by graphs alone
@@ -578,7 +578,7 @@ class HostDriver(Controls):
         return self._executable(kernels.evaluation(kernel, len(operands) - 1), geometry, (), name, titles)
 
     def _executable(
-        self, plan: Any, geometry: Sequence[Any], copies: Sequence[Copy], name: str, titles: Sequence[str]
+        self, plan: Any, geometry: Sequence[Any], copies: Sequence[OperandCopy], name: str, titles: Sequence[str]
     ) -> HostExecutable:
         check = partial(check_operands, self)
         where = (self._thread.device, self._streams, self._memory)

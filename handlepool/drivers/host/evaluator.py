@@ -50,7 +50,7 @@ Body = Callable[[Sequence[Array], Array], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EvaluationStep:
     """One queued piece of work. `reads` and `writes` are indices of operands."""
 
     name: str
@@ -70,7 +70,7 @@ class Evaluation:
 
     engine: str
     workspace_size: int
-    steps: tuple[Step, ...]
+    steps: tuple[EvaluationStep, ...]
 
     def run(self, arrays: Sequence[Array], workspace: Array) -> None:
         """Run all steps at once."""
@@ -79,7 +79,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TensorPlace:
     """Where a tensor is: among the operands, in the workspace, or nowhere (a constant)."""
 
     shape: Shape
@@ -149,10 +149,10 @@ class _Planner:
         self.operands = {tensor.uid: i for i, tensor in enumerate(operands)}
         double = exact or any(getattr(tensor.data_type, "name", "") == "DOUBLE" for tensor in operands)
         self.dtype = np.dtype(np.float64 if double else np.float32)
-        self.places: dict[int, _Place] = {}
+        self.places: dict[int, _TensorPlace] = {}
         self.end = 0  # of the regions given out
         self.size = 0  # of the workspace
-        self.steps: list[Step] = []
+        self.steps: list[EvaluationStep] = []
         self.engines: set[str] = set()
 
     def evaluation(self) -> Evaluation:
@@ -169,7 +169,7 @@ class _Planner:
             "SDPA": self.attention,
         }
         nodes = self.graph.nodes
-        totals: dict[int, _Place] = {}
+        totals: dict[int, _TensorPlace] = {}
         for node in nodes:
             if node.node_type.name not in rules:
                 raise GraphNotSupportedError(
@@ -198,27 +198,27 @@ class _Planner:
             if tensor.uid in self.places:
                 continue
             if tensor.uid in self.operands:
-                self.places[tensor.uid] = _Place(self.shapes[tensor.uid], self.dtype, self.operands[tensor.uid])
+                self.places[tensor.uid] = _TensorPlace(self.shapes[tensor.uid], self.dtype, self.operands[tensor.uid])
             elif tensor.pass_by_value is not None:
                 value = float(tensor.pass_by_value)
-                self.places[tensor.uid] = _Place(self.shapes[tensor.uid], self.dtype, constant=value)
+                self.places[tensor.uid] = _TensorPlace(self.shapes[tensor.uid], self.dtype, constant=value)
             else:
                 raise ArgumentError(f"{title(node)}: its {port} {tensor.name!r} is not among the graph's operands")
         for port, tensor in node.outputs.items():
             if tensor.uid in self.operands:
-                self.places[tensor.uid] = _Place(self.shapes[tensor.uid], self.dtype, self.operands[tensor.uid])
+                self.places[tensor.uid] = _TensorPlace(self.shapes[tensor.uid], self.dtype, self.operands[tensor.uid])
             elif tensor.is_virtual:
                 self.places[tensor.uid] = self.region(self.shapes[tensor.uid])
             else:
                 raise ArgumentError(f"{title(node)}: its output {port} {tensor.name!r} is not among the operands")
 
-    def region(self, shape: Shape) -> _Place:
-        place = _Place(shape, self.dtype, offset=self.end)
+    def region(self, shape: Shape) -> _TensorPlace:
+        place = _TensorPlace(shape, self.dtype, offset=self.end)
         self.size = self.end + math.prod(shape) * self.dtype.itemsize
         self.end = -(-self.size // ALIGNMENT) * ALIGNMENT
         return place
 
-    def columns(self, node: FrontendNode, unfolding: Unfolding) -> tuple[_Place, list[Any]]:
+    def columns(self, node: FrontendNode, unfolding: Unfolding) -> tuple[_TensorPlace, list[Any]]:
         """Return the region of a convolution's columns, which all convolutions share, and the tiles that fit in it."""
         least = unfolding.elements_per_row * self.dtype.itemsize
         room = COLUMN_BYTES if self.limit is None else min(COLUMN_BYTES, self.limit - self.end)
@@ -230,13 +230,13 @@ class _Planner:
         tiles = unfolding.tiles(room // self.dtype.itemsize)
         most = max(math.prod(unfolding.columns(tile)) for tile in tiles)
         self.size = max(self.size, self.end + most * self.dtype.itemsize)
-        return _Place((most,), self.dtype, offset=self.end), tiles
+        return _TensorPlace((most,), self.dtype, offset=self.end), tiles
 
     # Nodes
 
-    def step(self, name: str, reads: Sequence[_Place], writes: Sequence[_Place], body: Body) -> None:
+    def step(self, name: str, reads: Sequence[_TensorPlace], writes: Sequence[_TensorPlace], body: Body) -> None:
         self.steps.append(
-            Step(
+            EvaluationStep(
                 name,
                 tuple(index for place in reads for index in place.operands),
                 tuple(index for place in writes for index in place.operands),
@@ -244,7 +244,7 @@ class _Planner:
             )
         )
 
-    def ports(self, node: FrontendNode, *names: str) -> list[_Place]:
+    def ports(self, node: FrontendNode, *names: str) -> list[_TensorPlace]:
         return [self.places[(node.inputs if name in node.inputs else node.outputs)[name].uid] for name in names]
 
     def fprop(self, node: FrontendNode) -> None:
@@ -256,7 +256,14 @@ class _Planner:
         self.convolve(node, loss, weight, output, weight.shape, transposed=True)
 
     def convolve(
-        self, node: FrontendNode, source: _Place, weight: _Place, output: _Place, filters: Shape, *, transposed: bool
+        self,
+        node: FrontendNode,
+        source: _TensorPlace,
+        weight: _TensorPlace,
+        output: _TensorPlace,
+        filters: Shape,
+        *,
+        transposed: bool,
     ) -> None:
         channels = (output if transposed else source).shape[1]
         unfolding = Unfolding(
@@ -298,9 +305,9 @@ class _Planner:
         self,
         node: FrontendNode,
         unfolding: Unfolding,
-        source: _Place,
-        factor: _Place,
-        output: _Place,
+        source: _TensorPlace,
+        factor: _TensorPlace,
+        output: _TensorPlace,
         finish: Callable[[Any, Array, Sequence[Array], Array], None],
     ) -> list[Any]:
         """Add two steps a tile: unfold ``source`` into the columns; ``finish`` with them."""

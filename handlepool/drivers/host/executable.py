@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from handlepool.drivers.executable import ALIGNMENT, Copy, SavedPlan, scratch_of
+from handlepool.drivers.executable import ALIGNMENT, OperandCopy, SavedPlan, scratch_of
 from handlepool.drivers.host.array import Raw, address_of, raw_view
 from handlepool.drivers.host.contract import HandleUse
 from handlepool.drivers.host.memory import Block, Memory, accesses, plain_reads, tell_plain
@@ -34,7 +34,7 @@ class HostExecutable:
         self,
         plan: "Evaluation",
         geometry: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-        copies: Sequence[Copy],
+        copies: Sequence[OperandCopy],
         device: int,
         streams: StreamTable,
         memory: Memory,
@@ -136,7 +136,7 @@ class HostExecutable:
         """Return its geometry: planning takes no time here, and only whether a plan is that of its graph can be told."""
         return SavedPlan(self.engine, self.workspace_size, self.candidates, repr(self._geometry).encode())
 
-    def _scratch(self, space: Raw, copy: Copy, dtype: np.dtype[Any]) -> Raw:
+    def _scratch(self, space: Raw, copy: OperandCopy, dtype: np.dtype[Any]) -> Raw:
         start = self._copies_at + copy.offset
         return space[start : start + copy.nbytes].view(dtype)
 

@@ -118,15 +118,15 @@ class RecordingMemory:
         size = DeviceMemory.rounded(nbytes)
         arena = self._arenas.setdefault((device, None if self._may_have and self._known(key) else key), FreedBlocks())
         if self._may_have is None:  # the block freed last comes first
-            home = arena.home(size)
+            home = arena.of_size(size)
             block = home.pop() if home else None
         else:
-            block, home = arena.take(size, self._free) or (None, arena.home(size))
+            block, home = arena.take(size, self._free) or (None, arena.of_size(size))
         if block is None:
             block = self._fresh(device, size)
         else:
             block.generation += 1
-        arena.given(block, size)
+        arena.note_given(block, size)
         owner = Owner(block, home)
         if self._tell is not None:
             self._tell(owner)
@@ -135,11 +135,11 @@ class RecordingMemory:
     def _free(self, block: Block) -> bool:
         return self._may_have is None or self._may_have(block.address, block.address + block.nbytes)
 
-    def tell(self, of: Callable[[object], None] | None) -> None:
+    def on_allocate(self, of: Callable[[object], None] | None) -> None:
         """Pass each block that is allocated from now on to a function."""
         self._tell = of
 
-    def recycle(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
+    def set_reuse_policy(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
         """Ask a function for whom a block may be, and another which streams may have each other's."""
         self._may_have, self._known = may_have, known
         return True

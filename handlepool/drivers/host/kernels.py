@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from handlepool.drivers.expression import Elementwise
 from handlepool.drivers.host import elementwise
 from handlepool.drivers.host.convolution import Array
-from handlepool.drivers.host.evaluator import Evaluation, Step
+from handlepool.drivers.host.evaluator import Evaluation, EvaluationStep
 from handlepool.drivers.host.network_kernels import computation
 from handlepool.drivers.host.pointwise import OPERATIONS
 from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel, NetworkKernel, Windows
@@ -29,7 +29,7 @@ def evaluation(kernel: Kernel, inputs: int) -> Evaluation:
         name, compute = "elementwise", elementwise.computation(kernel)
     else:
         name, compute = kernel.kind, _windows(kernel)
-    step = Step(name, tuple(range(inputs)), (inputs,), lambda arrays, _: compute(arrays[:-1], arrays[-1]))
+    step = EvaluationStep(name, tuple(range(inputs)), (inputs,), lambda arrays, _: compute(arrays[:-1], arrays[-1]))
     return Evaluation(f"host_{name}", 0, (step,))
 
 

@@ -57,7 +57,7 @@ class Block:
             raise ContractError(f"{label or 'an operation'} ran and touches {self!r}, which was freed before")
 
 
-class Plain:
+class HostValues:
     """NumPy's own memory that queued work reads, where the order of accesses is checked: it must stay as it is until then."""
 
     def __init__(self, values: Raw) -> None:
@@ -135,7 +135,7 @@ def tell_plain(read: ReadHost, arrays: Iterable[Any], label: str, copies: bool =
 
 def plain_reads(arrays: Iterable[Any]) -> list[Access]:
     """Return reads of NumPy's own arrays, where the order of accesses is checked."""
-    return [Access(Plain(array), array, False) for array in arrays if isinstance(array, np.ndarray) and array.size]
+    return [Access(HostValues(array), array, False) for array in arrays if isinstance(array, np.ndarray) and array.size]
 
 
 ARENA_ALIGNMENT = 512

@@ -24,7 +24,7 @@ from handlepool.errors import ContractError
 from handlepool.tensors.layout import share_bytes, span
 
 if TYPE_CHECKING:
-    from handlepool.drivers.host.scheduler import Operation
+    from handlepool.drivers.host.scheduler import QueuedOperation
 
 Array = np.ndarray[Any, Any]
 Clock = dict[int, int]
@@ -110,7 +110,7 @@ class Order:
         """Return a component for what is on no stream: one branch of a recorded graph."""
         return next(self._components)
 
-    def given(self, operation: "Operation", component: int, where: str, after: Sequence["Operation"]) -> None:
+    def given(self, operation: "QueuedOperation", component: int, where: str, after: Sequence["QueuedOperation"]) -> None:
         """Give an operation that is being queued its clock, and see whether its accesses are in order.
 
         Raises
@@ -164,7 +164,7 @@ class Order:
         with self._lock:
             self._host = dict(self._moments)
 
-    def waited(self, operation: "Operation") -> None:
+    def waited(self, operation: "QueuedOperation") -> None:
         """Note that the host has waited for an operation, or seen that it was done."""
         with self._lock:
             for stream, moment in operation.clock.items():

@@ -30,13 +30,13 @@ class Line(Protocol):
     """What keeps operations in order: it remembers the last."""
 
     id: int
-    tail: "Operation"
+    tail: "QueuedOperation"
 
 
 NO_CLOCK: Clock = {}
 
 
-class Operation:
+class QueuedOperation:
     """One entry of a stream. Without a function it is a marker, which is done when what it waits for is done."""
 
     __slots__ = (
@@ -70,9 +70,9 @@ class Operation:
         """What surely runs before it; see `ordering`."""
         self.claimed = claimed
         """The thread that submitted it will run it, and no worker."""
-        self.waits: set[Operation] = {self} if held else set()
+        self.waits: set[QueuedOperation] = {self} if held else set()
         """The operations that it still waits for; itself stands for the release of a latch."""
-        self.dependents: list[Operation] = []
+        self.dependents: list[QueuedOperation] = []
         self.queued = False
         """A scheduler has it; until then nothing comes of it."""
         self.offered = False
@@ -84,7 +84,7 @@ class Operation:
         """When it was done, by `time.perf_counter`."""
 
 
-NOTHING = Operation()
+NOTHING = QueuedOperation()
 """An operation that was done before the first: the tail of a stream that was given nothing."""
 NOTHING.done = NOTHING.queued = True
 
@@ -102,15 +102,15 @@ class Scheduler:
         self._watchers = 0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._ready: deque[Operation] = deque()  # what can run and nobody runs yet
-        self._running: dict[Operation, None] = {}
+        self._ready: deque[QueuedOperation] = deque()  # what can run and nobody runs yet
+        self._running: dict[QueuedOperation, None] = {}
         # Operations that may wait for nothing more, or whose dependents may not. To look at one twice does no harm.
-        self._pending: deque[Operation] = deque()
+        self._pending: deque[QueuedOperation] = deque()
         # Whether threads were told of all that was settled.
         self._told = True
         self._errors: list[BaseException] = []
-        self._latches: dict[Operation, None] = {}
-        self._users: dict[Operation, None] = {}
+        self._latches: dict[QueuedOperation, None] = {}
+        self._users: dict[QueuedOperation, None] = {}
         self._inside = threading.local()
         # Threads that were there before and never use this driver (a test runner's own) cannot be the ones to release a latch.
         self._strangers = weakref.WeakSet(threading.enumerate())
@@ -136,7 +136,7 @@ class Scheduler:
     def _wake(self, spare: int) -> None:
         """After operations were offered, of which the calling worker will take ``spare``. The lock is held."""
 
-    def _take(self, awaited: Operation, purpose: str, taken: list[Operation]) -> None:
+    def _take(self, awaited: QueuedOperation, purpose: str, taken: list[QueuedOperation]) -> None:
         """List the operations that a waiting thread must run itself; none when its operation is done. The lock is held."""
         raise NotImplementedError
 
@@ -146,7 +146,7 @@ class Scheduler:
         """Note that the calling thread uses the driver."""
         self._strangers.discard(threading.current_thread())
 
-    def submit(self, operation: Operation, line: Line | None, after: Sequence[Operation] = (), lane: int = 0) -> None:
+    def submit(self, operation: QueuedOperation, line: Line | None, after: Sequence[QueuedOperation] = (), lane: int = 0) -> None:
         """Queue an operation at the end of a line (or on none), to run after some others as well.
 
         ``lane`` is the clock's component of an operation on no line.
@@ -174,18 +174,18 @@ class Scheduler:
                 self._users[operation] = None
             self._settle()
 
-    def disclaim(self, operation: Operation) -> None:
+    def disclaim(self, operation: QueuedOperation) -> None:
         """Let a worker run an operation that the calling thread was to run, or all that is queued behind it would be stuck."""
         with self._lock:
             self._disclaim(operation)
 
-    def _disclaim(self, operation: Operation) -> None:
+    def _disclaim(self, operation: QueuedOperation) -> None:
         if operation.claimed:
             operation.claimed = False
             self._pending.append(operation)
             self._settle()
 
-    def release(self, operation: Operation) -> None:
+    def release(self, operation: QueuedOperation) -> None:
         """Let a held operation go; harmless when that was done already."""
         with self._lock:
             if operation in self._latches:
@@ -194,12 +194,12 @@ class Scheduler:
                 del self._latches[operation]
                 self._settle()
 
-    def users(self, block: object) -> list[Operation]:
+    def users(self, block: object) -> list[QueuedOperation]:
         """Return the queued operations that touch a block of memory."""
         with self._lock:
             return [operation for operation in self._users if any(access.block is block for access in operation.accesses)]
 
-    def conflicting(self, accesses: Sequence[Access]) -> list[Operation]:
+    def conflicting(self, accesses: Sequence[Access]) -> list[QueuedOperation]:
         """Return the queued operations that write what is accessed, or access what is written."""
         with self._lock:
             return [
@@ -211,7 +211,7 @@ class Scheduler:
     def nudge(self) -> None:
         """Mark a moment at which queued work may run, or not."""
 
-    def wait(self, operation: Operation, purpose: str) -> None:
+    def wait(self, operation: QueuedOperation, purpose: str) -> None:
         """Return when an operation is done; raise what failed in queued work since the last wait.
 
         Several failures are one exception with the others as its notes.
@@ -230,7 +230,7 @@ class Scheduler:
             for error in errors[:1]:  # another thread may have raised them
                 raise error
 
-    def reach(self, operation: Operation, purpose: str) -> None:
+    def reach(self, operation: QueuedOperation, purpose: str) -> None:
         """Return when an operation is done, as `wait` does, and leave what failed to the next `wait`."""
         label = getattr(self._inside, "operation", None)
         if label is not None:
@@ -263,10 +263,10 @@ class Scheduler:
             self._wake(spare)
             self._told = True
 
-    def _run_one(self, take: Callable[[list[Operation]], None]) -> bool:
+    def _run_one(self, take: Callable[[list[QueuedOperation]], None]) -> bool:
         """Run the operations taken, outside the lock; return whether there were any."""
         _descend(HEADROOM)
-        taken: list[Operation] = []
+        taken: list[QueuedOperation] = []
         try:
             with self._lock:
                 self._settle()
@@ -282,7 +282,7 @@ class Scheduler:
                 self._put_back(taken[0])
             raise
 
-    def _put_back(self, operation: Operation) -> None:
+    def _put_back(self, operation: QueuedOperation) -> None:
         """Let another thread run what this one took, or, where it has begun, go on with what waits for it."""
         with self._lock:
             if operation.begun:
@@ -293,7 +293,7 @@ class Scheduler:
             self._pending.append(operation)
             self._settle()
 
-    def _call(self, operation: Operation) -> BaseException | None:
+    def _call(self, operation: QueuedOperation) -> BaseException | None:
         """Call an operation's function, and return what it raised; an interrupt of a thread that waits goes straight on."""
         function: Any = operation.function
         outer = getattr(self._inside, "operation", None)
@@ -316,7 +316,7 @@ class Scheduler:
                 operation.function = function = None
         return None
 
-    def _finish(self, operation: Operation, failure: BaseException | None, spare: int = 0) -> None:
+    def _finish(self, operation: QueuedOperation, failure: BaseException | None, spare: int = 0) -> None:
         """Go on with what waits for an operation that has run. The lock is held; ``spare`` if the thread will take another."""
         if failure is not None:
             self._errors.append(failure)
@@ -443,7 +443,7 @@ class ThreadScheduler(Scheduler):
             self._changed.notify_all()
             self._lock.release()
 
-    def _take(self, awaited: Operation, purpose: str, taken: list[Operation]) -> None:
+    def _take(self, awaited: QueuedOperation, purpose: str, taken: list[QueuedOperation]) -> None:
         try:
             while not (awaited.done or taken):
                 if awaited.claimed and not awaited.waits:
@@ -496,7 +496,7 @@ class AdversarialScheduler(Scheduler):
         super().__init__()
         self._random = random.Random(seed)
 
-    def _take(self, awaited: Operation, purpose: str, taken: list[Operation]) -> None:
+    def _take(self, awaited: QueuedOperation, purpose: str, taken: list[QueuedOperation]) -> None:
         while not (awaited.done or taken):
             if self._ready:
                 self._pick(taken)
@@ -508,12 +508,12 @@ class AdversarialScheduler(Scheduler):
         while self._ready and self._run_one(self._stray):
             pass
 
-    def _stray(self, taken: list[Operation]) -> None:
+    def _stray(self, taken: list[QueuedOperation]) -> None:
         """Put an operation to run for no reason into a list, or none. The lock is held."""
         if self._ready and self._random.random() < EAGERNESS:
             self._pick(taken)
 
-    def _pick(self, taken: list[Operation]) -> None:
+    def _pick(self, taken: list[QueuedOperation]) -> None:
         index = self._random.randrange(len(self._ready))
         self._ready[index], self._ready[-1] = self._ready[-1], self._ready[index]
         # By one call, or an interrupt between two could lose it.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from handlepool.drivers.host.captures import Capture, Captures, HostGraph, Mark, Node
 from handlepool.drivers.host.race_checker import Access
-from handlepool.drivers.host.scheduler import NOTHING, Operation, Scheduler
+from handlepool.drivers.host.scheduler import NOTHING, QueuedOperation, Scheduler
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, ContractError
 
@@ -194,12 +194,12 @@ class Event:
     def __init__(self, device: int, timing: bool) -> None:
         self.device = device
         self.timing = timing
-        self.moment: Operation | Mark | None = None
+        self.moment: QueuedOperation | Mark | None = None
         """What was last in the stream, or in the capture, when it was recorded; a wait keeps that, whatever is recorded later."""
         self.destroyed = False
 
     def __repr__(self) -> str:
-        kinds = {Operation: "recorded", Mark: "captured"}
+        kinds = {QueuedOperation: "recorded", Mark: "captured"}
         state = "destroyed" if self.destroyed else kinds.get(type(self.moment), "new")
         return f"<event of device {self.device}, {state}>"
 
@@ -207,7 +207,7 @@ class Event:
 class Latch:
     """Blocks a stream at one place until it is released, by any thread."""
 
-    def __init__(self, scheduler: Scheduler, operation: Operation) -> None:
+    def __init__(self, scheduler: Scheduler, operation: QueuedOperation) -> None:
         self._scheduler = scheduler
         self._operation = operation
 
@@ -298,7 +298,7 @@ class StreamTable:
         if queue.capture is not None and self.captures.add(queue, function, accesses, label):
             return
         scheduler = self.scheduler
-        operation = Operation(function, label=label, accesses=accesses, claimed=queue.synchronous and scheduler.inline)
+        operation = QueuedOperation(function, label=label, accesses=accesses, claimed=queue.synchronous and scheduler.inline)
         try:
             scheduler.submit(operation, queue)
             self._given(queue, operation)
@@ -306,7 +306,7 @@ class StreamTable:
             scheduler.disclaim(operation)
             raise
 
-    def _given(self, queue: Queue, operation: Operation) -> None:
+    def _given(self, queue: Queue, operation: QueuedOperation) -> None:
         if queue.synchronous:
             self.scheduler.wait(operation, f"{operation.label or 'an operation'} on {queue!r}")
         else:
@@ -315,7 +315,7 @@ class StreamTable:
     def latch(self, queue: Queue) -> Latch:
         """Block a queue; the null stream, too, and there the next call waits."""
         self.captures.refuse(queue, "a latch")
-        operation = Operation(label=f"latch on {queue!r}", held=True)
+        operation = QueuedOperation(label=f"latch on {queue!r}", held=True)
         self.scheduler.submit(operation, queue)
         return Latch(self.scheduler, operation)
 
@@ -324,7 +324,7 @@ class StreamTable:
         self.captures.refuse(queue, "synchronisation with the host")
         self.wait_on_host(queue.tail, repr(queue))
 
-    def wait_on_host(self, operation: Operation, purpose: str) -> None:
+    def wait_on_host(self, operation: QueuedOperation, purpose: str) -> None:
         """Return when an operation is done; whatever is queued from now on runs after it."""
         try:
             self.scheduler.wait(operation, purpose)
@@ -332,7 +332,7 @@ class StreamTable:
             if self.scheduler.order is not None and operation.done:
                 self.scheduler.order.waited(operation)
 
-    def is_done(self, operation: Operation) -> bool:
+    def is_done(self, operation: QueuedOperation) -> bool:
         """Whether an operation is done; who sees that it is has waited for it."""
         self.scheduler.nudge()  # who polls must see progress
         done = operation.done
@@ -354,7 +354,7 @@ class StreamTable:
         if queue.capture is not None and (mark := self.captures.mark(queue)) is not None:
             event.moment = mark
         elif event.timing:
-            operation = Operation(label="event")
+            operation = QueuedOperation(label="event")
             self.scheduler.submit(operation, queue)
             event.moment = operation
             if queue.synchronous:
@@ -371,7 +371,7 @@ class StreamTable:
         elif moment is not None:
             self.captures.refuse(queue, f"a wait for work outside the capture ({event!r})")
             if not moment.done or self.scheduler.order is not None:  # the checker's clocks depend on no schedule
-                operation = Operation(label="wait for an event")
+                operation = QueuedOperation(label="wait for an event")
                 self.scheduler.submit(operation, queue, (moment,))
                 if queue.synchronous:
                     self.scheduler.wait(operation, f"an event that {queue!r} waits for")
@@ -381,7 +381,7 @@ class StreamTable:
         if event.destroyed:
             raise ContractError(f"{event!r} is used after it was destroyed")
 
-    def operation_of(self, event: Event, call: str) -> Operation:
+    def operation_of(self, event: Event, call: str) -> QueuedOperation:
         """Return what an event stands for, for a call that asks on the host."""
         self.check_event(event)
         if isinstance(event.moment, Mark):
@@ -401,15 +401,15 @@ class StreamTable:
         if queue.capture is not None and self.captures.embed(queue, graph.nodes):
             return
         scheduler = self.scheduler
-        start = Operation(label="graph launch")
+        start = QueuedOperation(label="graph launch")
         scheduler.submit(start, queue, (graph.last,))
-        made: dict[Node, Operation] = {}
+        made: dict[Node, QueuedOperation] = {}
         for node in graph.nodes:
-            operation = made[node] = Operation(node.function, label=node.label, accesses=node.accesses)
+            operation = made[node] = QueuedOperation(node.function, label=node.label, accesses=node.accesses)
             lane = 0
             if scheduler.order is not None and (lane := graph.lanes.get(node.lane, 0)) == 0:
                 lane = graph.lanes[node.lane] = scheduler.order.component()
             scheduler.submit(operation, None, [made[earlier] for earlier in node.after] or (start,), lane)
-        graph.last = Operation(label="graph end")
+        graph.last = QueuedOperation(label="graph end")
         scheduler.submit(graph.last, queue, tuple(made.values()))
         self._given(queue, graph.last)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from handlepool.drivers.checksum import of_host
-from handlepool.drivers.host.scheduler import Operation
+from handlepool.drivers.host.scheduler import QueuedOperation
 
 
 class HostSums:
@@ -18,16 +18,16 @@ class HostSums:
         Waits on the host for an operation.
     """
 
-    def __init__(self, wait: Callable[[Operation], None]) -> None:
+    def __init__(self, wait: Callable[[QueuedOperation], None]) -> None:
         self._wait = wait
         self._values: list[int] | None = None
-        self._operation: Operation | None = None
+        self._operation: QueuedOperation | None = None
 
     def compute(self, *arrays: np.ndarray[Any, Any]) -> None:
         """Compute the checksums, as the queued work."""
         self._values = [of_host(array) for array in arrays]
 
-    def queued(self, operation: Operation) -> None:
+    def queued(self, operation: QueuedOperation) -> None:
         """Take note of the operation that computes them."""
         self._operation = operation
 
