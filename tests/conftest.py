@@ -214,12 +214,15 @@ def pool(make_driver):
 
 
 @pytest.fixture(autouse=True)
-def nothing_measured(request, monkeypatch):
+def nothing_measured(request):
     """Each test begins with nothing measured. One marked ``unmeasured`` takes all functions to write as declared."""
     measured.functions.clear()
     measured.awaited.answers.clear()
-    if request.node.get_closest_marker("unmeasured"):
-        measuring.never(monkeypatch)
+    # Of its own: where all tests had `monkeypatch` set up first, it would be undone after each other fixture.
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("unmeasured"):
+            measuring.never(patch)
+        yield
 
 
 @pytest.fixture(autouse=True)

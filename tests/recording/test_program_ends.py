@@ -49,7 +49,7 @@ def interrupted(k):
         now = context.thread
         if context.recordings or any(each is not None for each in (now.recording, now.rehearsal, now.launched)):
             found.append("the thread records")
-        now.recording = now.rehearsal = now.launched = None
+        now.recording = now.rehearsal = now.launched = now.pool = now.region = None
         context.recordings.clear()
         context.active.clear()
         driver.swap_allocator(None)

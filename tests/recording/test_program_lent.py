@@ -107,6 +107,7 @@ def test_what_waits_for_the_join_replays_after_the_readers_in_the_branch():
     assert set(over_seeds(readers_in_the_branch, seeds=range(40))) == {(11, 12)}
 
 
+@pytest.mark.unmeasured
 def test_control_without_the_join_readers_in_the_branch_are_overtaken():
     assert set(over_seeds(readers_in_the_branch, make=without_joins, seeds=range(40))) != {(11, 12)}
 
