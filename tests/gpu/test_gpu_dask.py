@@ -1,7 +1,6 @@
 """Dask's workers on a GPU, and on two: tiles bit for bit, and a worker whose context is lost."""
 
 import os
-from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ dask = pytest.importorskip("dask", reason="Dask is not installed")
 da = pytest.importorskip("dask.array", reason="Dask's arrays are not installed")
 distributed = pytest.importorskip("distributed", reason="Dask's scheduler is not installed")
 
-from handlepool.integrations.dask import PoolPlugin, map_tiles  # noqa: E402
+from handlepool.integrations.dask import KeptFunctions, PoolPlugin, map_tiles  # noqa: E402
 
 IMAGE = np.random.default_rng(1).standard_normal((1, 16, 300, 400)).astype("float16")
 WEIGHTS = (np.random.default_rng(2).standard_normal((16, 16, 3, 3)) / 12).astype("float16")
@@ -26,7 +25,7 @@ def image():
 def expected(pool, monkeypatch, make_default):
     """What this process alone makes of the image."""
     make_default(pool)
-    monkeypatch.setattr("handlepool.integrations.dask._functions", OrderedDict())  # what is there is of another pool
+    monkeypatch.setattr("handlepool.integrations.dask._functions", KeptFunctions())  # what is there is of another pool
     return map_tiles(tiles.conv, image(), **TILES).compute(scheduler="synchronous")
 
 

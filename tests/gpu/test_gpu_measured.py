@@ -14,9 +14,8 @@ TYPES = [np.uint8, np.int8, np.float16, np.int16, np.float32, np.int64, np.float
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch):
-    monkeypatch.setattr(plain_calls, "_may_write", {})
-    monkeypatch.setattr(plain_calls, "_warned", set())
+def nothing_known(known):
+    """Each test begins without knowledge of functions."""
 
 
 @pytest.fixture

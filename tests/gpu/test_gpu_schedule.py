@@ -13,7 +13,7 @@ from harness.region_maker import make_case
 
 import handlepool
 from handlepool import operation
-from handlepool.recording import capture
+from handlepool.recording import capture, timing
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -165,7 +165,7 @@ def test_nodes_are_measured_and_drawn_as_they_ran(lanes, spins, tmp_path, count)
         how = program.explain(measure=True)
         assert 2 * 2000 < how.critical < 2 * 3000
         assert 16 * 1900 < how.total < 16 * 3000
-        ends = program._measured()
+        ends = timing._measured(program)
         assert 16 / count * 2000 * 0.95 < max(ends) < 16 / count * 3000
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
         for dark in (False, True):

@@ -43,7 +43,7 @@ def error(y, x, w):
 
 
 @pytest.mark.parametrize("count", [None, 1, 4, 8])
-def test_a_plan_is_chosen_and_is_right(make_default, stream, x, w, count):
+def test_a_plan_is_chosen_and_is_right(default_pool, stream, x, w, count):
     states = None if count is None else ParallelStates(count, pool=default_pool)
     given = x.copy(), w.copy()
     tuning = conv.tune(x, w, states=states)
@@ -63,19 +63,19 @@ def test_a_plan_is_chosen_and_is_right(make_default, stream, x, w, count):
         assert error(y, x, w) < 1e-2
 
 
-def test_running_side_by_side_costs_something_and_less_than_one_after_the_other(make_default, stream, x, w):
+def test_running_side_by_side_costs_something_and_less_than_one_after_the_other(default_pool, stream, x, w):
     winner = conv.tune(x, w, states=ParallelStates(4, pool=default_pool)).winner
     assert winner.alone * 0.8 < winner.concurrent < winner.alone * 4 * 0.9
 
 
-def test_out_is_not_written(make_default, stream, x, w):
+def test_out_is_not_written(default_pool, stream, x, w):
     out = cupy.full_like(conv(x, w), cupy.nan)
     conv.tune(x, w, states=ParallelStates(2, pool=default_pool), out=out)
     assert cupy.isnan(out).all()
     assert error(conv(x, w, out=out), x, w) < 1e-2
 
 
-def test_the_workspace_limit_holds(make_default, stream, random_array):
+def test_the_workspace_limit_holds(default_pool, stream, random_array):
     x = random_array((4, 256, 14, 14), "float32", "nchw", 1)
     w = random_array((256, 256, 3, 3), "float32", "nchw", 2)
     limited = conv.options(workspace_limit=1 << 20)
@@ -97,7 +97,7 @@ def test_the_scratch_limit_holds_and_scratch_goes_back(stream, random_array):
 
 
 @pytest.mark.alone
-def test_tuning_twice_takes_no_more_memory(make_default, stream, x, w):
+def test_tuning_twice_takes_no_more_memory(default_pool, stream, x, w):
     states = ParallelStates(4, pool=default_pool)
 
     def used():
@@ -114,7 +114,7 @@ def test_tuning_twice_takes_no_more_memory(make_default, stream, x, w):
     assert used() <= before + (16 << 20)
 
 
-def test_every_plan_of_a_function_is_tuned_and_is_right(make_default, stream, x, w):
+def test_every_plan_of_a_function_is_tuned_and_is_right(default_pool, stream, x, w):
     def network(x):
         return conv(handlepool.conv2d(x, w, padding=1), w)
 
@@ -132,7 +132,7 @@ def test_every_plan_of_a_function_is_tuned_and_is_right(make_default, stream, x,
 
 
 @pytest.mark.parametrize("lanes", [None, 4])
-def test_a_program_is_recorded_with_the_plans_that_won_and_is_right(make_default, stream, x, w, lanes):
+def test_a_program_is_recorded_with_the_plans_that_won_and_is_right(default_pool, stream, x, w, lanes):
     def network(x):
         y = handlepool.conv2d(x, w, padding=1)
         return handlepool.add(conv(y, w), conv(conv(x, w), w))
@@ -154,7 +154,7 @@ def test_a_program_is_recorded_with_the_plans_that_won_and_is_right(make_default
 
 
 @pytest.mark.alone
-def test_a_program_with_measured_plans_is_not_slower(make_default, stream, random_array):
+def test_a_program_with_measured_plans_is_not_slower(default_pool, stream, random_array):
     sizes = [(64, 56), (128, 28), (256, 14), (512, 7)]
     given = [
         (random_array((8, c, n, n), "float16", "nhwc", 1), random_array((c, c, 3, 3), "float16", "nhwc", 2) / 24)
@@ -184,12 +184,12 @@ def test_a_program_with_measured_plans_is_not_slower(make_default, stream, rando
         assert times[1] < 1.03 * times[0]
 
 
-def test_from_the_null_stream(make_default, x, w):
+def test_from_the_null_stream(default_pool, x, w):
     assert conv.tune(x, w, states=ParallelStates(2, pool=default_pool)).winner.concurrent > 0
     assert error(conv(x, w), x, w) < 1e-2
 
 
-def test_in_a_capture_it_is_refused_and_the_capture_lives(make_default, stream, kernels, x, w):
+def test_in_a_capture_it_is_refused_and_the_capture_lives(default_pool, stream, kernels, x, w):
     array = kernels.full(1 << 12, 0)
     stream.begin_capture()
     kernels.write(array, 3)
@@ -201,7 +201,7 @@ def test_in_a_capture_it_is_refused_and_the_capture_lives(make_default, stream, 
     assert (array.get() == 3).all()
 
 
-def test_captures_of_other_threads_survive(make_default, captured_elsewhere, x, w):
+def test_captures_of_other_threads_survive(default_pool, captured_elsewhere, x, w):
     with captured_elsewhere():
         conv.tune(x, w, states=ParallelStates(4, pool=default_pool))
     assert error(conv(x, w), x, w) < 1e-2
