@@ -52,7 +52,7 @@ _NO_NOUN = (
 )
 _BARE = re.compile(r"\b(?:those|others|(?<!\bthe\s)(?<!\bno\s)one)\b" + _NO_NOUN, re.IGNORECASE)
 _CODE = re.compile(r"``[^`]*``|`[^`]*`|\"[^\"\n]*\"|https?://\S+")
-_SUBJECT = re.compile(r"[a-z][a-z0-9 _/.,-]*: [^\s].*[^.]")
+_SUBJECT = re.compile(r"[a-z_][a-z0-9 _/.,-]*: [^\s].*[^.]")
 _UNIT = re.compile(r"#\s*(?:noqa|type:|pragma|doctest|fmt:)|#\s*(?:[kMG]i?B|bytes|ns|us|ms|s|seconds|elements|pixels|%)\s*$")
 
 

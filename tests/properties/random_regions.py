@@ -136,6 +136,7 @@ def survey(seeds: Iterable[int]) -> Summary:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "a branch waits since")
+            warnings.filterwarnings("ignore", ".* returned new arrays and wrote")
             for seed in seeds:
                 judge.judge(seed)
     finally:

@@ -64,6 +64,7 @@ def needed_somewhere(seeds):
 
 
 @pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:.* returned new arrays and wrote")
 @pytest.mark.unmeasured
 def test_g17_every_wait_that_is_needed_is_one_whose_loss_is_found():
     found = 0
@@ -78,6 +79,7 @@ def test_g17_every_wait_that_is_needed_is_one_whose_loss_is_found():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:.* returned new arrays and wrote")
 def test_g17_control_the_values_alone_tell_too():
     """Without the checker a wait that is missing gives wrong values under some schedule, mostly."""
     unchecked = World(check_order=False)
@@ -91,6 +93,7 @@ def test_g17_control_the_values_alone_tell_too():
 
 
 @pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:.* returned new arrays and wrote")
 def test_g17_control_forks_that_do_not_order_by_data_go_wrong():
     world = World()
     for seed in range(20):
