@@ -53,7 +53,7 @@ CUDA_BOUNDS = {
     "fork, 4 graph functions, join": (180, 150),
     "fork, 4 conv2d, join": (190, 150),
     "fork, 4 Python functions, join": (560, 805),
-    "map of a graph function over 4": (64, 54),
+    "map of a graph function over 4": (65, 54),
     "replay": (4, 2),
     "2 items of a spread": (80, 46),
 }

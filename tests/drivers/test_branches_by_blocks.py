@@ -166,7 +166,7 @@ def test_g17_random_branches_wait_for_those_that_they_conflict_with(world):
 
 @pytest.mark.parametrize("blind", ["to what was written", "to the kind of memory"])
 def test_g17_control_branches_that_do_not_look_at_blocks_do_not_wait(world, monkeypatch, blind):
-    meet = Recent.meet
+    look_up = Recent.look_up
 
     def changed(self, addresses, operands, blocks):
         if blind == "to what was written":
@@ -174,9 +174,9 @@ def test_g17_control_branches_that_do_not_look_at_blocks_do_not_wait(world, monk
         else:
             self._block_type = memory.UnownedMemory
             blocks = [memory.UnownedMemory(1, 1, None, 0) for _ in blocks]
-        return meet(self, addresses, operands, blocks)
+        return look_up(self, addresses, operands, blocks)
 
-    monkeypatch.setattr(Recent, "meet", changed)
+    monkeypatch.setattr(Recent, "look_up", changed)
     wrong = 0
     for seed in range(100):
         program = Program(world, seed)

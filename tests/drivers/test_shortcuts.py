@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from harness.graphs import both, double, plus
 from harness.graphs import convolution as conv
+from harness.insides import record_elsewhere
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 pytest.importorskip("handlepool.drivers.cuda.driver", reason="the cuda driver's packages are not installed")
@@ -577,7 +578,7 @@ def test_the_plan_that_goes_is_the_one_used_longest_ago_also_where_the_uses_were
         world.driver.raw = entries == "raw" or (entries == "mixed" and number % 2 == 0)
         before = world.driver.compiled
         if uses.random() < 0.2:  # so that it is no hit
-            context.enter_recording(object())
+            record_elsewhere()
         launch = world.launched(double, arrays[number], out=outs[number] if given else None)
         context.recordings.clear()
         context.active.clear()
@@ -655,7 +656,7 @@ def test_while_another_thread_records_calls_are_known(world):
     index = known(world, double, x, out=y)
     known(world, double, x)
     before = world.prepared
-    context.enter_recording(object())
+    record_elsewhere()
     try:
         assert world.launched(double, x, out=y).index == index
         world.launched(double, x)
@@ -825,7 +826,7 @@ def nested(world, moment, recording=False):
 
     setattr(world.driver, moment, launch)
     if recording:
-        context.enter_recording(object())
+        record_elsewhere()
     try:
         plus(*outer[:2], out=outer[2])
     finally:
