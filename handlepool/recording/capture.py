@@ -1,4 +1,4 @@
-"""Capture the work of one function as a graph, and own its resources.
+"""Capture the work of a function as a graph; own its resources.
 
 A recording owns everything that the graph needs for as long as it may run. While a recording is under way, ``thread.recording``
 holds it: launches report their plans to it, and slots report the place of their scratch. Arrays come from memory of the
@@ -84,7 +84,7 @@ ADVICE = (
 
 
 class Recording:
-    """The work of one function, from its capture until the graph is destroyed.
+    """The work of one function, from capture until destruction of the graph.
 
     A recording is made and used with its device current.
 
@@ -169,7 +169,7 @@ class Recording:
             self.lanes.accessed(reads, writes)
 
     def check(self, what: str, pointer: int, driver: Driver, fork: object = None) -> None:
-        """Raise for work on a stream that is not part of the recording.
+        """Raise for work on a stream that the recording does not include.
 
         Such work would run now and at no replay. ``fork`` is the fork that makes a branch.
         """
@@ -246,7 +246,7 @@ class Recording:
     def arrange_as(self, graph: RecordedGraph, arrangement: Arrangement) -> None:
         """Make an adopted graph the graph that is launched.
 
-        The recording no longer owns the graph that was launched before, unless that graph is the captured one.
+        The recording no longer owns the graph that was launched before, unless that graph is ``captured``.
         """
         self.graph, self.arrangement = graph, arrangement
         self._adopted.clear()
@@ -307,7 +307,9 @@ class Recording:
 
     @property
     def own(self) -> list[tuple[int, int]]:
-        """The begin and end of its own memory that calls may have written.
+        """The ranges of its own memory that calls may have written.
+
+        Each range is the address of the begin and of the end.
 
         Used for a recording with lanes.
         """
@@ -328,7 +330,7 @@ class Recording:
         With lanes the method calls ``check_state`` before it compares the calls with the first call's.
 
         The captured stream belongs to a side slot, because the caller's stream may be the null stream, which CUDA cannot capture.
-        The slot takes part in no fork meanwhile. Whatever happens, no capture is left open.
+        The slot takes part in no fork meanwhile. No capture is left open in any case.
 
         Raises
         ------
@@ -359,7 +361,7 @@ class Recording:
         return value
 
     def take(self, sides: SideSlots, slot: Slot) -> bool:
-        """Take over the side slot of a joined fork; return whether it is taken.
+        """Take over a joined fork's side slot; return whether it is taken.
 
         The slot is taken where no other owner may use its stream, as with torch in use.
         """
@@ -412,6 +414,7 @@ class Recording:
                     self._arrange()
         except BaseException as trouble:
             ending = trouble
+            # The end of the capture may have failed before the driver closed it.
             abort_capture(driver, slot.pointer)
         try:
             if error is not None or ending is not None:
@@ -452,7 +455,10 @@ class Recording:
             self._allocated_at[address] = place
 
     def _arrange(self) -> None:
-        """Make the captured graph ready for launch, on the requested number of lanes."""
+        """Make the captured graph ready for launch.
+
+        Its nodes run on the requested number of lanes.
+        """
         lanes, captured = self.lanes, self.captured
         assert captured is not None
         if lanes is not None and lanes.exact:
@@ -511,6 +517,7 @@ class Recording:
                     tensors.check()
             return value
 
+        # Arrays come from the memory of the recording, so that no other owner reuses it between replays.
         allocator = driver.swap_allocator(self._memory.allocator)
         self._memory.on_allocate(self._allocated)
         try:
@@ -557,6 +564,7 @@ class Recording:
                 ) from ending
             causes = [self.pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
             cause = next(filter(None, causes), None)
+            # An error that no invalid capture explains is the function's own, so it goes to the caller unchanged.
             if error is not None and (cause is None or _is_own_refusal(error) or (valid and causes[0] is None)):
                 raise error
             place = "" if error is None else place_of_error(error)
@@ -631,6 +639,7 @@ def _is_own_refusal(error: BaseException) -> bool:
     Such an error names its cause, unlike an error of a driver.
     """
     trace = error.__traceback__
+    # The last frame of a traceback is the frame that raised the error.
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     origin = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")

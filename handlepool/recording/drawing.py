@@ -1,4 +1,4 @@
-"""Draw programs: their graphs by lanes, and their nodes on a time axis."""
+"""Draw programs as graphs by lanes and as nodes in time."""
 
 import os
 import re
@@ -100,7 +100,7 @@ def check(name: str, file: str | PathLike[str]) -> None:
 
 
 # The default counts the pictures of the process, so that two recordings of one name get two files.
-def asked_for(name: str, numbers: Iterator[int] = count(1)) -> Path | None:  # noqa: B008 - one for the process
+def asked_for(name: str, numbers: Iterator[int] = count(1)) -> Path | None:  # noqa: B008
     """Return the file to draw a recording to, or None.
 
     The environment variable asks for the picture. The function returns None where the variable is not set.

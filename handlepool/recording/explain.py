@@ -155,7 +155,10 @@ class Explanation:
         return [(len(times), sum(times)) for _, times in sorted(found.items())]
 
     def order(self) -> list[int]:
-        """Return the places of the steps, each after the steps it waits for."""
+        """Return the places of the steps in an order of execution.
+
+        Each step comes after the steps that it waits for.
+        """
         return _ordered(self._after)
 
     @property
@@ -168,6 +171,7 @@ class Explanation:
         JSON can store these types.
         """
         known = {field.name: getattr(self, field.name) for field in fields(self)}
+        # Tuples become lists, because JSON has no tuples.
         known["allocations"], known["times"], known["ends"] = [*self.allocations], [*self.times], [*self.ends]
         known["data"] = [[*after] for after in self.data]
         known["steps"] = [{**step._asdict(), "after": [*step.after]} for step in self.steps]
@@ -221,6 +225,7 @@ class Explanation:
         lines += self._who_allocates()
         if self.serial:
             lines.append("After all before it, and before all after it:")
+            # Equal lines are counted, because a loop may make the same step many times.
             told = Counter(f"{step.name}, {step.place}: {step.why}" for step in self.serial)
             lines += [f"  {line}" if count == 1 else f"  {count} times {line}" for line, count in told.items()]
         return "\n".join(lines)
@@ -245,11 +250,13 @@ def _ordered(after: Sequence[Sequence[int]]) -> list[int]:
 
 def _longest(after: Sequence[Sequence[int]], times: Sequence[float]) -> float:
     ways: dict[int, float] = {}
+    # Each step comes after its predecessors, so the paths to these are known.
     for number in _ordered(after):
         ways[number] = times[number] + max([ways[before] for before in after[number]], default=0.0)
     return max(ways.values(), default=0.0)
 
 
 def _quoted(text: str) -> str:
+    # Graphviz reads a backslash, a quote and a line break as syntax.
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
