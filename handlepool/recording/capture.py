@@ -1,8 +1,8 @@
-"""Recordings: what a function gives to streams, captured as a graph, and all that the graph needs for as long as it may run.
+"""Capture the work of a function as a graph; own its resources.
 
-While a recording is under way it stands in ``thread.recording``: launches tell it their plans, and slots where their scratch is.
-Arrays come from memory of the recording's own, so that what was allocated for a moment is used by nothing else afterwards
-(guarantee 9).
+A recording owns everything that the graph needs for as long as it may run. While a recording is under way, ``thread.recording``
+holds it: launches report their plans to it, and slots report the place of their scratch. Arrays come from memory of the
+recording's own. So no later allocation reuses memory of a temporary array while a replay may still use it (guarantee 9).
 """
 
 import sys
@@ -35,16 +35,16 @@ from handlepool.tensors.layout import Piece, Token, piece
 
 
 class KeptValues:
-    """Values to live as long as a program.
+    """Values that live as long as a program.
 
-    A branch's arguments, and what its function's closure holds, are kept to the join alone where it runs eagerly: a stream waits
-    for it there. A graph reads them at each replay.
+    An eager branch keeps its arguments, and the values in its function's closure, until the join alone, because a stream waits
+    for the branch there. A graph reads these values at each replay.
 
     Parameters
     ----------
     holds : callable
-        Whether a value is in the recording's own memory. That lives as long anyway, and what is not needed any more must not be
-        kept: the recording gives its memory to what is allocated next.
+        Returns whether a value is in the recording's own memory. That memory lives as long anyway. To keep a temporary array
+        would also stop the recording from giving its memory to the next allocation.
     """
 
     def __init__(self, holds: Callable[[object], bool]) -> None:
@@ -52,20 +52,24 @@ class KeptValues:
         self._values: dict[int, object] = {}
 
     def add(self, *values: object) -> None:
-        """Keep what can be reached from values through containers, closures, defaults, partial and bound functions.
+        """Keep the values that are reachable from some values.
 
-        Objects of other types are kept as a whole, with all that they have by then.
+        The walk goes through containers, closures, defaults, partial and bound functions. An object of any other type is kept as
+        a whole, with all its present contents.
         """
         for value in leaves(*values, calls=True):
             if value is not None and not self._holds(value):
                 self._values[id(value)] = value
 
     def values(self) -> list[object]:
-        """Return them."""
+        """Return the values that are kept."""
         return [*self._values.values()]
 
     def take(self) -> dict[int, object]:
-        """Take everything out, to be let go of where that may run code of the user's."""
+        """Remove all values and return them.
+
+        The caller drops them at a place where finalizers of user objects may run.
+        """
         values, self._values = self._values, {}
         return values
 
@@ -80,42 +84,46 @@ ADVICE = (
 
 
 class Recording:
-    """One function's work, from the capture until nobody needs the graph any more. Made and used with its device current.
+    """The work of one function, from capture until destruction of the graph.
+
+    A recording is made and used with its device current.
 
     Attributes
     ----------
     graph : RecordedGraph
-        What is launched, once `capture` has returned.
+        The graph that is launched. Set when `capture` has returned.
     captured : RecordedGraph
-        What was captured, which that may be a copy of with other edges.
+        The graph that was captured. ``graph`` may be a copy of it with other edges.
     schedule : Schedule or None
-        Where calls are nodes that the driver orders by choice.
+        Set where calls are nodes and the driver can order them by choice.
     arrangement : Arrangement or None
-        Of these, how the graph that is launched has them.
+        The arrangement of these nodes in the graph that is launched.
     times : list of float or None
-        Microseconds of each step, where they were measured.
+        Microseconds of each step, once they were measured.
     scratch : set of DeviceScratch
-        Where slots were given scratch under this capture.
+        The places where slots were given scratch under this capture.
     event : event
-        Of the program that was made of it; None once that cannot be used any more.
+        The event of the program that was made of this recording; None once the program cannot be used.
     launches_nothing : bool
-        Whether a call had a result without elements, for which nothing is launched: then the graph may be empty.
+        Whether a call had a result without elements. Such a call launches nothing, so the graph may be empty.
     kept : KeptValues
-        What the graph reads.
+        The values that the graph reads.
     held : list
-        What other libraries would give others the memory of; let go of when the recording ends.
+        Arrays whose memory other libraries would otherwise reuse. Released when the call of the function ends.
     lanes : Lanes or None
-        Where calls are nodes that are ordered by their data.
+        Set where calls are nodes that are ordered by their data.
     reads, writes : set of Piece or Token
-        What it is known to read and write, by its graph functions and operations.
+        The memory that its graph functions and operations are known to read and write.
     """
 
     def __init__(self, pool: PoolInternals, name: str, lanes: int | None = None, rehearsed: Sequence[CallSignature] = ()) -> None:
         self.pool = pool
         self.device = pool.driver.current_device()
         self._leased: list[Slot] = []
-        self._taken: list[tuple[SideSlots, Slot]] = []  # slots of forks that were joined
-        self._streams: list[tuple[SideSlots, Any]] = []  # whose pointers nobody else is to have as long as there is the graph
+        # The slots of forks that were joined during the capture.
+        self._taken: list[tuple[SideSlots, Slot]] = []
+        # The streams whose pointers no other owner may get while the graph exists.
+        self._streams: list[tuple[SideSlots, Any]] = []
         self._plans: dict[int, object] = {}
         self.lanes = None if lanes is None else Lanes(pool, self.device, lanes, self._leased, self.keep)
         self.graph: RecordedGraph | None = None
@@ -133,34 +141,40 @@ class Recording:
         self._name = name
         self._rehearsed = rehearsed
         self._memory = pool.driver.recording_memory()
-        self._allocated_at: dict[int, str] = {}  # by address
-        self._tensors: Any = None  # where torch's come from, where it is in use
+        # Maps the address of an allocation to the line that made it.
+        self._allocated_at: dict[int, str] = {}
+        # The source of torch's tensors, where torch is in use.
+        self._tensors: Any = None
         self.kept = KeptValues(self._memory.holds)
         self.held: list[Any] = []
         self._capture = 0
 
     def keep(self, plan: object) -> None:
-        """Keep a plan that was launched: it must outlive the graph, whatever the plan cache does."""
+        """Keep a launched plan, because it must outlive the graph.
+
+        The plan cache may drop the plan earlier.
+        """
         self._plans[id(plan)] = plan
 
     def engines(self) -> list[str]:
-        """Return which engines the plans have that were launched, in order."""
+        """Return the engines of the launched plans, in order of first launch."""
         found = [getattr(getattr(plan, "executable", None), "engine", None) for plan in self._plans.values()]
         return [engine for engine in found if engine is not None]
 
     def accessed(self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token]) -> None:
-        """Take note of what a recorded call reads and writes: each replay does."""
+        """Note the memory that a recorded call, and so each replay, accesses."""
         self.reads.update(reads)
         self.writes.update(writes)
         if self.lanes is not None:
             self.lanes.accessed(reads, writes)
 
     def check(self, what: str, pointer: int, driver: Driver, fork: object = None) -> None:
-        """Raise for work on a stream that is no part of what is recorded: it would be done now, and at no replay.
+        """Raise for work on a stream that the recording does not include.
 
-        ``fork`` stands for the one that makes a branch.
+        Such work would run now and at no replay. ``fork`` is the fork that makes a branch.
         """
-        if unchecked(driver) is not unchecked(self.pool.driver):  # another driver's work is no part of anything here
+        # The work of another driver is no part of this recording.
+        if unchecked(driver) is not unchecked(self.pool.driver):
             return
         if pointer == LEGACY_STREAM or driver.capture_id(pointer) != self._capture:
             raise CaptureError(
@@ -178,16 +192,23 @@ class Recording:
     def memory(self, outputs: object, before: Sequence[LeftoverArrays]) -> Memory:
         """Return the memory that a replay reads and writes.
 
-        A function that returned new arrays alone wrote what it is known to write. Any other function may have written each array
-        that is kept for it, as in a branch. Raises CaptureError where it reads an array that its first call made, ``before``.
+        A function that returned new arrays alone wrote the memory that it is known to write. Any other function may have written
+        each array that is kept for it, as in a branch. ``before`` are the arrays that the first call made.
+
+        Raises
+        ------
+        CaptureError
+            Where the function reads an array that its first call made.
         """
         driver = self.pool.driver
         given = self._pieces(self.kept.values())
-        used = () if self.lanes is None else self.lanes.used  # of operations, too, which launch what nobody knows
+        # Operations count by the memory that they declare, because the recording does not see their launches.
+        used = () if self.lanes is None else self.lanes.used
         reads, writes = self.reads.union(*[each for each, _ in used]), self.writes.union(*[each for _, each in used])
         known = self.reads if self.lanes is None else self.reads.union(*self.lanes.read)
         for new in before:
-            new.check(self._name, known, writes)  # of operations it is not known: all that they could read counts
+            # The reads of operations are not known, so all memory that they could read counts.
+            new.check(self._name, known, writes)
         arrays = [value for value in leaves(outputs) if memory_of(driver, value) is not None]
         own = all(map(self._memory.holds, arrays))
         return Memory([*reads, *given], [*writes, *self._pieces(arrays), *(() if own else given)])
@@ -206,7 +227,10 @@ class Recording:
         return found
 
     def make_event(self) -> Any:
-        """Make the event of the program, and return it. It is destroyed with the recording; called inside `Driver.relaxed`."""
+        """Create the program's event and return it.
+
+        The event is destroyed with the recording. Called inside `Driver.relaxed`.
+        """
         self.event = self.pool.driver.create_event()
         return self.event
 
@@ -216,43 +240,49 @@ class Recording:
         return self.times
 
     def adopt(self, graph: RecordedGraph) -> None:
-        """Own another graph besides, which the program is about to launch."""
+        """Own another graph too, which the program is about to launch."""
         self._adopted.append(graph)
 
     def arrange_as(self, graph: RecordedGraph, arrangement: Arrangement) -> None:
-        """Have an adopted graph be the graph that is launched. Its predecessor is no longer owned, unless it was captured."""
+        """Make an adopted graph the graph that is launched.
+
+        The recording no longer owns the graph that was launched before, unless that graph is ``captured``.
+        """
         self.graph, self.arrangement = graph, arrangement
         self._adopted.clear()
 
     def owns(self, graph: RecordedGraph) -> bool:
-        """Whether a graph is destroyed with the recording."""
+        """Return whether a graph is destroyed with the recording."""
         return graph in (self.graph, self.captured, *self._adopted)
 
     def holds(self, value: object) -> bool:
-        """Whether a value is an array in its own memory."""
+        """Return whether a value is an array in the recording's own memory."""
         return self._memory.holds(value)
 
     @property
     def known_reads(self) -> set[Piece | Token]:
-        """What its graph functions and operations read."""
+        """The memory that its graph functions and operations read."""
         return self.reads if self.lanes is None else self.reads.union(*self.lanes.read, *[reads for reads, _ in self.lanes.used])
 
     @property
     def known_writes(self) -> set[Piece | Token]:
-        """What its graph functions and operations write."""
+        """The memory that its graph functions and operations write."""
         return self.writes if self.lanes is None else self.writes.union(*[writes for _, writes in self.lanes.used])
 
     @property
     def unseen(self) -> bool:
-        """Whether there is work whose writes are not known."""
+        """Whether the recording has work whose writes are not known."""
         return self.lanes is None or any(step.lane is None for step in self.lanes.steps)
 
     def shares_with(self, other: "Recording") -> bool:
-        """Whether both lease side slots from the same device of the same pool."""
+        """Return whether two recordings lease side slots of one device.
+
+        Both also belong to the same pool.
+        """
         return self.pool is other.pool and self.device == other.device
 
     def release_plans(self) -> None:
-        """Let go of the plans; the graph is not launched any more."""
+        """Release the plans, once the graph is not launched any more."""
         self._plans.clear()
 
     @property
@@ -262,19 +292,27 @@ class Recording:
 
     @property
     def scratch_bytes(self) -> int:
-        """Those of scratch alone."""
+        """Bytes of device memory for scratch alone."""
         return sum(block.nbytes for place in self.scratch for block in place.recorded.get(self._capture, ()))
 
     @property
     def allocations(self) -> list[int | None]:
-        """For each node of the graph that allocates memory, the step that made it, where that is known."""
+        """The step of each memory allocation in the graph, or None.
+
+        An entry is None where the step is not known.
+        """
         captured, schedule = self.captured, self.schedule
         nodes = () if captured is None else captured.allocations()
         return [None for _ in nodes] if schedule is None else schedule.steps_of(nodes)
 
     @property
     def own(self) -> list[tuple[int, int]]:
-        """Where memory of its own begins and ends that calls may have written, of a recording with lanes."""
+        """The ranges of its own memory that calls may have written.
+
+        Each range is the address of the begin and of the end.
+
+        Used for a recording with lanes.
+        """
         found = [] if self.lanes is None else [*self.lanes.memory.own]
         blocks = [block for place in self.scratch for block in place.recorded.get(self._capture, ())]
         found += [(block.pointer, block.pointer + block.nbytes) for block in blocks]
@@ -287,19 +325,19 @@ class Recording:
         kwargs: dict[str, Any],
         check_state: Callable[[], object] = bool,
     ) -> T:
-        """Call a function with all that it gives to streams captured; its value.
+        """Call a function under capture, and return its value.
 
-        With lanes ``check_state`` is called before the calls are compared with the first call's.
+        With lanes the method calls ``check_state`` before it compares the calls with the first call's.
 
-        The stream that is captured is a side slot's: the caller's may be the null stream, which cannot be captured. It takes part
-        in no fork meanwhile. Whatever happens, no capture is left open.
+        The captured stream belongs to a side slot, because the caller's stream may be the null stream, which CUDA cannot capture.
+        The slot takes part in no fork meanwhile. No capture is left open in any case.
 
         Raises
         ------
         CaptureError
-            For what cannot be captured.
+            For work that cannot be captured.
         Exception
-            What the function raised otherwise.
+            The function's own error otherwise.
         """
         sides = self.pool.device(self.device).sides
         slot = sides.lease()
@@ -323,19 +361,27 @@ class Recording:
         return value
 
     def take(self, sides: SideSlots, slot: Slot) -> bool:
-        """Take over a side slot that a fork has joined, where nobody is to use its stream any more; whether it is taken."""
+        """Take over a joined fork's side slot; return whether it is taken.
+
+        The slot is taken where no other owner may use its stream, as with torch in use.
+        """
         if self._tensors is not None:
             self._taken.append((sides, slot))
         return self._tensors is not None
 
     def _end_leases(self) -> None:
-        """Give back the slots that are leased; an interrupt costs one at most, and whoever destroys the recording the rest."""
+        """Release the leased slots.
+
+        An interrupt loses one slot at most. The thread that destroys the recording releases the rest.
+        """
         leased, sides = self._leased, self.pool.device(self.device).sides
         if self.lanes is not None:
-            self.lanes.forget()  # first: what is lost is known by it that nobody has it
+            # The lanes go first, because the pool recognises a lost slot by the absence of any holder.
+            self.lanes.forget()
         while leased:
             if leased[0].owner is not None:
                 unbind(leased[0])
+            # Torch keeps memory for each stream. So the slot gets a new stream, and the old stream stays with the recording.
             if self._tensors is not None:
                 self._streams.append((sides, sides.replace_stream(leased[0])))
             sides.release(leased.pop(0), captured=True)
@@ -368,23 +414,31 @@ class Recording:
                     self._arrange()
         except BaseException as trouble:
             ending = trouble
+            # The end of the capture may have failed before the driver closed it.
             abort_capture(driver, slot.pointer)
         try:
             if error is not None or ending is not None:
                 self._raise(error, ending, valid)
         finally:
-            del error, ending  # or the error, its traceback and this frame would keep each other
+            # Without this, the error, its traceback and this frame would form a reference cycle.
+            del error, ending
         return value
 
     def _capture_valid(self, pointer: int) -> bool:
-        """Whether a capture is open and valid, as far as the driver can tell."""
+        """Return whether a capture is open and valid.
+
+        The answer is False where the driver cannot tell.
+        """
         try:
             return self.pool.driver.dependencies(pointer) is not None
         except Exception:
             return False
 
     def _check_host_copies(self, captured: RecordedGraph) -> None:
-        """Refuse copies from the host: a replay would read that memory again, whatever it holds by then."""
+        """Refuse copies from the host.
+
+        A replay would read that host memory again, with the values that it has by then.
+        """
         for address in captured.host_copies():
             place = self._allocated_at.get(address)
             where = f"an array that was allocated at {place}" if place else f"device memory at {address:#x}"
@@ -401,7 +455,10 @@ class Recording:
             self._allocated_at[address] = place
 
     def _arrange(self) -> None:
-        """Make what was captured ready to be launched, on as many lanes as were asked for."""
+        """Make the captured graph ready for launch.
+
+        Its nodes run on the requested number of lanes.
+        """
         lanes, captured = self.lanes, self.captured
         assert captured is not None
         if lanes is not None and lanes.exact:
@@ -409,7 +466,8 @@ class Recording:
             self.arrangement = self.schedule.on(lanes.limit, estimated(lanes.used))
         try:
             self.graph = captured.arranged(*(self.arrangement.edges if self.arrangement else ()))
-        except CaptureError:  # the driver cannot copy it
+        except CaptureError:
+            # The driver cannot copy the graph, so the captured edges stay.
             self.arrangement = None if self.schedule is None else self.schedule.recorded
         assert self.graph is not None
         self.graph.instantiate()
@@ -436,11 +494,12 @@ class Recording:
             value = self._call(slot, function, args, kwargs)
             if lanes.refused:
                 raise CaptureError(lanes.refused)
-            # First, since state is often the cause of other work.
+            # The state is checked first, since a change of state is often the cause of other work.
             check_state()
             check_same(self._name, self._rehearsed, [each for each in lanes.calls if each.what is not OF_CONSTANT])
             lanes.join(self._name, value)
-            self._rehearsed = ()  # both hold plans, which `release_plans` is to let go of
+            # Both the signatures here and the calls of the lanes hold plans, which `release_plans` has to release.
+            self._rehearsed = ()
             lanes.calls.clear()
             return value
         finally:
@@ -458,6 +517,7 @@ class Recording:
                     tensors.check()
             return value
 
+        # Arrays come from the memory of the recording, so that no other owner reuses it between replays.
         allocator = driver.swap_allocator(self._memory.allocator)
         self._memory.on_allocate(self._allocated)
         try:
@@ -471,14 +531,16 @@ class Recording:
                     tensors.end()
 
     def _raise(self, error: BaseException | None, ending: BaseException | None, valid: bool) -> None:
-        """Raise what a recording failed with: a `CaptureError` that names the cause, or the function's own error.
+        """Raise the error of a failed recording.
 
-        The capture is ``valid`` where nothing spoiled it. Then only the work is missing that the error prevented.
+        That is a `CaptureError` that names the cause, or the function's own error. The capture is ``valid`` where nothing
+        invalidated it. Then the capture lacks only the work that the error prevented.
         """
         first = error or ending
         assert first is not None
         try:
-            if not isinstance(first, Exception):  # an interrupt
+            # An interrupt goes to the caller unchanged.
+            if not isinstance(first, Exception):
                 raise first
             self.pool.status.diagnose(first)
             if (refused := refusal(error, "" if error is None else place_of_error(error))) is not None:
@@ -502,10 +564,12 @@ class Recording:
                 ) from ending
             causes = [self.pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
             cause = next(filter(None, causes), None)
+            # An error that no invalid capture explains is the function's own, so it goes to the caller unchanged.
             if error is not None and (cause is None or _is_own_refusal(error) or (valid and causes[0] is None)):
                 raise error
             place = "" if error is None else place_of_error(error)
-            where = f" at {place}" if place and place not in str(cause) else ""  # the host driver names it, too
+            # The host driver already names the place in its cause.
+            where = f" at {place}" if place and place not in str(cause) else ""
             raise CaptureError(f"{self._name} cannot be recorded: {cause or ending}{where}. {ADVICE}") from first
         finally:
             del first, error, ending
@@ -515,9 +579,10 @@ class Recording:
         return isinstance(error, MemoryError) or (torch is not None and error is not None and torch.is_out_of_memory(error))
 
     def destroy(self) -> bool:
-        """Destroy the graph and free all memory that no array uses; whether all is done. No launch of the graph is under way.
+        """Destroy the graph and free its memory; return whether all is done.
 
-        One thread at a time has a recording: whose program it is, or whoever found it deferred.
+        Memory that an array still uses is left for a later call. No launch of the graph may be under way. One thread at a time
+        has a recording: the thread of its program, or the thread that found the recording deferred.
         """
         pool = self.pool
         if pool.status.untouchable:
@@ -539,6 +604,7 @@ class Recording:
 
     def _destroy_graph(self) -> None:
         graphs = self.graph, self.captured, *self._adopted
+        # The attributes are cleared first, so that a second call does not destroy a graph twice.
         self.graph = self.captured = self.schedule = None
         self._adopted = []
         do_all([graph.destroy for graph in dict.fromkeys(graphs) if graph is not None])
@@ -550,7 +616,7 @@ class Recording:
             scratch.destroy_event(event)
 
     def settle(self) -> bool:
-        """As `destroy`; what fails is for a later try."""
+        """Run `destroy`, and leave a failure for a later try."""
         try:
             return self.destroy()
         except Exception:
@@ -558,7 +624,7 @@ class Recording:
 
 
 def _held_by(recording: Recording) -> str:
-    """Say what other recordings under way hold."""
+    """Say how many side slots other recordings under way hold."""
     found = [each.lanes for each in [*recordings] if isinstance(each, Recording) and each.shares_with(recording)]
     counts = [0 if lanes is None else lanes.leased.got for lanes in found]
     if not counts:
@@ -568,8 +634,12 @@ def _held_by(recording: Recording) -> str:
 
 
 def _is_own_refusal(error: BaseException) -> bool:
-    """Whether an error is a refusal by this room, which names its cause, and not an error of a driver."""
+    """Return whether an error is a refusal by this package's recording modules.
+
+    Such an error names its cause, unlike an error of a driver.
+    """
     trace = error.__traceback__
+    # The last frame of a traceback is the frame that raised the error.
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     origin = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")

@@ -1,4 +1,4 @@
-"""Pictures of programs: their graphs by lanes, and their nodes on a time axis."""
+"""Draw programs as graphs by lanes and as nodes in time."""
 
 import os
 import re
@@ -14,19 +14,25 @@ from handlepool._util.names import shown
 from handlepool.errors import ArgumentError, PackageMissingError
 from handlepool.recording.explain import Explanation
 
-_WIDTH, _MARGIN, _ROW, _DPI = 16.0, 0.5, 0.3, 120  # inches, dots an inch
-_LEAST_HEIGHT = 0.9  # inches, of a panel
+# The sizes are in inches, and the resolution is in dots an inch.
+_WIDTH, _MARGIN, _ROW, _DPI = 16.0, 0.5, 0.3, 120
+# The least height of a panel, in inches.
+_LEAST_HEIGHT = 0.9
+# A picture of a graph with more edges shows none of them.
 _MOST_EDGES = 4000
 _MANY = 300
-"""Steps."""
+"""The number of steps from which boxes have no line between them."""
 _LETTER = 5.4
-"""Points of a letter's width."""
+"""The width of a letter, in points."""
 _NAMED = 8
-"""Names of calls that have a colour of their own: those that take longest."""
+"""The number of call names with a colour of their own.
+
+The names whose calls take longest get these colours.
+"""
 
 
 class Theme(NamedTuple):
-    """Colours of one form."""
+    """The colours of the light or the dark form of a picture."""
 
     paper: str
     ink: str
@@ -57,14 +63,17 @@ DARK = Theme(
 )
 
 VARIABLE = "HANDLEPOOL_DRAW"
-"""Of the environment: a folder, to which each recording with lanes is drawn."""
+"""The environment variable that names a folder for pictures.
+
+Each recording with lanes is drawn to that folder.
+"""
 
 Spans = list[tuple[float, float]]
-"""Of each step, from when to when, in microseconds."""
+"""The begin and end of each step, in microseconds."""
 
 
 def check(name: str, file: str | PathLike[str]) -> None:
-    """Refuse what cannot be drawn, before anything is measured.
+    """Refuse a picture that cannot be drawn, before a replay is measured.
 
     Raises
     ------
@@ -90,8 +99,12 @@ def check(name: str, file: str | PathLike[str]) -> None:
         raise ArgumentError(f"{name}: draw({str(path)!r}): there is no folder {str(path.parent)!r}; make it first")
 
 
-def asked_for(name: str, numbers: Iterator[int] = count(1)) -> Path | None:  # noqa: B008 - one for the process
-    """Return where a recording is to be drawn since the environment says so; None where it does not."""
+# The default counts the pictures of the process, so that two recordings of one name get two files.
+def asked_for(name: str, numbers: Iterator[int] = count(1)) -> Path | None:  # noqa: B008
+    """Return the file to draw a recording to, or None.
+
+    The environment variable asks for the picture. The function returns None where the variable is not set.
+    """
     folder = os.environ.get(VARIABLE)
     if not folder:
         return None
@@ -101,7 +114,9 @@ def asked_for(name: str, numbers: Iterator[int] = count(1)) -> Path | None:  # n
 
 
 def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
-    """Write the picture, with the steps as they ran where a replay was measured.
+    """Write the picture of a program.
+
+    Where a replay was measured, a second panel shows the steps as they ran.
 
     Raises
     ------
@@ -124,6 +139,7 @@ def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
     panels = 2 if how.ends else 1
     height = 1.2 + panels * (panel + 0.75)
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor=theme.paper)
+    # The canvas registers itself with the figure. Without pyplot, the picture needs no display and no global state.
     FigureCanvasAgg(figure)
     figure.text(_MARGIN / _WIDTH, 1 - 0.35 / height, how.name, size=16, weight="bold", color=theme.ink, parse_math=False)
     figure.text(_MARGIN / _WIDTH, 1 - 0.65 / height, _subtitle(how), size=10.5, color=theme.pale, parse_math=False)
@@ -154,7 +170,10 @@ def _subtitle(how: Explanation) -> str:
 
 
 def _colours(how: Explanation, theme: Theme) -> dict[str, str]:
-    """Return the colour of each name of a call: those that take longest have one of their own."""
+    """Return the colour of each call name.
+
+    The names whose calls take longest have a colour of their own.
+    """
     taken: Counter[str] = Counter()
     for number, step in enumerate(how.steps):
         if step.lane is not None:
@@ -175,7 +194,10 @@ def _legend(figure: Any, theme: Theme, colours: dict[str, str], top: float) -> N
 
 
 def _planned(how: Explanation, times: Sequence[float]) -> Spans:
-    """Return when steps would run if each took so long, and began when what it waits for had ended."""
+    """Return the planned begin and end of each step.
+
+    Each step begins when the steps that it waits for have ended, and takes its measured time.
+    """
     spans: Spans = [(0.0, 0.0)] * len(how.steps)
     for number in how.order():
         begin = max([spans[before][1] for before in how.steps[number].after], default=0.0)
@@ -187,9 +209,11 @@ def _panel(axes: Any, how: Explanation, spans: Spans, colours: dict[str, str], t
     last = max(end for _, end in spans) or 1.0
     points = axes.get_position().width * _WIDTH * 72
     axes.set_facecolor(theme.paper)
-    gap = 0.3 if len(how.steps) < _MANY else 0.0  # a line between boxes, or, where they are too small for one, shades in turn
+    # A line separates boxes. Where boxes are too small for a line, two shades alternate instead.
+    gap = 0.3 if len(how.steps) < _MANY else 0.0
     middle = (how.got - 1) / 2
     shades = {lane: cycle((1.0, 1.0 if gap else 0.72)) for lane in range(how.got)}
+    # Steps are drawn by begin, so that the shades of a lane alternate along the time axis.
     for step, (begin, end) in sorted(zip(how.steps, spans, strict=True), key=itemgetter(1)):
         width = end - begin
         if step.lane is None:
@@ -198,6 +222,7 @@ def _panel(axes: Any, how: Explanation, spans: Spans, colours: dict[str, str], t
             look = {"color": colours[step.name], "alpha": next(shades[step.lane])}
             axes.barh(step.lane, width, left=begin, height=0.78, edgecolor=theme.paper, linewidth=gap, **look)
         label = step.name.rpartition(".")[2]
+        # A label is drawn only where it fits into its box.
         if len(label) * _LETTER + 4 < width / last * points:
             ink = theme.ink if step.lane is None else theme.paper
             row = middle if step.lane is None else step.lane
@@ -205,6 +230,7 @@ def _panel(axes: Any, how: Explanation, spans: Spans, colours: dict[str, str], t
     if edges and how.edges <= _MOST_EDGES:
         _edges(axes, how, spans, theme)
     axes.set_xlim(0, last * 1.003)
+    # The limits are upside down, so that lane 0 is at the top.
     axes.set_ylim(how.got - 0.45, -0.55)
     named = range(0, how.got, max(1, how.got // 8))
     axes.set_yticks(named, [f"lane {lane}" for lane in named])
@@ -217,7 +243,7 @@ def _panel(axes: Any, how: Explanation, spans: Spans, colours: dict[str, str], t
 
 
 def _edges(axes: Any, how: Explanation, spans: Spans, theme: Theme) -> None:
-    """Draw what leads from lane to lane."""
+    """Draw the edges that lead from one lane to another."""
     from matplotlib.collections import LineCollection
 
     lines = []

@@ -1,4 +1,7 @@
-"""What `Program.explain` returns: which calls became nodes, what they wait for, and what stood in the way."""
+"""Explain how a program was recorded: its nodes, waits and obstacles.
+
+`Program.explain` returns an `Explanation`.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,19 +11,20 @@ from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
-    """A call that was recorded as a node, or, on no lane, other work between nodes.
+    """A call that became a node, or other work between nodes.
 
     Attributes
     ----------
     name : str
     place : str
-        File and line of the call; of other work that could not be seen, the last call before it and the first after it.
+        File and line of the call. For other work that could not be seen, the last call before it and the first after it.
     lane : int or None
+        The lane of the node; None for other work.
     after : tuple of int
-        The steps that it waits for, by their places; others follow from these.
+        The places of the steps that it waits for directly. Waits that follow from these are left out.
     why : str
-        Why it stands after all before it, and before all after it; empty for what does not. Of nodes that fail, or that give work
-        to other streams than their lane's, only what comes later waits.
+        The reason why it runs after all steps before it and before all steps after it; empty for an ordinary node. A node that
+        fails, or that gives work to streams besides its lane's, only makes later steps wait.
     """
 
     name: str
@@ -32,36 +36,37 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How a program was recorded. It can be printed.
+    """How a program was recorded; print it to read it.
 
     Attributes
     ----------
     name : str
-        Of the program.
+        The name of the program.
     operations : int
-        Kernels, copies and the like in the graph, which CUDA calls its nodes: a call may give it none, or several.
+        Kernels, copies and the like in the graph, which CUDA calls its nodes. A call may add none, or several.
     nbytes : int
-        Device memory of arrays and scratch.
+        Bytes of device memory for arrays and scratch.
     scratch : int
-        How many of these are scratch.
+        Bytes of scratch among ``nbytes``.
     allocations : tuple of (int or None)
-        For each allocation of memory in the graph, made whenever that runs, as ``cudaMallocAsync`` becomes one, the place of its
-        step in ``steps``; None where that is not known.
+        For each memory allocation in the graph, the place of its step in ``steps``; None where the step is not known. Each replay
+        makes these allocations: a ``cudaMallocAsync`` becomes such a node.
     limit : int or None
         The ``lanes`` that `record` was given.
     wanted, recorded : int
-        Lanes that the calls could have used, up to 32, and those that they were recorded on: its memory is for so many.
+        Lanes that the calls could have used, up to 32, and lanes that they were recorded on. The memory is for the recorded
+        lanes.
     got : int
-        Lanes that they run on, up to the limit.
+        Lanes that the calls run on, up to the limit.
     exact : bool
-        Whether the driver can put a node behind its producers alone. Where it cannot there is one lane.
+        Whether the driver can let a node depend on its producers alone. Otherwise there is one lane.
     steps : tuple of Step
     times : tuple of float
-        Microseconds of each step, with nothing beside it; none where they were not measured.
+        Microseconds of each step when it runs alone; empty where the steps were not measured.
     data : tuple of tuple of int
-        For each step, what it was recorded to wait for, before all were brought onto fewer lanes.
+        For each step, the steps that it waited for as recorded, before the nodes were moved to fewer lanes.
     ends : tuple of float
-        Microseconds from the beginning of a replay to the end of each step; none where no replay was measured for this.
+        Microseconds from the beginning of a replay to the end of each step; empty where no replay was measured for this.
     """
 
     name: str
@@ -86,50 +91,63 @@ class Explanation:
 
     @property
     def serial(self) -> list[Step]:
-        """What stands after all before it, and before all after it."""
+        """The steps that run after all before and before all after."""
         return [step for step in self.steps if step.why]
 
     @property
     def edges(self) -> int:
-        """How many waits there are between steps."""
+        """The number of waits between steps."""
         return sum(len(step.after) for step in self.steps)
 
     @property
     def longest(self) -> int:
-        """How many steps there are on the longest way through them on the lanes that there are."""
+        """The number of steps on the longest path, on the present lanes."""
         return int(_longest(self._after, [1.0] * len(self.steps)))
 
     @property
     def longest_by_data(self) -> int:
-        """How many steps there are on the longest way through them by their data alone, on however many lanes."""
+        """The number of steps on the longest path by data alone.
+
+        The number of lanes does not limit this path.
+        """
         return int(_longest(self.data or self._after, [1.0] * len(self.steps)))
 
     @property
     def critical(self) -> float:
-        """Microseconds of the longest way through the steps by their data alone; 0 where they were not measured."""
+        """Microseconds of the longest path by data alone.
+
+        The figure is 0 where the steps were not measured.
+        """
         return _longest(self.data or self._after, self.times) if self.times else 0.0
 
     @property
     def planned(self) -> float:
-        """Microseconds of the longest way through the steps on the lanes that there are; 0 where they were not measured."""
+        """Microseconds of the longest path on the present lanes.
+
+        The figure is 0 where the steps were not measured.
+        """
         return _longest(self._after, self.times) if self.times else 0.0
 
     @property
     def total(self) -> float:
-        """Microseconds of all steps, one after the other; 0 where they were not measured."""
+        """Microseconds of all steps in sequence; 0 where not measured."""
         return sum(self.times)
 
     @property
     def ran(self) -> list[tuple[float, float]]:
-        """From when to when each step ran, in microseconds: from the end of the last that it waits for; none without `ends`."""
+        """The begin and end of each step, in microseconds.
+
+        A step begins at the end of the last step that it waits for. The list is empty without `ends`.
+        """
         if not self.ends:
             return []
         begins = [max([self.ends[before] for before in step.after], default=0.0) for step in self.steps]
+        # A measured end may lie before the end of a predecessor. So the begin is limited to the step's own end.
         return [(min(begin, end), end) for begin, end in zip(begins, self.ends, strict=True)]
 
     @property
     def use(self) -> list[tuple[int, float]]:
-        """Of each lane, how many nodes it has, and the microseconds that these take."""
+        """The number of nodes of each lane, and the microseconds of these."""
         found: dict[int, list[float]] = {}
         for number, step in enumerate(self.steps):
             if step.lane is not None:
@@ -137,7 +155,10 @@ class Explanation:
         return [(len(times), sum(times)) for _, times in sorted(found.items())]
 
     def order(self) -> list[int]:
-        """Return the steps' places, each behind those that it waits for."""
+        """Return the places of the steps in an order of execution.
+
+        Each step comes after the steps that it waits for.
+        """
         return _ordered(self._after)
 
     @property
@@ -145,8 +166,12 @@ class Explanation:
         return [step.after for step in self.steps]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it in dictionaries, lists, numbers and strings, as JSON takes them."""
+        """Return the explanation as dictionaries, lists, numbers and strings.
+
+        JSON can store these types.
+        """
         known = {field.name: getattr(self, field.name) for field in fields(self)}
+        # Tuples become lists, because JSON has no tuples.
         known["allocations"], known["times"], known["ends"] = [*self.allocations], [*self.times], [*self.ends]
         known["data"] = [[*after] for after in self.data]
         known["steps"] = [{**step._asdict(), "after": [*step.after]} for step in self.steps]
@@ -156,7 +181,10 @@ class Explanation:
         return {**known, **counts, "use": [[*each] for each in self.use], **ways}
 
     def to_dot(self) -> str:
-        """Return the graph of the steps in the language of Graphviz: a box for what nothing runs beside."""
+        """Return the graph of the steps in the language of Graphviz.
+
+        A step that nothing runs beside is a box.
+        """
         lines = [f"digraph {_quoted(self.name)} {{"]
         for number, step in enumerate(self.steps):
             shape = "box" if step.why else "ellipse"
@@ -197,6 +225,7 @@ class Explanation:
         lines += self._who_allocates()
         if self.serial:
             lines.append("After all before it, and before all after it:")
+            # Equal lines are counted, because a loop may make the same step many times.
             told = Counter(f"{step.name}, {step.place}: {step.why}" for step in self.serial)
             lines += [f"  {line}" if count == 1 else f"  {count} times {line}" for line, count in told.items()]
         return "\n".join(lines)
@@ -221,11 +250,13 @@ def _ordered(after: Sequence[Sequence[int]]) -> list[int]:
 
 def _longest(after: Sequence[Sequence[int]], times: Sequence[float]) -> float:
     ways: dict[int, float] = {}
+    # Each step comes after its predecessors, so the paths to these are known.
     for number in _ordered(after):
         ways[number] = times[number] + max([ways[before] for before in after[number]], default=0.0)
     return max(ways.values(), default=0.0)
 
 
 def _quoted(text: str) -> str:
+    # Graphviz reads a backslash, a quote and a line break as syntax.
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

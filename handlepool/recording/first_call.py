@@ -39,13 +39,13 @@ class FirstCall:
     ----------
     pool : PoolInternals
     name : str
-        The function's.
+        The name of the function.
     lanes : int or None
         As in `record`.
     home : StreamReference
         The caller's stream.
     counted : bool
-        Whether plans are counted with lanes, too.
+        Whether plans are counted with lanes too.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class FirstCall:
             call = partial(_rehearsed, self._rehearsal, pool, home, call)
         if self._launches is not None:
             call = partial(self._launches.around, call)
+        # Answers that were asked for before this call belong to other calls, so `capture` waits for newer answers only.
         self._asked = awaited.asked
         with self._copies.noted():
             returned = call(function, args, kwargs)
@@ -105,15 +106,15 @@ class FirstCall:
         returned: object = None,
         empty: bool = False,
     ) -> T:
-        """Call the function once more, under capture, and finish the recording.
+        """Call the function again under capture, and finish the recording.
 
-        ``finish(recording, outputs)`` makes the value of this method. Where an error is raised, objects are as they were at the
-        beginning, and nothing of the recording is left.
+        ``finish(recording, outputs)`` makes the value of this method. Where the method raises an error, objects are as they were
+        at the beginning, and nothing of the recording is left.
 
         Parameters
         ----------
         given : ContainerSnapshot
-            Of the arguments.
+            The snapshot of the arguments.
         values : sequence
             The values that are reached from the arguments through containers.
         home : StreamReference
@@ -121,7 +122,7 @@ class FirstCall:
         kept : sequence, optional
             Values that the graph reads; the function and its arguments where nothing is given.
         before : State, optional
-            From before the first call, of the same arguments.
+            The state of the same arguments before the first call.
         returned : optional
             The value of the first call, where the caller still holds it.
         empty : bool
@@ -140,7 +141,7 @@ class FirstCall:
         again = None if launches is None or lanes is not None else Launches(pool)
         try:
             if awaited.asked > self._asked and not self._captured:
-                # The nodes of operations that are known to write as they declare run side by side.
+                # The nodes of operations that are known to write as they declare run side by side, so the answers must be there.
                 wait_for_answers(self._asked)
             renewed = given.renew()
             if self._captured:
@@ -157,7 +158,7 @@ class FirstCall:
             with self._copies.repeated(recording.kept.add):
                 outputs = captured(function, args, kwargs, partial(state.check, name))
             given.check(name)
-            # With lanes the capture has checked the state, and compared the calls.
+            # With lanes the capture has already checked the state and compared the calls.
             if again is not None and launches is not None:
                 state.check(name)
                 check_same(name, launches.calls, again.calls)
@@ -177,19 +178,22 @@ class FirstCall:
         except BaseException:
             outputs, done = None, False
             try:
-                # First, so that no attribute keeps an array of the recording's memory, which no replay has written.
+                # The arguments go first, so that no attribute keeps an array of the recording's memory, which no replay has
+                # written.
                 given.restore()
                 if state is not None:
                     state.restore()
                 done = recording.destroy()
             finally:
                 recording.kept.take()
+                # The error must reach the caller even if the driver cannot destroy the recording yet. So a later call destroys
+                # it.
                 if not done:
                     defer(recording.settle)
             raise
 
     def memory(self, recording: Recording, outputs: object) -> Memory:
-        """Return the memory that replays read and write, and let go of the arrays of the first call.
+        """Return the memory that replays access, and release the first call's arrays.
 
         Raises
         ------
@@ -203,7 +207,7 @@ class FirstCall:
         return made
 
     def _end_at_exit(self, deadline: float) -> None:
-        """Drop the plans, of which cuDNN's binding complains where they outlive it."""
+        """Drop the plans, because cuDNN's binding complains about plans that outlive it."""
         for watcher in (self._rehearsal, self._launches):
             if watcher is not None:
                 watcher.calls.clear()
@@ -242,7 +246,10 @@ def _settle(driver: Driver, pointer: int) -> None:
 
 
 def _shapes(driver: Driver, returned: Any) -> list[Any]:
-    """Return the shapes and types of the arrays that a function returned: of the driver's as tuples, of others as text."""
+    """Return the shapes and types of the arrays a function returned.
+
+    An array of the driver's becomes a tuple, and any other array becomes text.
+    """
     native: Any = driver.array_types[0]
     if type(returned) is native:
         return [(native, returned.shape, returned.dtype)]
@@ -254,7 +261,7 @@ def _shapes(driver: Driver, returned: Any) -> list[Any]:
 
 
 def _text(shape: Any) -> str:
-    """Return an entry of `_shapes` as `shown` says it of the array."""
+    """Return an entry of `_shapes` as text, in the form of `shown`."""
     if isinstance(shape, str):
         return shape
     kind, extents, dtype = shape
@@ -262,7 +269,10 @@ def _text(shape: Any) -> str:
 
 
 def _rehearsed(rehearsal: Rehearsal, pool: PoolInternals, home: StreamReference, run: Callable[..., T], *call: Any) -> T:
-    """Call a function with its calls noted, on one stream that is current for torch as well, as it is while recording."""
+    """Call a function with its calls noted, on one stream.
+
+    The stream is also current for torch, as it is while recording.
+    """
     torch = (torch_in_use(pool.driver) or torch_among(*call)) if "torch" in sys.modules else None
     if torch is None:
         return rehearsal.around(run, *call)

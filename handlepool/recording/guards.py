@@ -1,4 +1,4 @@
-"""Compare the arrays and values that a recorded function reaches with those of a program.
+"""Compare the values that a recorded function reaches with a program's.
 
 A program reads an array where it is, and has a number, a text or a flag built in. So arrays and objects are compared by identity,
 and plain values by value, wherever the function reaches them: by closure, defaults, attributes, containers, and the globals that
@@ -42,11 +42,15 @@ from handlepool.recording.state_kinds import (
 from handlepool.recording.update import PLAIN, same
 
 MOST_GUARDS = 5000
-"""A function that reaches more runs eagerly."""
-MOST_HOST_BYTES = 1 << 16
-"""Most bytes of NumPy's arrays to compare at each call.
+"""The most guards of a program.
 
-A function that reaches more runs eagerly."""
+A function that needs more guards runs eagerly.
+"""
+MOST_HOST_BYTES = 1 << 16
+"""The most bytes of NumPy's arrays to compare at each call.
+
+A function that reaches more bytes runs eagerly.
+"""
 ARRAY, OBJECT, VALUE = "array", "object", "value"
 
 _BY_NAME = frozenset(
@@ -81,7 +85,7 @@ class Guard(NamedTuple):
 
 
 class TooMany(Exception):
-    """More is reached than can be compared at each call."""
+    """A function reaches more than can be compared at each call."""
 
 
 class Guards:
@@ -92,14 +96,15 @@ class Guards:
     driver : Driver
     function : callable
     held : sequence
-        Arguments that the key has the identity of.
+        The arguments that the key identifies by identity.
 
     Attributes
     ----------
     arrays : list
         All arrays and tensors that are reached.
     holds : callable
-        Whether all is as it was. False also where an equal value stands in the place of another one: see `changed`.
+        Returns whether all values are as they were. Also False where an equal value has taken the place of another value: see
+        `changed`.
 
     Raises
     ------
@@ -117,12 +122,14 @@ class Guards:
         self._reached = walk.entered
         self.arrays = [each for each in walk.entered.values() if self._is_array(each)]
         named = _named([each for each in walk.entered.values() if isinstance(each, FunctionType) and _is_users(each)])
+        # Code may reach any attribute by a computed name. Then every attribute counts as named.
         self._named = None if named & _BY_NAME else named
         self._guards: list[Guard] = []
         self._tests: list[str] = []
         self._space: dict[str, Any] = {}
         self._host_bytes = 0
-        # Dictionaries of torch's modules: hooks are left out, and the numbers of parameters and buffers.
+        # Two sets of dictionaries of torch's modules: hooks are left out, and the number of parameters or buffers is not
+        # compared.
         self._left_out: set[int] = set()
         self._any_length: set[int] = set()
         self._of_modules = _of_modules()
@@ -157,6 +164,7 @@ class Guards:
                 renewed.append((number, now))
         for number, now in renewed:
             self._guards[number] = self._guards[number]._replace(expected=now)
+            # The compiled function compares by identity. So it gets the new object, or it would fail at every later call.
             if f"v{number}" in self._space:
                 self._space[f"v{number}"] = now
         return found
@@ -165,6 +173,7 @@ class Guards:
         return isinstance(value, self._kinds) or is_tensor(value)
 
     def _compiled(self) -> Callable[[], bool]:
+        # One expression needs no loop at a call. An error inside it counts as a difference.
         tests = "\n        or ".join(self._tests) or "False"
         text = f"def holds():\n    try:\n        return not ({tests})\n    except Exception:\n        return False\n"
         exec(compile(text, "<a program's guards>", "exec"), self._space)
@@ -178,7 +187,7 @@ class Guards:
             return
         if kind is ATTRIBUTES:
             own = owner.__dict__
-            # Attributes of a function that was wrapped are no values that it reads.
+            # A function that was wrapped does not read its attributes as values.
             keys = self._read_of(owner, own)
             self._entries(own, [(f"{path}.{key}", key) for key in keys], "[{key}]", own.get)
             if keys == [*own]:
@@ -244,6 +253,7 @@ class Guards:
                 continue
             number = len(self._guards)
             shown = repr(key) if type(key) in (str, int) else f"k{number}"
+            # A key without a literal form is read from the namespace.
             self._space[f"k{number}"] = key
             self._guard(path, value, owner, test.format(key=shown), partial(get, key, MISSING))
 
@@ -251,6 +261,7 @@ class Guards:
         def read() -> Any:
             return slot.__get__(owner, type(owner))
 
+        # A slot without a value raises an error. It has no value to compare.
         try:
             value = read()
         except AttributeError:
@@ -287,6 +298,7 @@ class Guards:
             raise TooMany(f"the values of {path} cannot be compared") from error
         number = len(self._guards)
         self._guards.append(Guard(path, VALUE, lambda: value if read() == value else MISSING, value))
+        # The last entry keeps the objects alive whose identities are compared. A freed object's identity could be used again.
         self._space[f"o{number}"], self._space[f"v{number}"], self._space[f"k{number}"] = owner, value, keep
         self._tests.append(f"{test.format(f'o{number}')} != v{number}")
 
@@ -294,7 +306,7 @@ class Guards:
         if self._is_array(value):
             return False
         if isinstance(value, FunctionType):
-            # A variable may come to stand for another function of the user's.
+            # A variable may come to refer to another function of the user's.
             return is_library(value.__module__)
         return isinstance(value, _CODE) or str(type(value).__module__).partition(".")[0] == "handlepool"
 

@@ -1,7 +1,8 @@
-"""Tensors that nodes of other lanes read: held until their own lane comes after all of these (guarantee 8).
+"""Hold the tensors that nodes of other lanes read (guarantee 8).
 
-Torch's allocator gives a freed block to whoever allocates next for the stream that the block was allocated for. A lane's nodes
-come one after the other, so that is right as long as nobody else reads the block.
+A tensor is held until its own lane follows all of these nodes. Torch's allocator gives a freed block to the next allocation for
+the stream that the block was allocated for. The nodes of a lane run in order, so that is right as long as no other stream reads
+the block.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,14 +12,17 @@ from typing import Any, Protocol
 from handlepool.order.track import Needs, Track
 
 MOST_TRIED = 8
-"""Of the storages of one stream, at one node."""
+"""The most storages of one stream that one node tries to release."""
 
 
 class Storages(Protocol):
-    """Where tensors come from while a function is recorded."""
+    """The source of tensors while a function is recorded."""
 
     def stream_of(self, pointer: int) -> int | None:
-        """Return the stream that a storage was allocated for; None for memory from elsewhere."""
+        """Return the stream that a storage was allocated for.
+
+        The answer is None for memory from elsewhere.
+        """
 
 
 class HeldTensors:
@@ -28,19 +32,19 @@ class HeldTensors:
     ----------
     memory : Storages
     is_own : callable
-        Whether a block of the recording's own memory begins at an address. Such a block is not held: only nodes that may have it
-        get it.
+        Returns whether a block of the recording's own memory begins at an address. Such a block is not held, because its memory
+        only goes to nodes that may have it.
     """
 
     def __init__(self, memory: Storages, is_own: Callable[[int], bool]) -> None:
         self._memory = memory
         self._is_own = is_own
         self._by_stream: dict[int, dict[int, tuple[object, Needs]]] = {}
-        # Held to the end: memory that is released might come back as the recording's own.
+        # These storages are held to the end: memory that is released might come back as the recording's own.
         self._foreign: dict[int, object] = {}
 
     def read(self, pointer: int, track: Track, call: int, storages: Iterable[tuple[int, Any]]) -> None:
-        """Note the storages that the last call on a lane's stream is given."""
+        """Note the storages that a lane's last call is given."""
         for start, storage in storages:
             if start in self._foreign or self._is_own(start):
                 continue
@@ -52,17 +56,24 @@ class HeldTensors:
                 readers[track] = call
 
     def follow(self, pointer: int, known: Needs) -> None:
-        """Release storages of a stream whose next call follows all their readers, a few at a time."""
+        """Release a stream's storages whose readers its next call follows.
+
+        A call tries a few storages at a time.
+        """
         held = self._by_stream.get(pointer)
         if held:
+            # A stream may have many held storages, and each node would pay for a look at all of them.
             for start in [*islice(held, MOST_TRIED)]:
                 entry = held.pop(start)
                 if any(known.get(track, 0) < call for track, call in entry[1].items()):
-                    # Behind the other storages, to be tried after them.
+                    # The storage goes to the end of the dictionary, so that later nodes try the other storages first.
                     held[start] = entry
 
     def clear(self) -> None:
-        """Release all but foreign memory: the next call follows everything recorded so far."""
+        """Release all storages except foreign memory.
+
+        The next call follows everything recorded so far.
+        """
         self._by_stream.clear()
 
     def close(self) -> None:

@@ -1,8 +1,11 @@
-"""Host data that a recorded function brings to the device: constants, or refused (guarantee 19).
+"""Turn host data into constants, or refuse it (guarantee 19).
 
-A graph holds a copy from the host as an address of the host's. A replay would read that memory again, whatever it holds by then.
-So the arrays that the driver's `asarray` makes in the first call are made once more, before the second. There `asarray` gives a
-copy of the constant, on the device, where the values are the same again. The function may write into its copy.
+The host data are the values that a recorded function brings to the device.
+
+A graph holds a copy from the host as an address of the host's. A replay would read that memory again, with the values that it
+has by then. So the arrays that the driver's `asarray` makes in the first call are made once more, before the second call. In the
+second call, `asarray` gives a copy of the constant, on the device, where the values are equal. The function may write into its
+copy.
 """
 
 import gc
@@ -28,13 +31,15 @@ REMEDIES = "Pass the array as an argument, or make it on the device in an operat
 
 
 class HostCopies:
-    """The values that both calls of a function bring to the device. Used by one thread.
+    """The values that both calls of a function bring to the device.
+
+    Used by one thread.
 
     Parameters
     ----------
     pool : PoolInternals
     name : str
-        The function's.
+        The name of the function.
     """
 
     def __init__(self, pool: PoolInternals, name: str) -> None:
@@ -52,7 +57,7 @@ class HostCopies:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Take note of the values, in the first call."""
+        """Take note of the values in the first call."""
         end = self._driver.watch_host_data(self._note, lambda values, *_: self._read.append(values))
         try:
             yield
@@ -60,13 +65,14 @@ class HostCopies:
             end()
 
     def upload(self, removed: Sequence[Any] = ()) -> None:
-        """Make the constants, on the current stream, except the arrays that the function has kept and will not make again.
+        """Make the constants on the current stream.
 
-        ``removed`` are values that the function kept in its arguments, and does not find there at its second call.
+        An array that the function has kept, and will not make again, gets no constant. ``removed`` are values that the function
+        kept in its arguments, and does not find there at its second call.
         """
         again = {*map(id, leaves(removed))} if removed else set()
         if [made for made in self._made if made() is not None]:
-            # Some may be in cycles that nothing reaches, as of a local function that calls itself.
+            # Some arrays may be in cycles that no object reaches, such as the cycle of a local function that calls itself.
             gc.collect()
         for number, made in enumerate(self._made):
             array = made()
@@ -75,14 +81,17 @@ class HostCopies:
         self._left = [*self._constants]
 
     def renew(self) -> None:
-        """Make the constants that the last repetition used once more, for another one, on the current stream."""
+        """Make the constants of the last repetition again.
+
+        They are for another repetition, and are made on the current stream.
+        """
         used = [number for number in self._constants if number not in self._left]
         self._constants = {number: self._driver.asarray(self._values[number]) for number in used}
         self._left, self._next_read = used, 0
 
     @contextmanager
     def repeated(self, keep: Callable[..., object]) -> Iterator[None]:
-        """Give the constants to the second call, and have each kept that is used.
+        """Give the constants to the second call, and keep each used constant.
 
         Raises
         ------
@@ -100,7 +109,9 @@ class HostCopies:
 
     def _note(self, values: np.ndarray[Any, Any], copy: Callable[[], Any]) -> Any:
         array = copy()
+        # The copy keeps the values, since the function may change the host array.
         self._values.append(np.array(values, order="K"))
+        # The weak reference tells later whether the function has kept the array.
         self._made.append(ref(array))
         return array
 
@@ -121,7 +132,10 @@ class HostCopies:
         return array
 
     def _as_node(self, make: Callable[[], Any], constant: Any) -> Any:
-        """Make a copy of a constant; as a node of its own, with lanes, so that other nodes do not wait for it."""
+        """Make a copy of a constant.
+
+        With lanes the copy is a node, so that other nodes do not wait for it.
+        """
         driver, device = self._driver, self._pool.current_device()
         lanes = lanes_for(self._pool, driver.current_stream(device).ptr)
         if lanes is None:
@@ -133,7 +147,10 @@ class HostCopies:
         return lanes.run("asarray", (piece_of(driver, constant),), (), (constant,), call, what=OF_CONSTANT)
 
     def _read_again(self, values: np.ndarray[Any, Any], label: str, copies: bool) -> None:
-        """Check host memory that recorded work reads: each replay reads it where it is."""
+        """Check host memory that recorded work reads.
+
+        Each replay reads that memory where it is.
+        """
         number = self._next_read
         self._next_read += 1
         if copies:
@@ -145,6 +162,7 @@ class HostCopies:
             )
 
     def _refuse(self, fault: str) -> CaptureError:
+        # The first refusal stays, since the function may have caught its error.
         self._refused = self._refused or f"{self._name} cannot be recorded: {fault}. {REMEDIES}"
         return CaptureError(self._refused)
 
@@ -155,4 +173,5 @@ def _lies_there(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
 
 
 def _alike(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    # The bytes are compared, so that NaN equals NaN and zeros of other signs differ.
     return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()

@@ -1,8 +1,10 @@
-"""Lease the programs of one key to calls, as slots are leased to forks.
+"""Lease the programs of one key to calls.
 
-A call leases an instance while it enqueues, under the lock of the program, inside which no code of the user's runs. Each use ends
-with the instance's event, and the next use on another stream waits for that event (`Program`, lent). So calls overlap on the
-device where they come on different streams and there are instances enough, and are right in any case.
+Forks lease slots in the same way.
+
+A call leases an instance while it enqueues, under the lock of the program, inside which no user code runs. Each use ends with the
+instance's event, and the next use on another stream waits for that event (`Program`, lent). So calls overlap on the device where
+they use different streams and there are enough instances, and are right in any case.
 """
 
 import threading
@@ -36,9 +38,9 @@ class Instance:
     Parameters
     ----------
     program : Program
-        Lent.
+        The program, which is lent.
     inputs : list
-        Arrays and tensors of its own.
+        Arrays and tensors of the instance.
     outputs
         The value of the function under capture.
     returned : Returned
@@ -50,11 +52,11 @@ class Instance:
     Attributes
     ----------
     stream : Stream
-        On which it was used last, or captured.
+        The stream of its last use, or of its capture.
     number : int
-        Of its last call; the smallest was submitted first.
+        The number of its last call, in order of submission.
     away : bool
-        Whether no call may lease it: it is being tuned.
+        Whether no call may lease it, because it is being tuned.
     writes : bool
         Whether arguments are copied back.
     """
@@ -96,7 +98,7 @@ class Instance:
         self.writes = bool(written)
         # The thread and the stream whose result the outputs hold, where outputs are reused.
         self._keeper: tuple[ThreadToken, Any] | None = None
-        # Two threads that claim it at once: the second is told. No call is made under it.
+        # Two threads may claim the instance at once, and the second is refused. No call is made under this lock.
         self._lock = threading.RLock()
         self._outputs, self._own, self._written, self._reused = outputs, returned.own, written, reused
         self._build = builder(outputs, returned.places)
@@ -106,12 +108,16 @@ class Instance:
             self._prepared = Prepared(driver, program.device, inputs, [] if reused else returned.own, written)
 
     def claimable(self, stream: object) -> bool:
-        """Whether no other thread or stream holds a result in its outputs."""
+        """Return whether its outputs are free for this thread and stream.
+
+        They are not where another thread or stream holds a result in them.
+        """
+        # The keeper is read once, because another thread may replace it in between.
         keeper = self._keeper
         return keeper is None or keeper[0].over or (keeper[0] is thread.token and keeper[1] == stream)
 
     def claim(self, stream: object) -> bool:
-        """Keep its outputs for this thread and a stream; whether that could be done."""
+        """Keep its outputs for this thread and a stream; return the success."""
         with self._lock:
             if not self.claimable(stream):
                 return False
@@ -119,7 +125,10 @@ class Instance:
             return True
 
     def tune(self, lanes: Iterable[int], goal: str, seconds: float) -> LanesTuning:
-        """Measure its lanes, as `Program.tune`; no call leases it meanwhile."""
+        """Measure the lanes, as `Program.tune` does.
+
+        No call leases the instance meanwhile.
+        """
         self.away = True
         try:
             return self.program.tune(lanes, goal=goal, seconds=seconds)
@@ -144,6 +153,7 @@ class Instance:
     def _run(self, arrays: list[Any], pointer: int, launch: Callable[[], object], results: Results) -> Any:
         driver = self._driver
         elements = elements_of(driver, arrays)
+        # The inputs are copied in before the launch, and the arguments that are written are copied back after it.
         bring = [Copy("", target, source, 1) for target, source in zip(self._elements, elements, strict=True)]
         back = [
             Copy("", elements[place], self._elements[place], 1, arrays[place] if is_tensor(arrays[place]) else None)
@@ -151,7 +161,7 @@ class Instance:
         ]
         copy_all(driver, bring)
         launch()
-        # Before the results: the caller may want a result in an argument.
+        # The arguments go before the results: the caller may want a result in an argument.
         copy_all(driver, back)
         copy_all(driver, results.copies)
         return results.value
@@ -160,10 +170,11 @@ class Instance:
 def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
     """Return new arrays with the layouts of given ones.
 
-    The new arrays share memory as the given ones do. Their values are any.
+    The new arrays share memory as the given ones do. Their values are arbitrary.
     """
     made: list[Any] = [None] * len(arrays)
     for place, array in enumerate(arrays):
+        # Tensors are made above by torch. The other arrays are grouped by the memory that they share.
         if is_tensor(array):
             made[place] = integration().empty_lying_as(array)
     places = [place for place, each in enumerate(made) if each is None]
@@ -173,7 +184,7 @@ def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
     alone = {*range(len(plain))}.difference(*together)
     for group in [*together, *[[each] for each in sorted(alone)]]:
         begin, end = min(pieces[each][0] for each in group), max(pieces[each][1] for each in group)
-        # An address as far behind an aligned one as the caller's, so that its arrays are aligned alike.
+        # The new address lies as far after an aligned address as the caller's, so that its arrays are aligned alike.
         shift = begin % ALIGNED
         with driver.relaxed():
             block = driver.empty((shift + end - begin,), (1,), np.dtype(np.uint8))
@@ -188,12 +199,13 @@ def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
 def written_places(recording: Recording, arrays: list[Any], changed: Sequence[bool | None]) -> list[int]:
     """Return the places of the inputs that a capture may write.
 
-    Where the writes of some work are not known, all count except tensors, of which torch has counted the writes: ``changed``.
+    Where the writes of some work are not known, all inputs count except tensors whose writes torch has counted: ``changed``.
     """
     driver, writes = recording.pool.driver, [each for each in recording.known_writes if not isinstance(each, Token)]
     pieces = [piece_of(driver, each) for each in elements_of(driver, arrays)]
     found = []
     for place, piece in enumerate(pieces):
+        # Work with unknown writes may write any input, unless torch says that the tensor is unchanged.
         unseen = recording.unseen and changed[place] is not False
         if piece[0] < piece[1] and (unseen or changed[place] or any(share(piece, each) for each in writes)):
             found.append(place)

@@ -1,7 +1,10 @@
-"""Find the key of a call: calls of one key share a program.
+"""Find the key of a call.
 
-Of an array the key has shape, strides and type, and which of them share memory. Of numbers, text and flags it has the value, with
-type and sign. Of any other object it has the identity: the object's own state is guarded, see `handlepool.recording.guards`.
+Calls of one key share a program.
+
+For an array the key has shape, strides and type, and the sharing of memory among the arrays. For numbers, text and flags it has
+the value, with type and sign. For any other object it has the identity. The object's own state is guarded, see
+`handlepool.recording.guards`.
 """
 
 import copy
@@ -21,9 +24,9 @@ from handlepool.recording.update import piece_of
 
 _PLAIN = frozenset([int, bool, str, bytes, type(None)])
 _VALUES = frozenset(["datetime", "decimal", "fractions", "pathlib", "uuid"])
-"""Modules whose objects never change, and show all that they are."""
+"""Modules with immutable objects whose repr shows their full value."""
 MOST_LIES = 1000
-"""Geometries of which the reach is kept."""
+"""The most geometries whose reach is cached."""
 
 
 class NotRecorded(Exception):
@@ -39,9 +42,9 @@ class Call:
     arrays : list
         Arrays of the driver's, and tensors, in order.
     held : list
-        Objects that the key has the identity of.
+        The objects that the key identifies by identity.
     edges : list of tuple
-        Where the memory of each array begins and ends, in the order of the memory.
+        The begin and end of each array's memory, in the order of the memory.
     tensors : bool
         Whether tensors are among the arrays.
     related : bool
@@ -59,7 +62,7 @@ class Call:
 
 
 class Reader:
-    """Takes calls apart, for one driver, ``driver``.
+    """Take calls apart, for one driver.
 
     Parameters
     ----------
@@ -88,6 +91,7 @@ class Reader:
         parts: list[Any] = []
         arrays, simple = call.arrays, not self._in_place
         for place, value in enumerate(args):
+            # The first branch serves the usual call, an array by position, without a further call.
             if type(value) is kind and simple:
                 arrays.append(value)
                 parts.append((value.shape, value.strides, value.dtype))
@@ -104,11 +108,12 @@ class Reader:
         device = self._driver.current_device()
         if arrays:
             self._place(call, device)
+        # Without shared memory the relation says nothing, so the key leaves it out.
         call.key = (device, *parts, *((relation(self._driver, self._elements(call)),) if call.related else ()))
         return call
 
     def _place(self, call: Call, device: int) -> None:
-        """Find out where the arrays lie."""
+        """Find the memory of the arrays."""
         driver, arrays = self._driver, call.arrays
         if self._several and any(driver.array_device(each) != device for each in arrays if not is_tensor(each)):
             raise NotRecorded(f"an argument lies on another device than the current one, device {device}")
@@ -116,11 +121,13 @@ class Reader:
             pieces = [piece_of(driver, each) for each in self._elements(call)]
             call.edges = sorted([each[:2] for each in pieces])
         else:
+            # Begin and end depend on the geometry alone, so they are cached as offsets from the pointer.
             reaches = self._reaches
             for array, pointer in zip(arrays, driver.array_pointers(arrays), strict=True):
                 lie = array.shape, array.strides, array.dtype
                 reach = reaches.get(lie)
                 if reach is None:
+                    # The cache is emptied at its bound, since calls with ever new shapes would grow it without end.
                     if len(reaches) > MOST_LIES:
                         reaches.clear()
                     begin, end, _ = piece_of(driver, array)
@@ -128,6 +135,7 @@ class Reader:
                 call.edges.append((pointer + reach[0], pointer + reach[1]))
             if len(arrays) > 1:
                 call.edges.sort()
+        # The edges are in order, so an array overlaps an earlier array where it begins before the last end.
         last = 0
         for begin, end in call.edges:
             if begin < last and begin < end:
@@ -145,11 +153,13 @@ class Reader:
         if kind in _PLAIN:
             return kind, value
         if kind in (float, complex):
+            # The repr tells signs of zero apart, and equates NaN with NaN.
             return kind, repr(value)
         if isinstance(value, np.generic):
             return kind, value.dtype, value.tobytes()
         if isinstance(value, (list, tuple)):
             return kind, tuple([self._part(each, call) for each in value])
+        # A dictionary with ``__missing__`` has more values than its entries.
         if kind is dict or (isinstance(value, dict) and not hasattr(kind, "__missing__")):
             return kind, tuple([(self._part(key, call), self._part(each, call)) for key, each in value.items()])
         if kind in (slice, range):
@@ -196,7 +206,7 @@ def rebuilt_call(
     is_input: Callable[[Any], bool],
     arrays: Iterator[Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments in new containers, with other arrays in the places of the inputs.
+    """Return arguments in new containers, with other arrays for the inputs.
 
     The arrays come in the order of `Call.arrays`.
     """
@@ -207,6 +217,7 @@ def rebuilt_call(
         if isinstance(value, dict):
             new: Any = copy.copy(value)
             for key, each in value.items():
+                # The method of the base class keeps code of a subclass from running.
                 dict.__setitem__(new, rebuilt(key), rebuilt(each))
             return new
         if isinstance(value, (list, tuple)):
@@ -221,6 +232,7 @@ def rebuilt_call(
             new = copy.copy(value)
             for each in fields(value):
                 if hasattr(value, each.name):
+                    # A frozen dataclass refuses ordinary assignment.
                     object.__setattr__(new, each.name, rebuilt(getattr(value, each.name)))
             return new
         return value
@@ -230,5 +242,5 @@ def rebuilt_call(
 
 
 def elements_of(driver: Driver, arrays: Sequence[Any]) -> list[Any]:
-    """Return arrays, and for tensors arrays over their memory."""
+    """Return the arrays, with tensors as arrays over their memory."""
     return [tensors.elements(driver, "a tensor", each) if is_tensor(each) else each for each in arrays]

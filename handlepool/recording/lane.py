@@ -1,4 +1,4 @@
-"""The lanes of a recording: leased side slots, each with the nodes that were recorded on it."""
+"""Lease lanes for a recording, each a side slot with its nodes."""
 
 from collections.abc import Collection, Sequence
 from itertools import chain
@@ -10,11 +10,14 @@ from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.slot import Slot, bind_to_thread
 
 LEFT_FREE = 4
-"""Side slots that a recording leaves to others when it has as many lanes as were asked for."""
+"""Side slots that a recording leaves to other users.
+
+The recording leaves them free once it has as many lanes as were asked for.
+"""
 
 
 class Node:
-    """A call, as the books know it.
+    """A call that was recorded as a node.
 
     Attributes
     ----------
@@ -42,7 +45,10 @@ class Node:
 
 
 class _LaneTrack(Track):
-    """The track of a lane, whose calls are nodes. It has neither events nor a caller, and none of their fields."""
+    """The track of a lane, whose calls are nodes.
+
+    The track has neither events nor a caller, and none of their fields.
+    """
 
     __slots__ = ()
 
@@ -53,7 +59,9 @@ class _LaneTrack(Track):
 
 
 class Lane:
-    """A slot that nodes are recorded on, and its nodes since the last untracked work.
+    """A slot that nodes are recorded on, and its recent nodes.
+
+    The nodes are those recorded since the last untracked work.
 
     Attributes
     ----------
@@ -84,6 +92,7 @@ class Lane:
             if each.known is not track.known:
                 track.learn(each.known)
         track.count = call = track.count + 1
+        # A new dictionary is made for each node, because the former node keeps its own.
         track.known = {**track.known, track: call}
         node = Node(track, call, track.known, step)
         self.nodes.append(node)
@@ -96,9 +105,10 @@ class Lane:
         self.nodes[-1].known = self.track.known
 
     def end(self, ends: tuple[Any, ...], more: tuple[Any, ...], users: Sequence[Node]) -> tuple[Any, ...]:
-        """End the last node, whose stream waits for these nodes of the capture; return all that a later call waits for.
+        """End the last node; return the nodes a later call waits for.
 
-        ``more`` are nodes that were captured elsewhere. A later call follows the ``users`` too.
+        The node's stream waits for ``ends``, which are nodes of the capture. ``more`` are nodes that were captured elsewhere. A
+        later call follows the ``users`` too.
         """
         node, self.ends = self.nodes[-1], ends
         if more or users:
@@ -109,13 +119,13 @@ class Lane:
         return ends
 
     def begin(self) -> None:
-        """Begin a new track, behind all nodes so far."""
+        """Begin a new track that follows all nodes so far."""
         self.track = _LaneTrack(self.pointer)
         self.nodes = []
 
 
 class LeasedLanes:
-    """The lanes that a recording has leased, and the choice of one for each node.
+    """Lease the lanes of a recording, and choose one lane per node.
 
     Parameters
     ----------
@@ -130,7 +140,7 @@ class LeasedLanes:
     ----------
     all : list of Lane
     wanted, got : int
-        How many lanes the data allows, and how many were leased.
+        The number of lanes that the data allows, and of lanes that were leased.
     pointers : set of int
         The streams of the lanes, and the main stream.
     of : dict
@@ -149,7 +159,10 @@ class LeasedLanes:
         self.of: dict[Track, Lane] = {}
 
     def begin(self, main: Slot, *, exact: bool) -> None:
-        """Begin with the slot of the main stream. Without exact dependencies there is one lane."""
+        """Begin with the slot of the main stream.
+
+        Without exact dependencies there is one lane.
+        """
         self._main = main
         self._width = self._width if exact else 1
         self._exact = exact
@@ -161,10 +174,12 @@ class LeasedLanes:
         return [of[track].nodes[call - 1] for track, call in calls.items()]
 
     def choose(self, producers: Sequence[Node], ends: tuple[Any, ...]) -> Lane:
-        """Return the lane for a node: a producer's, one that the node already follows, a new one, or the one idle for longest.
+        """Return the lane for a node.
 
-        A new lane waits for ``ends``, as the main stream does.
+        In order of preference, the lane is a producer's, a lane that the node already follows, a new lane, or the lane that has
+        been idle for longest. A new lane waits for ``ends``, as the main stream does.
         """
+        # On the lane of a producer that is last there, the node waits for no other node of that lane.
         last: Node | None = None
         for each in producers:
             if self.of[each.track].nodes[-1] is each and (last is None or each.step > last.step):
@@ -181,7 +196,7 @@ class LeasedLanes:
         return self._lease(ends) or min(self.all, key=_last_step)
 
     def begin_anew(self) -> None:
-        """Begin new tracks, behind all nodes so far."""
+        """Begin new tracks that follow all nodes so far."""
         self.of = {}
         for lane in self.all:
             lane.begin()
@@ -191,15 +206,20 @@ class LeasedLanes:
         """Release all that was kept for the recording."""
         self.all.clear()
         self.of.clear()
+        # The slot is about to be released, and the recording may live on.
         self.__dict__.pop("_main", None)
 
     def _lease(self, ends: tuple[Any, ...]) -> Lane | None:
-        """Lease one more lane; the main stream where there is none, and None where the present ones must do."""
+        """Lease one more lane, or return None.
+
+        The lane is the main stream where no slot is free for the first lane. The method returns None where the present lanes must
+        do.
+        """
         if len(self.all) >= self._width:
             return None
         count, sides = len(self.all), self._sides
-        # The lanes that were asked for are leased from all that are free. Beyond these, some are left to forks
-        # and other recordings.
+        # The lanes that were asked for are leased from all free slots. Beyond these lanes, some slots are left to forks and to
+        # other recordings.
         free = self._exact and self.wanted <= count and (count < self._limit or sides.spare > LEFT_FREE)
         slot = sides.lease() if free else None
         self.wanted = max(self.wanted, count + 1)
@@ -210,6 +230,7 @@ class LeasedLanes:
         else:
             self._slots.append(slot)
             bind_to_thread(self._pool.repaired(slot))
+            # A side stream takes part in the capture once it waits for an event that the main stream recorded.
             self._pool.driver.record_event(slot.start_event, self._main.pointer)
             self._pool.driver.wait_event(slot.pointer, slot.start_event)
         lane = Lane(slot, count, ends, shown=slot is self._main)
@@ -221,7 +242,10 @@ class LeasedLanes:
 
 
 def direct(producers: Sequence[Node]) -> list[Node]:
-    """Return the nodes that no other one of them follows: to wait for a node is to wait for all that it follows."""
+    """Return the nodes that no other given node follows.
+
+    To wait for a node is to wait for all nodes that it follows.
+    """
     found = []
     for each in producers:
         track, call = each.track, each.call
@@ -234,7 +258,7 @@ def direct(producers: Sequence[Node]) -> list[Node]:
 
 
 def ends_of(nodes: Collection[Node]) -> tuple[Any, ...]:
-    """Return the nodes of the capture that a later call of some nodes waits for."""
+    """Return the captured nodes that a follower of some nodes waits for."""
     ends = [each.ends for each in nodes]
     return ends[0] if len(ends) == 1 else tuple(dict.fromkeys(chain.from_iterable(ends)))
 

@@ -1,16 +1,17 @@
-"""Lanes: the calls of a sequential function, recorded as nodes that wait for their data alone (guarantee 17).
+"""Record the calls of a sequential function as nodes (guarantee 17).
 
-A lane is a leased side slot whose stream takes part in the capture. Each node goes on one lane. The lane first waits for the
-nodes that the call follows by its data, and for its own last node: other libraries keep data by stream, and so one node at a time
-uses that data and the slot's scratch. The books are those of a region, with a track for each lane.
+A node waits for its data alone. A lane is a leased side slot whose stream takes part in the capture. Each node goes on one lane.
+The lane first waits for the nodes that the call follows by its data, and for its own last node. Other libraries keep data by
+stream, so this order lets one node at a time use that data and the slot's scratch. The books are the same as for a region, with
+a track for each lane.
 
 Outside of nodes the main stream waits for all leaves. So untracked work runs after everything recorded before it. The next node
-finds that work in the main stream's dependencies, and new books begin behind it. There are as many lanes as the data allows:
+finds that work in the main stream's dependencies, and new books begin after it. There are as many lanes as the data allows:
 `handlepool.recording.schedule` reduces them to the number that was asked for.
 
 Freed memory is given to a node only where that node follows all calls that used the memory, and no edge is added for that. Where
 the driver cannot do so, all memory is kept to the end of the recording. Memory for a stream of the function's own stays with that
-stream, as outside of recordings: the books do not know who used that memory when.
+stream, as outside of recordings: the books do not know the users of that memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,15 +42,20 @@ Pieces = Sequence[Piece | Token]
 
 GAVE_TO_MAIN = "it gave work to the stream that is recorded, and not to its own lane alone"
 MOST_NODES = 20_000
-"""Of one recording."""
+"""The most nodes of one recording."""
 
 
 _Open = tuple[CallSignature, Lane, Node, Pieces, Pieces, list[Use], list[Use]]
-"""A node that is being recorded: the memory that it reads and writes, and the entries of the books for both."""
+"""A node that is being recorded.
+
+The entries are its signature, lane and node, the memory that it reads and writes, and the entries of the books for both.
+"""
 
 
 class Lanes:
-    """The nodes of one recording, and its lanes. Made and used with its device current, by its thread.
+    """The nodes of one recording, and its lanes.
+
+    A thread makes and uses the lanes of its own recording, with its device current.
 
     Parameters
     ----------
@@ -68,10 +74,10 @@ class Lanes:
     calls : list of CallSignature
         The calls that became nodes.
     ends : list of tuple of node
-        For each step, the nodes of the capture that a later step waits for. Of untracked work that makes several steps, the last
-        step alone has them.
+        For each step, the nodes of the capture that a later step waits for. Untracked work may make several steps, and then the
+        last of these steps alone has the nodes.
     read : list of pieces
-        The memory that plans read that were launched as nodes.
+        The memory that the plans of nodes read.
     used : list of (pieces, pieces)
         For each step, the memory that it is known to read and write.
     memory : NodeMemory
@@ -80,7 +86,7 @@ class Lanes:
     exact : bool
         Whether the driver can let a stream wait for nodes by choice.
     refused : str
-        Why a call was refused. The function may have caught that error, and without the call the program would be another one.
+        The reason why a call was refused. The function may have caught that error, and without the call the program would differ.
     """
 
     def __init__(self, pool: PoolInternals, device: int, limit: int, leased: list[Slot], keep: Callable[[object], None]) -> None:
@@ -99,7 +105,7 @@ class Lanes:
         self._driver = pool.driver
         self._ask = pool.driver.dependencies
         self._uses = Uses()
-        # An ordered set.
+        # A dictionary serves as an ordered set.
         self._leaves: dict[Node, None] = {}
         # The nodes of the capture, and the steps, that every node follows.
         self._floor, self._floor_steps = tuple[Any, ...](), tuple[int, ...]()
@@ -108,28 +114,31 @@ class Lanes:
         self._node_deps: tuple[Any, ...] = ()
         # The memory that calls inside the node read and write.
         self._nested_accesses: list[tuple[Pieces, Pieces]] = []
-        # Gives the memory that the next node reads, while its outputs are allocated; and that node's place and dependencies.
+        # These three values describe the next node while its outputs are allocated: a function that returns the memory that the
+        # node reads, the place of the call, and the calls that the node follows.
         self._expected: Callable[[], Pieces] | None = None
         self._expected_place = ""
         self._expected_known: Needs | None = None
-        # Untracked work since the last node.
+        # The untracked work since the last node.
         self._others: OtherWork | None = None
         self._last_place = "the beginning"
         self._nodes = 0
-        # Whether a node is being recorded, and whether the books are being changed.
+        # The first flag says that a node is being recorded, the second that the books are being changed.
         self._inside = self._busy = False
-        # Why nothing may run beside the node that is recorded.
+        # The reason why nothing may run beside the node that is being recorded.
         self._serial_reason = ""
         self._current: Lane | None = None
         self._tensors: Any = None
         self._held: HeldTensors | None = None
 
     def begin(self, slot: Slot, memory: RecordingMemory, tensors: Any = None) -> Callable[[], None]:
-        """Record what a capturing slot is given from now on, and return a function that ends the watch.
+        """Record the work that a capturing slot is given from now on.
 
-        The slot's stream is the main stream. ``tensors`` is the source of torch's tensors meanwhile, if torch is in use.
+        Return a function that ends the watch. The slot's stream is the main stream. ``tensors`` is the source of torch's tensors
+        meanwhile, if torch is in use.
         """
         self._tensors = tensors
+        # One lane needs no held tensors, because all nodes use one stream.
         if tensors is not None and self.limit > 1:
             self._held = HeldTensors(tensors, memory.begins)
         self._main = slot
@@ -146,16 +155,22 @@ class Lanes:
         return ends.close
 
     def takes(self, pool: object, pointer: int) -> bool:
-        """Whether a call of a pool on a stream becomes a node: the outermost call on the main stream does."""
+        """Return whether a call on a stream becomes a node.
+
+        The outermost call of the recording's pool on the main stream does.
+        """
         return not self._inside and pool is self._pool and pointer == self._main.pointer
 
     def note_untracked(self, what: str, why: str = PLAIN) -> None:
-        """Note work that is no node."""
+        """Note work that is not a node."""
         if not self._inside:
             self._other_work().add(what, why)
 
     def in_order(self, what: str, pointer: int, fork: object) -> None:
-        """Note work on a stream that is recorded in the order of streams and forks; see `OtherWork`."""
+        """Note work that is recorded in the order of streams and forks.
+
+        See `OtherWork`.
+        """
         if not self._inside:
             self._other_work().in_order(what, pointer == self._main.pointer, fork)
 
@@ -165,7 +180,10 @@ class Lanes:
             self._others.note_short_fork(fork, states, wanted)
 
     def allocated(self, block: object) -> tuple[int, str]:
-        """Note a block of memory, and return its address and the line that allocated it."""
+        """Note a block of memory, and return its address and its line.
+
+        The line is the line that allocated the block.
+        """
         output = not self._inside and self._expected is not None
         place = self._expected_place if output else place_of_call()
         if not (output or self._inside):
@@ -173,7 +191,10 @@ class Lanes:
         return self.memory.add(block, place, in_node=self._inside, is_output=output), place
 
     def accessed(self, reads: Pieces, writes: Pieces) -> None:
-        """Note the memory that a call reads and writes that is no node, or is inside one."""
+        """Note the memory that a call inside a node accesses.
+
+        A call that is outside of nodes, and no node itself, is ignored.
+        """
         if self._inside:
             self._nested_accesses.append((reads, writes))
 
@@ -181,20 +202,24 @@ class Lanes:
         """Note new arrays that a node has made."""
 
     def expect(self, reads: Callable[[], Pieces] | None) -> None:
-        """Note a function that gives the memory that the next node reads, before its outputs are allocated; None afterwards."""
+        """Note a function that returns the memory that the next node reads.
+
+        It is set before the node's outputs are allocated, and None afterwards.
+        """
         self._expected, self._expected_known = reads, None
         if reads is not None:
             self._expected_place = place_of_call()
 
     def may_have(self, start: int, stop: int) -> bool:
-        """Whether freed memory may be given out now: all calls that used it come before the call that will write there.
+        """Return whether freed memory may be given out now.
 
-        Outside of nodes that is a guess, and the books order the call as any other.
+        That is so where all calls that used the memory come before the call that will write there. Outside of nodes the answer is
+        a guess, and the books order the call as any other.
         """
-        # All nodes run one after the other.
+        # With one lane, all nodes run in order.
         if self.limit == 1:
             return True
-        # A finalizer allocates that found its thread in the middle of the books.
+        # The call comes from a finalizer that interrupted its thread in the middle of the books.
         if self._busy:
             return False
         self._busy = True
@@ -208,7 +233,7 @@ class Lanes:
             self._busy = False
 
     def _known_to_writer(self) -> Needs:
-        """Return the calls that the node follows which is being recorded, or which comes next."""
+        """Return the calls that the present node, or the next node, follows."""
         if self._inside and self._current is not None:
             return self._current.nodes[-1].known
         if self._expected is None:
@@ -271,7 +296,10 @@ class Lanes:
         return result
 
     def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: Any) -> Any:
-        """Record the launch of a shortcut as a node, and return its value. It asks for the slot once it knows its operands."""
+        """Record the launch of a shortcut as a node; return its value.
+
+        The shortcut asks for the slot once it knows its operands.
+        """
         opened: _Open | None = None
 
         def begin(operands: object, launch: Any, addresses: Sequence[int], *_: object) -> Slot:
@@ -288,6 +316,7 @@ class Lanes:
         try:
             result = attempt(begin, arrays, out)
         except BaseException:
+            # An attempt may fail before it asks for a slot, and then there is no node to end.
             if opened is not None:
                 self._fail(opened)
             raise
@@ -296,7 +325,11 @@ class Lanes:
         return result
 
     def join(self, name: str, outputs: object) -> None:
-        """Let the main stream wait for all lanes, as a capture's end asks for. ``outputs`` are the function's.
+        """Let the main stream wait for all lanes.
+
+        The end of a capture requires this.
+
+        ``outputs`` are the outputs of the function.
 
         Raises
         ------
@@ -317,7 +350,7 @@ class Lanes:
         for lane in self.leased.all:
             if lane.slot is self._main:
                 continue
-            # That adds nothing to the main stream's dependencies.
+            # With the main stream's own dependencies, the end event of the lane adds no dependency to the main stream.
             driver.set_dependencies(lane.pointer, self._main_deps)
             driver.record_event(lane.slot.end_event, lane.pointer)
             driver.wait_event(pointer, lane.slot.end_event)
@@ -340,7 +373,11 @@ class Lanes:
     # One node
 
     def _begin(self, made: CallSignature, reads: Pieces, writes: Pieces, keep: object) -> _Open:
-        """Begin a node, so that the calls to come are inside it: choose its lane, which waits for the nodes that it follows."""
+        """Begin a node: choose its lane, and let that lane wait.
+
+        The lane waits for the nodes that the new node follows. Later calls are inside the node until it ends.
+        """
+        # This call may come from a finalizer that runs while its thread changes the books.
         if self._busy:
             raise in_the_middle()
         if self._nodes >= MOST_NODES:
@@ -366,16 +403,21 @@ class Lanes:
                 self._held.follow(lane.pointer, node.known)
                 self._held.read(lane.pointer, lane.track, node.call, self._tensors.storages(keep))
             self._expected, self._inside, self._current, self._serial_reason = None, True, lane, ""
-            # Now, so that a node that could not begin is missed at the end, even where the function caught its error.
+            # The call is noted only now. So a node that could not begin is missing in the comparison at the end, even where the
+            # function caught its error.
             self.calls.append(made)
             return made, lane, node, reads, writes, met, changed
         finally:
             self._busy = False
 
     def _entries(self, pieces: Iterable[Any]) -> list[Use]:
-        """Return the entries of the books for some pieces, new where there are none."""
+        """Return the entries of the books for some pieces.
+
+        A piece without an entry gets a new entry.
+        """
         uses, found = self._uses, []
         for piece in pieces:
+            # A dense piece that is known by its start takes a shorter way.
             dense = type(piece) is tuple and piece[2] is None
             use = uses.known.get(piece[0]) if dense else None
             if use is None or use.stop != piece[1]:
@@ -384,10 +426,10 @@ class Lanes:
         return found
 
     def _start(self, needs: Needs, made: CallSignature) -> tuple[Lane, Node]:
-        """Choose a lane, and let it wait for the nodes that its next node follows."""
+        """Choose a lane, and let it wait for its next node's predecessors."""
         leased = self.leased
         after = leased.nodes(needs)
-        # The last node of its lane.
+        # The only node to follow is the last node of its lane, so the new node goes on that lane.
         if len(after) == 1 and after[0].call == after[0].track.count:
             lane = leased.of[after[0].track]
         else:
@@ -397,7 +439,7 @@ class Lanes:
             if len(after) > 1:
                 after = direct(after)
         for each in after:
-            # Of the nodes that this one follows, these alone can be leaves.
+            # Among all nodes that this node follows, only the direct predecessors can be leaves.
             self._leaves.pop(each, None)
         node = lane.add(after, len(self.steps))
         if len(after) == 1:
@@ -430,18 +472,19 @@ class Lanes:
                 self._use_nested(node, {*reads}, {*writes}, met, changed)
             self._end(lane, node, opened[0].place)
         except Exception:
-            # The capture was invalidated, and the first error says how.
+            # The capture was invalidated, and the first error names the reason.
             self._inside = False
 
     def _finish(self, opened: _Open, written: Sequence[Piece | Token], result: object, *, alone: bool = False) -> None:
         """End a node, and note the memory that it used.
 
-        ``written`` is the memory that it wrote besides. With ``alone`` it ran no other code than a launch.
+        ``written`` is other memory that the node wrote. With ``alone`` it ran no other code than a launch.
         """
         signature, lane, node, reads, writes, met, changed = opened
         memory, self._busy = self.memory, True
         try:
             made = [(start, stop, None) for start, stop in memory.of_node if stop > start] if memory.of_node else []
+            # The users are looked up before `write_down`, which makes the books forget them.
             users = self._users_of(node, written) if written else []
             if made or written:
                 changed += self._entries([*made, *written])
@@ -452,7 +495,7 @@ class Lanes:
             if memory.reuse_queries:
                 memory.forget_users((*reads, *writes, *made, *written))
             captured = self._end(lane, node, signature.place, users, alone=alone)
-            # Without work, the memory that it allocated is as it was.
+            # A node without work leaves the memory that it allocated as it was.
             for start, stop, _ in () if captured else made:
                 memory.unwritten.add(start, stop, signature.place)
         finally:
@@ -465,7 +508,10 @@ class Lanes:
     def _use_nested(
         self, node: Node, reads: set[Piece | Token], writes: set[Piece | Token], met: list[Use], changed: list[Use]
     ) -> None:
-        """Let a node use the memory of the calls inside it. Refuse a call that uses memory of a node which it does not follow."""
+        """Let a node use the memory of the calls inside it.
+
+        The method refuses a call that uses memory of a node which it does not follow.
+        """
         read = [piece for inner, _ in self._nested_accesses for piece in inner if piece not in reads and piece not in writes]
         written = [piece for _, inner in self._nested_accesses for piece in inner if piece not in writes]
         inner = self._entries(read), self._entries(written)
@@ -481,30 +527,32 @@ class Lanes:
         changed += inner[1]
 
     def _users_of(self, node: Node, written: Iterable[Piece | Token]) -> list[Node]:
-        """Return earlier nodes that used memory which this call returned and did not allocate, except nodes it already follows.
+        """Return the earlier nodes that a later call has to follow too.
 
-        The books forget these nodes for the call, which was not ordered after them. So a later call has to follow them too.
+        These nodes used memory that this call returned and did not allocate, and the call does not already follow them. The books
+        forget these nodes for the call, which was not ordered after them.
         """
         others = [piece for piece in written if isinstance(piece, Token) or not self.memory.is_new(piece)]
         needs = needs_of((), [use for piece in others for use in self._uses.overlapping(piece)])
         return self.leased.nodes({track: call for track, call in needs.items() if node.known.get(track, 0) < call})
 
     def _end(self, lane: Lane, node: Node, place: str, users: Sequence[Node] = (), *, alone: bool = False) -> bool:
-        """Take in a node that was captured, and let the main stream wait for all leaves; whether anything was captured.
+        """End a captured node; let the main stream wait for all leaves.
 
-        A later call that follows the node follows its ``users`` too.
+        The method returns whether anything was captured. A later call that follows the node follows its ``users`` too.
         """
         self._inside = False
         self._last_place = place
-        # It follows more nodes than it did when it began.
+        # The node follows more nodes than it did when it began.
         if users or self._serial_reason:
             lane.follow(users)
             self._leaves = {leaf: None for leaf in self._leaves if node.known.get(leaf.track, 0) < leaf.call}
         self._leaves[node] = None
-        # The driver cannot tell whether anything was captured.
+        # Without exact dependencies, the driver cannot tell whether anything was captured.
         if not self.exact:
             return True
         ends = self._ask(lane.pointer) or ()
+        # A launch alone gives the main stream no work, so the question to the driver is saved.
         more = () if alone or lane.slot is self._main else self._given_to_main()
         captured = ends != self._node_deps and {*ends} != {*self._node_deps}
         if captured and more:
@@ -523,7 +571,10 @@ class Lanes:
         return captured
 
     def _given_to_main(self) -> tuple[Any, ...]:
-        """Return the dependencies of the main stream where a node gave it work, which runs after all nodes before it."""
+        """Return the main stream's dependencies where a node gave it work.
+
+        That work runs after all nodes before it. The tuple is empty where the node gave the main stream none.
+        """
         found = self._ask(self._main.pointer) or ()
         if _same(found, self._main_deps):
             return ()
@@ -531,7 +582,10 @@ class Lanes:
         return found
 
     def _check_nothing(self, made: CallSignature, reads: Pieces, writes: Pieces, result: object) -> None:
-        """Refuse a call that gave the capture no work and yet wrote something: it wrote now, and no replay will."""
+        """Refuse a call that wrote something without giving the capture work.
+
+        The call wrote now, and no replay will.
+        """
         known = [memory for memory in (*reads, *writes) if not isinstance(memory, Token)]
         wrote = any(not isinstance(memory, Token) for memory in writes)
         for value in leaves(result):
@@ -553,9 +607,12 @@ class Lanes:
         return self._others
 
     def _see_others(self, found: tuple[Any, ...], place: str) -> None:
-        """Begin new books behind work that the main stream was given since the last node, which it waits for by these nodes."""
+        """Begin new books after work that the main stream was given.
+
+        The work came since the last node. The main stream waits for it by the nodes in ``found``.
+        """
         self._main_deps = found
-        # Nothing says which memory that work wrote.
+        # The books do not know which memory that work wrote.
         self.memory.unwritten.clear()
         after = tuple(sorted(leaf.step for leaf in self._leaves)) or self._floor_steps
         for name, why, where in self._other_work().steps(self._last_place, place):
@@ -567,7 +624,7 @@ class Lanes:
         self._start_anew(after)
 
     def _start_anew(self, steps: tuple[int, ...]) -> None:
-        """Let all later calls follow everything that the main stream waits for now."""
+        """Let later calls follow everything that the main stream waits for now."""
         self._floor, self._floor_steps = self._main_deps, steps
         self._uses.close()
         self._uses = Uses()
@@ -578,7 +635,10 @@ class Lanes:
         self.leased.begin_anew()
 
     def _note_shared(self, name: str) -> None:
-        """Note the use of state that streams share: nothing may run beside it."""
+        """Note the use of state that streams share.
+
+        Nothing may run beside it.
+        """
         lane = self._current
         if thread.recording is None or thread.recording.lanes is not self:
             return
@@ -586,6 +646,7 @@ class Lanes:
             self.note_untracked(name)
         elif not self._serial_reason:
             self._serial_reason = f"it uses {name}, which streams share"
+            # The node begins to follow all leaves at once, so the work to come runs after everything recorded so far.
             if self.exact:
                 behind = dict.fromkeys((*(self._ask(lane.pointer) or ()), *self._main_deps))
                 self._driver.set_dependencies(lane.pointer, tuple(behind))
@@ -594,11 +655,18 @@ class Lanes:
                 self.steps[-1] = step._replace(after=tuple(sorted({*step.after, *(leaf.step for leaf in self._leaves)})))
 
     def _note_plain(self, name: str) -> None:
-        """Note untracked work that the driver saw. It may be another thread's, or a branch's."""
+        """Note untracked work that the driver saw.
+
+        The work may be another thread's, or a branch's, and these are not noted.
+        """
         if thread.region is None and thread.recording is not None and thread.recording.lanes is self:
             self.note_untracked(name)
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences, neither of which has a node twice, have the same nodes."""
+    """Return whether two sequences have the same nodes.
+
+    Neither sequence may have a node twice.
+    """
+    # The sequences are compared first, because to make two sets costs more.
     return some == others or (len(some) == len(others) and {*some} == {*others})

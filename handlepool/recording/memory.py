@@ -1,4 +1,7 @@
-"""Memory that is allocated while calls are recorded as nodes: who used it last, and whether a node has written it."""
+"""Track memory that is allocated while calls are recorded as nodes.
+
+The module knows the last users of each block, and whether a node has written it.
+"""
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
@@ -22,7 +25,7 @@ class NodeMemory:
     Attributes
     ----------
     own : set of (int, int)
-        Where each block begins and ends.
+        The begin and end of each block.
     of_node : list of (int, int)
         The blocks that were allocated inside the node that is being recorded.
     unwritten : Unwritten
@@ -37,24 +40,29 @@ class NodeMemory:
         self.unwritten = Unwritten()
         self.reuse_queries: list[int] = []
         self._driver = driver
-        # None where freed memory may be given out again.
+        # A list of all blocks where freed memory may not be given out again; otherwise None.
         self._kept: list[object] | None = None
-        # By the begin of freed memory, its end and its last users.
+        # Maps the begin of freed memory to its end and its last users.
         self._freed: dict[int, tuple[int, Needs]] = {}
 
     def keep_blocks(self) -> None:
-        """Keep each block from now on, since the driver cannot choose who gets freed memory."""
+        """Keep each block from now on.
+
+        Needed where the driver cannot choose the node that gets freed memory.
+        """
         self._kept = []
 
     def add(self, block: object, place: str, *, in_node: bool, is_output: bool) -> int:
-        """Note a block that was allocated at a place, and return its address.
+        """Note a block and the place of its allocation; return its address.
 
-        A node writes what is allocated inside it, and its outputs, as far as is known. Any other block counts as unwritten.
+        As far as is known, a node writes its outputs and the memory that is allocated inside it. Any other block counts as
+        unwritten.
         """
         if self._kept is not None:
             self._kept.append(block)
         piece = self._driver.block_range(block)
         self.own.add(piece)
+        # The memory is in use again, so its former last users do not matter any more.
         self._freed.pop(piece[0], None)
         if in_node:
             self.of_node.append(piece)
@@ -70,17 +78,21 @@ class NodeMemory:
         if known is not None:
             return known[1]
         needs = needs_of((), uses.overlapping((start, stop, None)))
+        # The answer is cached, because the allocator may look up the same memory again.
         self._freed[start] = stop, needs
         self.reuse_queries.append(start)
         return needs
 
     def begin_node(self) -> None:
-        """Note that what is allocated and looked up from now on belongs to another node."""
+        """Note that later allocations and look-ups belong to another node."""
         self.of_node.clear()
         self.reuse_queries.clear()
 
     def forget_users(self, used: Iterable[Piece | Token]) -> None:
-        """Forget the last users of freed memory that the node used itself: it looked them up before its use was noted."""
+        """Forget the last users of freed memory that the node used itself.
+
+        The node looked them up before its use was noted.
+        """
         for start in self.reuse_queries:
             if start in self._freed:
                 stop = self._freed[start][0]
@@ -88,11 +100,11 @@ class NodeMemory:
                     del self._freed[start]
 
     def is_new(self, piece: Piece) -> bool:
-        """Whether a piece was allocated inside the node that is being recorded."""
+        """Return whether a piece was allocated inside the present node."""
         return any(start <= piece[0] and piece[1] <= stop for start, stop in self.of_node)
 
     def forget_all_users(self) -> None:
-        """Forget the last users of all memory: each later call follows all of them."""
+        """Forget the last users of all memory: each later call follows them."""
         self._freed.clear()
 
     def close(self) -> None:
@@ -102,12 +114,14 @@ class NodeMemory:
 
 
 class Unwritten:
-    """Blocks that no node has written: a call that reads one reads what was there before.
+    """The blocks that no node has written.
+
+    A call that reads such a block reads values from before the allocation.
 
     Attributes
     ----------
     starts : list of int
-        Where each begins, ascending.
+        The address of each block, ascending.
     """
 
     def __init__(self) -> None:
@@ -116,7 +130,7 @@ class Unwritten:
 
     def add(self, start: int, stop: int, place: str) -> None:
         """Note a block, and the line that allocated it."""
-        # An empty block is read by no call, and several may begin at one address.
+        # No call reads an empty block, and several empty blocks may begin at one address.
         if start == stop:
             return
         self.forget(start, stop)
@@ -124,20 +138,24 @@ class Unwritten:
         self._blocks[start] = stop, place
 
     def forget(self, start: int, stop: int) -> None:
-        """Forget memory that was given out again, perhaps as a part of a block, or several blocks as one."""
+        """Forget memory that was given out again.
+
+        The memory may be part of a block, or span several blocks.
+        """
         if not self.starts:
             return
         first, last = bisect_left(self.starts, start), bisect_left(self.starts, stop)
         for each in self.starts[first:last]:
             del self._blocks[each]
         del self.starts[first:last]
+        # A block that begins earlier may reach into the memory, and keeps its part before it.
         if first:
             before = self.starts[first - 1]
             end, place = self._blocks[before]
             self._blocks[before] = min(end, start), place
 
     def wrote(self, writes: Iterable[Piece | Token]) -> None:
-        """Note writes. A block that was written in part counts as written."""
+        """Note writes; a block that was written in part counts as written."""
         for piece in writes:
             start = self._block_of(piece)
             if start is not None:
@@ -151,7 +169,7 @@ class Unwritten:
     def check(
         self, name: str, place: str, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token], arguments: object
     ) -> None:
-        """Refuse a call that reads what nothing has written, and does not write it itself.
+        """Refuse a call that reads an unwritten block without writing it.
 
         Raises
         ------
@@ -172,7 +190,7 @@ class Unwritten:
                 )
 
     def check_returned(self, name: str, array: object, piece: Piece) -> None:
-        """Refuse an array that a function returns and that no replay would write.
+        """Refuse a returned array that no replay would write.
 
         Raises
         ------
@@ -188,7 +206,10 @@ class Unwritten:
             )
 
     def _block_of(self, piece: Piece | Token) -> int | None:
-        """Return the begin of the block that a piece is in; None where no unwritten block has it."""
+        """Return the begin of the unwritten block of a piece, or None.
+
+        The answer is None where no unwritten block has the piece.
+        """
         if isinstance(piece, Token) or not self.starts:
             return None
         at = bisect_right(self.starts, piece[0]) - 1
