@@ -82,7 +82,7 @@ class Prepared:
                 made: Sequence[Any] = self._allocate()
         else:
             made = out
-        # The order is fixed: inputs first, then the launch, then the outputs, because all work is on a single stream.
+        # The stream keeps this order: the inputs are copied before the launch, and the outputs after the launch.
         for array, (target, copy) in zip(arrays, self._bring, strict=True):
             copy(target, array, pointer)
         launch()

@@ -140,12 +140,14 @@ class Program(Owned):
 
     @property
     def outputs(self) -> Any:
-        """What the function returned while it was recorded: each replay writes its arrays, in the order of its stream.
+        """The value that the function returned while it was recorded.
 
-        A branch that asks for them here reads them, and waits for the branches that replay. In the body of a fork nothing waits
-        for that: hand them to a branch, or to `Fork.wait`.
+        Each replay writes its arrays, in the order of its stream.
 
-        It is an `OwnershipError` where the program belongs to another thread.
+        A branch that asks for the outputs here reads them, and waits for the branches that replay. In the body of a fork nothing
+        waits for the outputs: give them to a branch, or to `Fork.wait`.
+
+        An access raises `OwnershipError` if the program belongs to another thread.
         """
         if self._recording is None:
             self._refuse()
@@ -157,7 +159,7 @@ class Program(Owned):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that were allocated while recording, scratch included; 0 once it was closed."""
+        """Bytes of device memory allocated while recording, scratch included; 0 after `close`."""
         recording = self._recording
         return 0 if recording is None else recording.nbytes
 
@@ -174,7 +176,7 @@ class Program(Owned):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether the program was closed."""
         return self._recording is None
 
     def __repr__(self) -> str:
@@ -378,7 +380,7 @@ class Program(Owned):
         driver = self._driver
         given = self._inputs.match(driver, self._name, self.device, args, kwargs)
         results = Results(driver, self._name, self.device, self._outputs, out)
-        # A failure below must not leave a prepared call for inputs that changed.
+        # A prepared call skips the notes on overwritten inputs, which this call may change. `_prepare` makes the call anew.
         self._prepared = None
 
         def turn() -> None:
@@ -498,7 +500,7 @@ class Program(Owned):
         self._user = thread.token
 
     def _explain(self, error: Exception) -> None:
-        """Raise the error that explains an error, if there is such an error."""
+        """Raise a clearer error for an error, if there is any."""
         if process_end.ending and isinstance(error, PoolClosedError):
             process_end.linger()
         self._status.diagnose(error)
@@ -633,7 +635,7 @@ class Program(Owned):
         if recording is None:
             return True
         with on_device(self._driver, self.device):
-            # Without an event, an interrupt came when the program had just been made, and the event was freed.
+            # A recording without an event was freed: an interrupt came when the program had just been made.
             if recording.event is not None and not self._passed(wait=wait):
                 return False
             self._detach(held)

@@ -1,7 +1,7 @@
 """Refuse torch's random numbers in a recording, and name the place.
 
 Torch registers a generator in the capture of a `torch.cuda.CUDAGraph`, and advances the generator's offset at each replay. Torch
-offers neither step for another graph. Torch therefore raises an error, whose text addresses authors of generators.
+offers neither step for another graph. Torch therefore raises an error, whose text is for torch's developers.
 """
 
 _TEXTS = ("CUDA generator not in capture mode", "Cannot call CUDAGeneratorImpl::")
@@ -23,7 +23,7 @@ def refusal(error: BaseException | None, place: str) -> str | None:
     place : str
         The caller's file and line that the error came from.
     """
-    # The text may stand in any error of the chain, because other libraries wrap torch's error.
+    # The function's error may have torch's error as its cause or context.
     while error is not None:
         if isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS):
             return (

@@ -188,7 +188,7 @@ def check_recordable(pool: PoolInternals, name: str, lanes: int | None, function
         raise CaptureError(
             f"{name} cannot be recorded with lanes in the body of a fork: record it before the fork, or without lanes"
         )
-    # Deferred clean-up runs now, because it could not run under capture.
+    # Steps that finalizers deferred may call CUDA, so they run before the capture.
     if deferred:
         deferred.run()
     driver = pool.driver

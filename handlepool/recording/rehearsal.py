@@ -242,9 +242,9 @@ class Launches:
 
     def _count(self, pool: PoolInternals, plan: Plan, made: Sequence[Any]) -> None:
         if pool is self._pool:
-            # The entry holds the plan, so that its identifier stays valid as a key.
             self.calls.append(CallSignature(plan.name, (), place_of_call(), (plan,)))
             self.new.add(made, self.calls[-1])
+            # The entry holds the plan, so that its identifier stays valid as a key.
             self._found[id(plan)] = plan, self._found.get(id(plan), (plan, 0))[1] + 1
 
     def forget(self) -> None:
