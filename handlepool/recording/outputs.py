@@ -51,10 +51,10 @@ class Results:
     Raises
     ------
     ArgumentError
-        For another structure, shape or type; for two arrays of ``out`` that share memory; for an output that is neither an array
-        nor a number, a string or None, and for a container that contains itself.
+        For another structure, shape or type. For two arrays of ``out`` that share memory. For an output that is neither an array
+        nor a number, a string or None. For a container that contains itself.
     ArrayTypeError
-        For an output, or an array of ``out``, that is not the driver's.
+        For an output, or an array of ``out``, that is not an array of the driver's.
     DeviceMismatchError
         For an array on another device.
     """

@@ -79,6 +79,7 @@ class Outside:
                 if array is not None:
                     self._arrays.append(array)
                     known.append(memory)
+        # Memory that is no argument and no held array cannot be saved, so its call is refused.
         for piece, call in written.items():
             if not any(_has(memory, piece) for memory in known):
                 raise self._refused(f"{call} writes memory that the function was not given, or not all of")

@@ -130,8 +130,8 @@ class Program(Owned):
         process_end.add(self._end_at_exit)
         # `_last` is the last stream that used the memory, if its object owns the stream. The event is recorded there when another
         # stream follows. `_last` is None for any other stream, which may be gone by then, so the event is recorded after each
-        # use. It is also None for a side stream: the pool leases side streams to other callers, who may capture them, so the
-        # program must not record or wait there later.
+        # use. It is also None for a side stream: the pool leases side streams to other callers. They may capture the stream, so
+        # the program must not record or wait there later.
         self._last: Stream | None = None
         self._used_by(home)
         if self._last is None or lent:

@@ -95,19 +95,19 @@ def record(
     Raises
     ------
     CaptureError
-        For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded; inside
-        ``torch.cuda.use_mem_pool``, where torch keeps to that pool; and where torch uses the GPU and is older than 2.8. For graph
-        functions that were others at the second call, and results of other shapes or types. With ``lanes`` also for operations
-        that were others, in the body of a fork, and for an operation that wrote and gave no work to the stream. For state: an
-        attribute, a container, a closure, a global or a random generator that the second call changes, by its name. Write state
-        in place, in one array. For a copy from the host, except an array of the driver's ``asarray`` with equal bytes in both
-        calls, which is a constant. The function's objects are left as its first call left them.
+        For work that cannot be recorded, by its name. Inside a capture, a recording, a branch or a task. If nothing was recorded.
+        Inside ``torch.cuda.use_mem_pool``, because torch keeps to that pool. If torch uses the GPU and is older than 2.8. For
+        graph functions that differ at the second call, and results of other shapes or types. With ``lanes`` also for operations that
+        differ, in the body of a fork, and for an operation that wrote and gave no work to the stream. For state: an attribute, a
+        container, a closure, a global or a random generator that the second call changes, by its name. Write state in place, in
+        a single array. For a copy from the host, except an array of the driver's ``asarray`` with equal bytes in both calls,
+        which is a constant. The function's objects are left as its first call left them.
     DriverNotAvailableError
         With ``plans`` on the host driver.
     ArgumentError
-        For ``lanes`` that are no integer from 1 to 32, for ``plans`` that are neither True nor False, for a function that returns
-        nothing, a generator or a coroutine, for iterators as arguments, which the first call would use up, and for a list, tuple
-        or dictionary that contains itself.
+        For ``lanes`` that are no integer from 1 to 32, and for ``plans`` that are neither True nor False. For a function that
+        returns nothing, a generator or a coroutine. For iterators as arguments, which the first call would use up. For a list,
+        tuple or dictionary that contains itself.
     ArrayTypeError
         For an array of objects that holds arrays.
     OutOfMemoryError

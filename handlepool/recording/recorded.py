@@ -1,4 +1,4 @@
-"""Give a function a pool of programs, for the geometries of its arguments."""
+"""Give a function a pool of programs, by its arguments' geometry."""
 
 import functools
 import inspect
@@ -51,7 +51,7 @@ MOST_LACKED = 3
 
 After that such keys run eagerly."""
 MANY_VALUES = 8
-"""Keys that may differ in one value, before a warning names the value."""
+"""Keys that may differ in a value before a warning names it."""
 MOST_SEEN = 1024
 """Keys that are remembered without a program."""
 _PER_OBJECT = "_handlepool_recorded"
@@ -130,9 +130,22 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return f"<recorded function {self._options.name}, {len(self._order)} keys>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function, by a program if such arguments have a program."""
+        """Call the function, by a program if such arguments have a program.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            Arguments of the function. ``out=`` has arrays in the structure of the result, and the call writes into these
+            arrays. If the function has a parameter of that name, ``out=`` is this parameter.
+
+        Returns
+        -------
+        object
+            The value of the function, in new arrays.
+        """
         out = kwargs.pop("out", None) if kwargs and not self._takes_out else None
         pool = current_pool()
+        # A call inside a recording gives its own work, which becomes a part of that recording.
         if self._eager is not None or (recordings and _inside_recording()):
             return self._plain(pool, args, kwargs, out)
         if pool.status.unusable:
@@ -200,7 +213,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         """Call the function after a lookup without a program."""
         variants = self._variants.get(call.key, [])
         values: dict[str, int] = {}
-        # The loop drops variants, so it walks a copy of the list.
+        # Another thread may insert a variant meanwhile, so the loop walks a copy of the list.
         for variant in [*variants]:
             if variant.pool is not pool or variant.guards is None:
                 continue
@@ -225,6 +238,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             return self._plain(pool, args, kwargs, out)
         me = object()
         try:
+            # If another call records, this call runs eagerly instead of waiting.
             if self._under_way.setdefault(pool, me) is me:
                 return self._into(pool, self._recorded(pool, call, args, kwargs, values), out)
         finally:
@@ -259,12 +273,13 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._count_statics(call)
         variant = Variant(self._options, pool, call)
         value = variant.record(args, kwargs, call)
+        # A lack of memory or side streams may pass, so a few such recordings are tried again.
         if variant.lacking is not None:
             self._lacked += 1
             if self._lacked <= MOST_LACKED:
                 return value
             variant.eager = variant.lacking
-        # The tables change together under the lock. Closing programs waits until the lock is free.
+        # The tables change together under the lock. Variants are dropped after the lock is released.
         with self._lock:
             self._variants.setdefault(call.key, []).insert(0, variant)
             self._order[variant] = None
@@ -450,7 +465,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             self.tune()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> StreamFuture[R]:
-        """Call the function in another thread, after the current stream's work so far.
+        """Call the function in another thread.
+
+        The call's work comes after the current stream's work so far.
 
         Arguments that have no program yet are recorded first, by a call in this thread.
 
@@ -579,7 +596,7 @@ def _zeros(driver: Any, value: Any) -> Any:
 
 
 def _told(key: tuple[Any, ...]) -> str:
-    """Return the arrays' shapes and types, and the plain values of a key."""
+    """Return a key's plain values, and its arrays' shapes and types."""
     # The key's parts of arrays and of tensors are told apart by their length.
     arrays = {3: (0, 2), 6: (1, 3)}
     return ", ".join(

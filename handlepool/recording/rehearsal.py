@@ -175,7 +175,7 @@ class LeftoverArrays:
                     owner = driver.array_block(array)
                     try:
                         reference = ref(array if owner is None else owner)
-                    # The memory object of CuPy's views takes no weak reference, so the reference is to the array.
+                    # This memory object takes no weak reference. CuPy's views hold the array, so the reference is to the array.
                     except TypeError:
                         reference = ref(array)
                     self._made.append((reference, memory, call))

@@ -19,7 +19,7 @@ from handlepool.recording.explain import Step
 from handlepool.tensors.layout import Piece, Token
 
 LEAST_TIME = 2.0
-"""Microseconds that a step takes by estimate, besides the time for its bytes."""
+"""Estimated microseconds of a step, without the time for its bytes."""
 BYTES_A_MICROSECOND = 1_000_000
 """Bytes that a step moves in a microsecond, by estimate."""
 
@@ -212,7 +212,7 @@ class _Place:
 
 
 def _needed(steps: set[int], places: "dict[int, _Place]") -> set[int]:
-    """Return the steps of a set that no other step of the set comes after."""
+    """Return the steps of a set that no other step follows."""
     if len(steps) < 2:
         return steps
     needed = set()

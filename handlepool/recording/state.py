@@ -173,7 +173,7 @@ class State:
         walk.run(function, args, kwargs)
         self.aliases = walk.aliases
         self._known = walk.entered
-        # Without `settle` no host array may be read, because work may still write it.
+        # This snapshot is compared after the first call, which may change other places. Iterators cannot be restored.
         if settle is None:
             walk.found = [each for each in walk.found if each[1] is POSITION]
         elif walk.host_arrays:
@@ -532,7 +532,6 @@ class Walk:
             ]
         elif isinstance(value, dict):
             self._add(path, DICT, value)
-            # The list is a copy, because a visit may change the dictionary.
             entries = [*read_dict(value, None).items()]
             self._left += [(f"{path}[{shown(key)}]", each) for key, each in entries if type(each) not in _PLAIN]
             self._all(path, [key for key, _ in entries if type(key) not in _PLAIN])

@@ -1,4 +1,7 @@
-"""Kinds of places where a function keeps state: how contents are read, written back, and named in a message."""
+"""Define the kinds of places where a function keeps state.
+
+A kind says how the contents are read, written back, and named in a message.
+"""
 
 import functools
 import gc
@@ -31,7 +34,7 @@ HOLDERS = frozenset(
     + [kind for kind in vars(itertools).values() if isinstance(kind, type)]
     + [CACHE, methodcaller]
 )
-"""Types of iterators, and of other objects that are inspected without a call."""
+"""Types of iterators and other objects, inspected without a call."""
 _TESTING = frozenset(["pytest", "_pytest", "pluggy", "hypothesis"])
 """Packages whose functions and objects keep caches and counters of their own."""
 
@@ -164,7 +167,7 @@ def _write_dict(owner: object, then: dict[Any, Any], _: dict[Any, Any]) -> None:
 
 
 def _read_set(owner: Any, _: object) -> dict[Any, Any]:
-    # The list is a copy, so that a change of the set cannot disturb the walk.
+    # A weak set may lose entries at any time, so the walk is over a list.
     return {each: each for each in [*owner]}
 
 

@@ -1,4 +1,7 @@
-"""Tuning of programs: on how many lanes one runs best, by measuring other schedules of the same recording."""
+"""Tune the number of lanes of a program.
+
+The tuning measures other schedules of the same recording.
+"""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 GOALS = ("clock", "device")
 GAIN = 1.03
-"""Ratio of times at which a single lane gives way to more lanes.
+"""Ratio of times at which more lanes replace a single lane.
 
 The single lane must take this many times as long.
 """
@@ -35,7 +38,7 @@ The fewer lanes may take at most this many times as long as the best number.
 """
 MOST_ROUNDS = 31
 LEAST_ROUNDS = 3
-"""Number of rounds of samples that are taken even after the time limit."""
+"""Least rounds of samples, even after the time limit."""
 A_SAMPLE = 1000.0
 """Microseconds that the replays of a sample need not exceed."""
 MOST_REPLAYS = 8
@@ -46,7 +49,7 @@ MARKED = 5
 
 @dataclass(frozen=True, slots=True)
 class LanesTrial:
-    """One number of lanes that was tried.
+    """The trial of a single number of lanes.
 
     Attributes
     ----------
@@ -73,7 +76,7 @@ class LanesTrial:
 
 @dataclass(frozen=True, slots=True)
 class LanesTuning:
-    """What `Program.tune` tried and found; as text a table.
+    """The result of `Program.tune`; as text a table.
 
     Attributes
     ----------
@@ -285,8 +288,8 @@ class LanesRig:
                 return self._ends(arrangement)[-1][0]
             finally:
                 try:
-                    # As in `tune`, an interrupt may have come before the first `_end` had begun.
                     self._end()
+                # As in `tune`, an interrupt may have come before the first `_end` had begun.
                 finally:
                     self._end()
 

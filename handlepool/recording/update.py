@@ -69,9 +69,8 @@ class Inputs:
         self._all = [value if isinstance(value, kind) else _recorded(value, kind) for value in args]
         self._positional = [value for value in self._all if type(value) is not Plain]
         self._named = {key: value if isinstance(value, kind) else _recorded(value, kind) for key, value in kwargs.items()}
-        self._replaced: dict[int, Piece] = {}  # of those that another array was copied into, by where they begin
-
-    # The dictionary maps the address of an overwritten input to its memory.
+        # The dictionary maps the address of an overwritten input to its memory.
+        self._replaced: dict[int, Piece] = {}
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield the arguments' arrays, of any library, each with its place."""
@@ -185,7 +184,10 @@ class Inputs:
 
 
 def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:
-    """Enqueue copies on the current stream, as if every source were read before the first target is written."""
+    """Enqueue copies on the current stream.
+
+    The result is as if every source were read before the first target is written.
+    """
     targets, sources = [copy.target for copy in copies], [copy.source for copy in copies]
     pairs = overlapping(driver, targets + sources)
     # A source that overlaps a target is first read into a new array.
@@ -225,7 +227,10 @@ def _fixed(value: object) -> Any:
 
 
 def _recorded(value: object, kind: tuple[type, ...]) -> Any:
-    """Return an argument as it is now; a `Plain` if it holds no array."""
+    """Return an argument as it is now.
+
+    An argument without an array becomes a `Plain`.
+    """
     has_array = any(isinstance(leaf, kind) or is_foreign(leaf) for leaf in leaves(value))
     return _fixed(value) if has_array else Plain(_fixed(value))
 

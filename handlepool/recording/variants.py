@@ -1,4 +1,7 @@
-"""Keep the programs of one key, for the weights and values that the function reached."""
+"""Keep the programs of a key.
+
+The programs are for the weights and values that the function reached.
+"""
 
 import weakref
 from bisect import bisect_left, bisect_right
@@ -157,7 +160,7 @@ class Variant:
                 return instance
         if grow is not None and len(self.instances) < self._limit and (new := grow()) is not None:
             free = [new]
-        # Only busy instances are left, and the call waits for one of these instances on the device.
+        # A new instance is left, or instances that the device still uses. The call then waits on the device.
         for instance in sorted(free, key=attrgetter("number")):
             if not reused or instance.claim(stream):
                 return instance
@@ -228,6 +231,7 @@ class Variant:
         versions = [integration().version(each) if is_tensor(each) else None for each in call.arrays]
         given = ContainerSnapshot(args, kwargs)
         state = State(driver, function, args, kwargs, given.containers, values)
+        # An error of the user's function must reach the caller, so the call stands outside the `try`.
         first = FirstCall(pool, name, self.lanes, home)
         returned = first.run(function, args, kwargs)
         try:
