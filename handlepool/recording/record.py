@@ -97,11 +97,11 @@ def record(
     CaptureError
         For work that cannot be recorded, by its name. Inside a capture, a recording, a branch or a task. If nothing was recorded.
         Inside ``torch.cuda.use_mem_pool``, because torch keeps to that pool. If torch uses the GPU and is older than 2.8. For
-        graph functions that differ at the second call, and results of other shapes or types. With ``lanes`` also for operations that
-        differ, in the body of a fork, and for an operation that wrote and gave no work to the stream. For state: an attribute, a
-        container, a closure, a global or a random generator that the second call changes, by its name. Write state in place, in
-        a single array. For a copy from the host, except an array of the driver's ``asarray`` with equal bytes in both calls,
-        which is a constant. The function's objects are left as its first call left them.
+        graph functions that differ at the second call, and results of other shapes or types. With ``lanes`` also for operations
+        that differ, in the body of a fork, and for an operation that wrote and gave no work to the stream. For state: an
+        attribute, a container, a closure, a global or a random generator that the second call changes, by its name. Write state
+        in place, in a single array. For a copy from the host, except an array of the driver's ``asarray`` with equal bytes in
+        both calls, which is a constant. The function's objects are left as its first call left them.
     DriverNotAvailableError
         With ``plans`` on the host driver.
     ArgumentError

@@ -212,7 +212,7 @@ class _Place:
 
 
 def _needed(steps: set[int], places: "dict[int, _Place]") -> set[int]:
-    """Return the steps of a set that no other step follows."""
+    """Return the steps of a set that no other member follows."""
     if len(steps) < 2:
         return steps
     needed = set()

@@ -29,7 +29,7 @@ GOALS = ("clock", "device")
 GAIN = 1.03
 """Ratio of times at which more lanes replace a single lane.
 
-The single lane must take this many times as long.
+The single lane must take this many times as long as more lanes.
 """
 CLOSE = 1.01
 """Ratio of times within which fewer lanes are taken.
