@@ -1,4 +1,7 @@
-"""Work that a recorded function gives to streams between two nodes: plain work, and forks, each of which is one step."""
+"""Collect the work of a recorded function between two nodes.
+
+This work is plain work, and forks. Each fork is one step.
+"""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -9,19 +12,19 @@ PLAIN = "no graph function and no operation: handlepool.operation declares one"
 IN_ORDER = "recorded in the order of streams and forks"
 
 Told = tuple[str, str, str]
-"""Its name, why it is no node, and its place."""
+"""The step's name, the reason against a node, and its place."""
 
 
 class _Fork:
-    """A fork of the function's."""
+    """A fork that the recorded function opened."""
 
     def __init__(self, at: int) -> None:
-        # Its place among the other work.
+        # Index of the fork's entry in the list of other work.
         self.at = at
         self.branches = 0
-        # An ordered set.
+        # The dictionary is an ordered set, so that the places stand in the order of the calls.
         self.places: dict[str, None] = {}
-        # None where it has as many as it wanted.
+        # The value is None until the fork gets fewer states than it wanted.
         self.states: int | None = None
         self.wanted = 0
 
@@ -34,32 +37,33 @@ class _Fork:
 
 
 class OtherWork:
-    """The work since the last node."""
+    """Collect the other work since the last node."""
 
     def __init__(self) -> None:
         self._told: list[Told] = []
-        # By the object that stands for each.
+        # The key is the object that stands for a fork.
         self._forks: dict[object, _Fork] = {}
-        # The lines that allocated memory.
+        # The lines of the function that allocated memory since the last node.
         self._allocations: list[str] = []
 
     def add(self, what: str, why: str = PLAIN) -> None:
-        """Note work."""
+        """Add a step of other work, with the place of its call."""
         self._told.append((what, why, place_of_call()))
 
     def in_order(self, what: str, on_main: bool, fork: object) -> None:
         """Note work that is recorded in the order of streams and forks.
 
-        ``on_main`` says whether it is given to the main stream. ``fork`` stands for the one that makes a branch.
+        ``on_main`` says whether the work is given to the main stream. ``fork`` is the object of the fork that makes a branch.
         """
         last = next(reversed(self._forks.values()), None)
         if last is not None and (not on_main or (fork is None and last.states == 0)):
-            # The branch was noted.
+            # The fork's entry already covers the work of its branches.
             return
         if fork is None:
             self.add(what, IN_ORDER)
             return
         if fork not in self._forks:
+            # The fork gets a single entry, and each further branch raises its count.
             self._forks[fork] = _Fork(len(self._told))
             self._told.append((what, IN_ORDER, ""))
         known = self._forks[fork]
@@ -73,11 +77,17 @@ class OtherWork:
             known.states, known.wanted = states, wanted
 
     def allocated(self, place: str) -> None:
-        """Note a line that allocated memory: work that was not reported may stand near it."""
+        """Note a line that allocated memory.
+
+        Work that was not reported may stand near the line.
+        """
         self._allocations.append(place)
 
     def steps(self, last: str, place: str) -> Iterator[Told]:
-        """Give the name, reason and place of each step. Unreported work is between the ``last`` node and a ``place``."""
+        """Yield the name, reason and place of each step.
+
+        Unreported work is between the ``last`` node and a ``place``.
+        """
         if not self._told:
             where = f"between {last} and {place}"
             if known := [each for each in dict.fromkeys(self._allocations) if each not in (place, last)]:
@@ -88,5 +98,6 @@ class OtherWork:
         for fork in self._forks.values():
             name, why, _ = told[fork.at]
             told[fork.at] = name, f"{why}, {fork}", ", ".join(fork.places)
+        # Neighbours with equal name and reason become one step, but each fork keeps its own step.
         for (name, why, _), found in groupby(enumerate(told), lambda each: (*each[1][:2], each[0] in forks and each[0])):
             yield name, why, ", ".join(dict.fromkeys(where for _, (_, _, where) in found))

@@ -1,4 +1,4 @@
-"""Copies of what a program's function returned, in the structure that it returned it in."""
+"""Copy the outputs of a program's function, and keep their structure."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -19,40 +19,42 @@ from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import overlaps_itself, share
 
 UNCHANGED = (type(None), Enum, np.dtype, *PLAIN)
-"""What is returned as it is."""
+"""Types whose values are returned as they are."""
 
 
 class Results:
-    """Where the outputs of one call go: into arrays that were given, and into new ones in the places of the others.
+    """Choose a target array for each output of one call.
+
+    Targets are the arrays that the caller gave. An output without a given array gets a new array.
 
     Attributes
     ----------
     value
         The arrays, in the structure of the outputs.
     copies : list of Copy
-        For `copy_all`.
+        Copies that `copy_all` enqueues.
     pieces : list of Piece
-        The memory that these write.
+        The memory that the copies write.
 
     Parameters
     ----------
     driver : Driver
     name : str
-        Of the program.
+        Name of the program.
     device : int
-        Its ordinal, of the current device.
+        Ordinal of the program's device, which is current.
     outputs
-        What its function returned.
+        The value that the program's function returned.
     out
-        Arrays in that structure, or None where a new one is to be made.
+        Arrays in that structure, or None where a new array is to be made.
 
     Raises
     ------
     ArgumentError
-        For another structure, shape or type; for two arrays of ``out`` that share memory; for an output that is neither an array
-        nor a number, a string or None, and for a container that contains itself.
+        For another structure, shape or type. For two arrays of ``out`` that share memory. For an output that is neither an array
+        nor a number, a string or None. For a container that contains itself.
     ArrayTypeError
-        For an output, or an array of ``out``, that is not the driver's.
+        For an output, or an array of ``out``, that is not an array of the driver's.
     DeviceMismatchError
         For an array on another device.
     """
@@ -66,10 +68,12 @@ class Results:
         try:
             self.value = self._entry(f"{name}: out", outputs, out)
         except RecursionError:
+            # A container that contains itself causes the recursion, and `check_ends` names the container.
             check_ends(f"{name} returned", outputs)
             raise
         targets = [copy.target for copy in self.copies]
         self.pieces = [piece_of(driver, target) for target in targets]
+        # `overlapping` compares ranges alone, so `share` decides for pieces with gaps.
         for one, other in overlapping(driver, targets):
             if share(self.pieces[one], self.pieces[other]):
                 first, second = (self.copies[index].place for index in sorted((one, other)))
@@ -109,11 +113,13 @@ class Results:
         return output
 
     def _array(self, place: str, output: Any, given: Any) -> Any:
+        # The key holds both identifiers, because the same output may go into two given arrays.
         key = id(output), id(given)
         target = self._made.get(key)
         if target is None:
             target = self._made[key] = new_like(self._driver, output) if given is None else self._checked(place, output, given)
             same = [(self._driver.array_pointer(each), each.strides) for each in (output, target)]
+            # An output that is its own target needs no copy.
             if output.size and same[0] != same[1]:
                 self.copies.append(Copy(place, target, output, same[1][0] - same[0][0]))
         return target
@@ -155,12 +161,15 @@ class Results:
 
 
 def steps_without_gaps(array: DeviceArray) -> tuple[int, ...]:
-    """Return the strides in bytes of an array without gaps, with its axes in the order of another one's."""
+    """Return the strides in bytes of a gapless array.
+
+    The axes keep the order of the given array's axes.
+    """
     order = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
     return tuple([step * array.dtype.itemsize for step in dense_strides(array.shape, order)])
 
 
 def new_like(driver: Driver, array: Any) -> Any:
-    """Return a new array without gaps, with its axes in the order of another one's."""
+    """Return a new gapless array with another array's order of axes."""
     with driver.relaxed():
         return driver.empty(array.shape, steps_without_gaps(array), array.dtype)

@@ -1,4 +1,7 @@
-"""What a program writes outside of its own memory: saved before replays that nobody asked for, and restored after them."""
+"""Save and restore the memory outside a program that its replays write.
+
+Replays that the caller did not ask for, such as replays for timing, must leave this memory as it was.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,17 +21,19 @@ if TYPE_CHECKING:
 
 
 class Outside:
-    """The arrays that a replay may change and that are not the program's own. Used with its device current, on its stream.
+    """Hold the arrays outside the program that a replay may change.
 
-    Where all work is calls whose writes are known, these are the arrays that they write. Plain code may write whatever the
-    function was given, so all of that counts where there is any.
+    The program's device is current, and its stream is used.
+
+    If all work is calls whose writes are known, these are the arrays that the calls write. Plain code may write every array that
+    the function was given. With plain code, all given arrays therefore count.
 
     Parameters
     ----------
     recording : Recording
-        With lanes.
+        A recording with lanes.
     name : str
-        Of the program.
+        Name of the program.
     inputs : Inputs
 
     Raises
@@ -46,6 +51,7 @@ class Outside:
         self._restored = False
         lanes = recording.lanes
         assert lanes is not None
+        # A step without a lane is plain work, whose writes are unknown.
         unseen = any(step.lane is None for step in lanes.steps)
         own = Ranges(recording.own)
         calls = [(written, f"{step.name} at {step.place}") for step, (_, written) in zip(lanes.steps, lanes.used, strict=True)]
@@ -64,6 +70,7 @@ class Outside:
                 if unseen and is_foreign(value):
                     raise self._not_copied(place, value)
                 continue
+            # Empty arrays and arrays that are already noted need no copy.
             if memory[1] <= memory[0] or memory in known:
                 continue
             writes = any(share(memory, piece) for piece in written)
@@ -72,12 +79,13 @@ class Outside:
                 if array is not None:
                     self._arrays.append(array)
                     known.append(memory)
+        # Memory that is no argument and no held array cannot be saved, so its call is refused.
         for piece, call in written.items():
             if not any(_has(memory, piece) for memory in known):
                 raise self._refused(f"{call} writes memory that the function was not given, or not all of")
 
     def save(self) -> None:
-        """Enqueue copies of all."""
+        """Enqueue copies of all arrays."""
         driver = self._driver
         for array in self._arrays:
             strides = [step * array.dtype.itemsize for step in dense_strides(array.shape)]
@@ -86,8 +94,9 @@ class Outside:
             self._saved.append(saved)
 
     def restore(self) -> None:
-        """Enqueue what brings back all that was saved; once that was done, nothing."""
+        """Enqueue copies that restore the saved arrays, the first time only."""
         if not self._restored:
+            # The lengths differ if `save` failed halfway.
             for array, saved in zip(self._arrays, self._saved, strict=False):
                 self._driver.copy(array, saved)
             self._restored = True
@@ -118,5 +127,8 @@ class Outside:
 
 
 def _has(memory: Piece, piece: Piece) -> bool:
-    """Whether one piece of memory is known to be all of another one, or more: of two with gaps where they are the same."""
+    """Return whether a piece of memory is known to cover another piece.
+
+    A piece with gaps covers only an equal piece.
+    """
     return memory == piece or (memory[2] is None and memory[0] <= piece[0] and piece[1] <= memory[1])

@@ -1,4 +1,4 @@
-"""Whom a program belongs to: the thread that may update, replay and read it."""
+"""Define the owner thread, which may update, replay and read a program."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,22 +11,25 @@ from handlepool.pool.context import ThreadToken, thread
 T = TypeVar("T")
 
 OWNERS = ("replayed", "updated", "read", "handed over")
-"""The uses of a program that are for the thread it belongs to."""
+"""The uses of a program that only its owner thread may make."""
 
 
 class Owned(ABC):
-    """A program as far as it belongs to a thread."""
+    """A program with an owner thread."""
 
     _name: str
     _lock: RLock
     _user: ThreadToken | None = None
-    """The thread that `update`, `replay` and `outputs` belong to. It is set with the lock in hand."""
+    """The thread that owns `update`, `replay` and `outputs`.
+
+    It is set while the thread holds the lock.
+    """
 
     def hand_over(self) -> None:
         """Give the program up, so that another thread may own it.
 
-        The next thread that uses `update`, `replay` or `outputs` owns them. Your threads see to it that this use begins after
-        `hand_over`. The program sees to the order on the GPU, as for any two replays. Without an owner, or with an owner that has
+        The next thread that uses `update`, `replay` or `outputs` owns these methods. Your threads must start this use after
+        `hand_over`. The program orders the work on the GPU, as for any two replays. Without an owner, or with an owner that has
         ended, nothing happens.
 
         Raises
@@ -42,7 +45,7 @@ class Owned(ABC):
 
     def _check_owner(self) -> None:
         user = self._user
-        # A thread that has ended uses nothing any more.
+        # A thread that has ended cannot use the program, so another thread may take the program over.
         if user is not None and user is not thread.token and not user.over:
             raise OwnershipError(
                 f"{self._name} belongs to {user!r}, and this is {thread.token!r}: update, replay and outputs are for the thread "
@@ -51,10 +54,13 @@ class Owned(ABC):
             )
 
     def _take_over(self) -> None:
-        """Make this thread the owner: for a user inside the package whose threads take turns by themselves."""
+        """Make this thread the owner.
+
+        Code inside the package calls this method if its threads already take turns.
+        """
         with self._lock:
             self._user = thread.token
 
     @abstractmethod
     def _use(self, what: str, act: Callable[[], T]) -> T:
-        """Do something while nothing else uses the program; return its value."""
+        """Do something while no other call uses the program; return the value."""

@@ -1,7 +1,7 @@
-"""Prepare the calls of a program once, so that each makes few calls.
+"""Prepare a program's calls once, so that each call is cheap.
 
-An array is copied as one run of bytes where it lies in one, and by the array library's kernel elsewhere. All results are
-allocated in one step, before the first copy, so that a want of memory leaves the program as it was.
+An array that lies in a single run of bytes is copied as such a run. The array library's kernel copies any other array. All
+results are allocated in one step before the first copy, so that an allocation failure leaves the program unchanged.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,11 +26,11 @@ class Prepared:
     ----------
     driver : Driver
     device : int
-        The program's.
+        Ordinal of the program's device.
     inputs : sequence of array
-        The program's own, which are written.
+        The program's own input arrays, which a call writes.
     outputs : sequence of array
-        The program's own, each once: of these a call returns copies.
+        The program's own output arrays, each once. A call returns copies of the outputs.
     back : sequence of int
         Places of inputs that are copied back into the caller's arrays.
     """
@@ -41,7 +41,7 @@ class Prepared:
         self, driver: Driver, device: int, inputs: Sequence[Any], outputs: Sequence[Any], back: Sequence[int] = ()
     ) -> None:
         self._driver = driver
-        # None where there is no other device that an array could lie on.
+        # On a machine with a single device the check of the device is skipped.
         self._device = device if driver.device_count() > 1 else None
         self._kind = driver.array_types[0]
         self._lies: list[Lies] = [(each.shape, each.strides, each.dtype) for each in inputs]
@@ -53,7 +53,7 @@ class Prepared:
         self._bounds = bounds([piece_of(driver, each) for each in inputs])
 
     def match(self, arrays: Sequence[Any]) -> bool:
-        """Whether arrays have the layouts of the inputs, and share no memory with them."""
+        """Return whether arrays have the inputs' layouts, apart from the inputs' memory."""
         lies, device = self._lies, self._device
         kind: Any = self._kind
         if len(arrays) != len(lies):
@@ -67,7 +67,7 @@ class Prepared:
         edges = self._bounds
         for address, array in zip(self._driver.array_pointers(arrays), arrays, strict=True):
             place = bisect_right(edges, address)
-            # An odd place is inside of a piece of memory. Another place at the end says that a piece begins in between.
+            # An odd place is inside a piece of memory. If the place at the array's end differs, a piece begins inside the array.
             if place & 1 or (place < len(edges) and bisect_left(edges, address + array.nbytes) != place):
                 return False
         return True
@@ -82,6 +82,7 @@ class Prepared:
                 made: Sequence[Any] = self._allocate()
         else:
             made = out
+        # The stream keeps this order: the inputs are copied before the launch, and the outputs after the launch.
         for array, (target, copy) in zip(arrays, self._bring, strict=True):
             copy(target, array, pointer)
         launch()
@@ -93,7 +94,7 @@ class Prepared:
 
 
 def _copy(driver: Driver, array: DeviceArray, strides: tuple[int, ...]) -> Callable[[Any, Any, int], None]:
-    """Return a function that copies between arrays of such strides."""
+    """Return a function that copies between arrays of the given strides."""
     if not array.size:
         return lambda target, source, pointer: None
     if one_run(array.shape, array.strides, strides, array.dtype.itemsize):
@@ -102,7 +103,7 @@ def _copy(driver: Driver, array: DeviceArray, strides: tuple[int, ...]) -> Calla
 
 
 def bounds(pieces: Sequence[Piece]) -> list[int]:
-    """Return where pieces of memory begin and end, joined where they touch."""
+    """Return the ends of pieces of memory, with touching pieces joined."""
     found: list[int] = []
     for begin, end, _ in sorted(pieces, key=itemgetter(0)):
         if begin == end:
@@ -117,7 +118,8 @@ def bounds(pieces: Sequence[Piece]) -> list[int]:
 def builder(value: object, places: dict[int, Callable[[Sequence[Any]], Any]]) -> Callable[[Sequence[Any]], Any]:
     """Return a function that puts other arrays into a value's structure.
 
-    ``places`` has a function for the identifier of each array of the value. It takes the array's stand-in out of the arrays.
+    ``places`` maps the identifier of each array of the value to a function. The function takes the array's stand-in out of the
+    arrays.
     """
     place = places.get(id(value))
     if place is not None:
@@ -137,7 +139,10 @@ def builder(value: object, places: dict[int, Callable[[Sequence[Any]], Any]]) ->
 
 
 def arrays_once(driver: Driver, value: object, found: dict[int, Any]) -> bool:
-    """Collect the driver's arrays of a value, by identifier; whether the rest is plain."""
+    """Collect the driver's arrays of a value, by identifier.
+
+    Return whether the rest of the value is plain.
+    """
     if isinstance(value, (list, tuple, dict)):
         inside = value.values() if isinstance(value, dict) else value
         return all(arrays_once(driver, each, found) for each in inside)

@@ -1,4 +1,7 @@
-"""Programs: what a function gives to streams, recorded once and replayed with one launch (a CUDA graph)."""
+"""Define programs: work that is recorded once and replayed with one launch.
+
+A program is a CUDA graph.
+"""
 
 import sys
 import threading
@@ -41,37 +44,41 @@ T = TypeVar("T")
 class Program(Owned):
     """Recorded work, made by `record`.
 
-    It owns what it needs. Its outputs, scratch, plans and every allocation made while it was recorded live as long as it does,
-    and are used by nothing else. `close` ends them, as does the end of a ``with`` statement over the program. Its inputs are the
-    arrays that `record` was given: the caller's, kept alive, and overwritten by `update` and by calls.
+    A program owns its outputs, scratch, plans and every allocation made during the recording. These live as long as the program,
+    and no other code uses them. `close` ends them, as does the end of a ``with`` statement over the program. Its inputs are the
+    arrays that `record` was given. They belong to the caller; the program keeps them alive, and `update` and calls overwrite
+    them.
 
-    All replays write the same memory, so no two of one program run concurrently. A replay on another stream than the last starts
-    after all that the other stream has been given by then, readers of the outputs included. Consecutive replays on one stream
-    cost no such care. Some streams may be gone, or somebody else's, by the next replay: those of a branch or a task, the
-    per-thread default stream, a bare pointer, another library's. After one of these, the next replay waits for the last replay
+    All replays write the same memory, so no two replays of a program run concurrently. A replay on a new stream waits for all
+    work that the last stream was given by then, including readers of the outputs. Consecutive replays on the same stream need no
+    wait. Some streams may be gone, or have another user, by the next replay: streams of a branch or a task, the per-thread
+    default stream, a bare pointer, another library's stream. After such a stream, the next replay waits for the last replay
     alone, so order the readers there yourself.
 
-    `update`, `replay` and `outputs` belong to the thread that used one of them last, until it calls `hand_over` or ends. Any
-    other thread gets an `OwnershipError`, since it would mix its values with those of the owner. Any thread may call the program,
-    at any time. A call overwrites inputs and outputs, so it makes the calling thread the owner: the former owner is refused from
-    then on, and does not take the values of the call for its own. Different programs may be replayed by different threads at
-    once.
+    `update`, `replay` and `outputs` belong to the thread that used any of them last, until this thread calls `hand_over` or ends.
+    Any other thread gets an `OwnershipError`, because it would mix its values with the owner's values. Any thread may call the
+    program, at any time. A call overwrites inputs and outputs, so it makes the calling thread the owner. From then on the former
+    owner gets an error, and cannot mistake the values of the call for its own. Different threads may replay different programs at
+    the same time.
 
     Attributes
     ----------
     device : int
-        Ordinal.
+        Ordinal of the program's device.
     nodes : int
-        Kernels, copies and the like in the graph. A call, which `explain` counts as a node, may give it none, or several.
+        Number of kernels, copies and the like in the graph. A call, which `explain` counts as a node, may add no node or several.
     tunings : tuple of Tuning
-        Of plans that were measured by ``record(..., plans=True)``, in the order of their weight: each can be printed.
+        Measurements of plans by ``record(..., plans=True)``, in the order of their weight. Each can be printed.
     """
 
     nodes: int
     _recording: "Recording | None" = None
     _streams: ClassVar[dict[int, Stream]] = {}
-    """By number, the last streams of all programs. The collector runs the destructors of a whole cycle at once, also that of a
-    stream whose program defers its own end: this keeps the stream until the program is closed."""
+    """The last streams of all programs, by the program's number.
+
+    The collector runs the destructors of a whole cycle at once. It may destroy a stream whose program defers its own end. This
+    dictionary keeps the stream until the program is closed.
+    """
     _numbers: ClassVar[Iterator[int]] = count()
 
     explain = timing.explain
@@ -105,12 +112,14 @@ class Program(Owned):
         self._memory = memory
         self._prepared: Prepared | None = None
         self._built: Callable[[Any], Any] = list
-        # Whether each use records its event at once. Then a use on another stream waits for the last use alone.
+        # If `_lent`, each use records its event at once, and a use on another stream waits for the last use alone.
         self._lent = lent
-        # One use at a time: CUDA takes no two launches of a graph at once, and a close ends what launches read. A finaliser that
-        # the collector runs inside a use may take it, too: it finds `_busy`, and is refused: it could only wait for itself.
+        # The lock admits a single use at a time: CUDA takes no two launches of a graph at once, and a close ends objects that
+        # launches read. The lock is reentrant, because the collector may run a finaliser inside a use. The finaliser finds
+        # `_busy` and is refused, because it could only wait for its own thread.
         self._lock = threading.RLock()
-        self._busy: str | None = None  # what the holder of the lock has the program: replayed, updated, tuned, timed or closed
+        # `_busy` names the use by the thread that holds the lock: replayed, updated, tuned, timed or closed.
+        self._busy: str | None = None
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Stream] = driver.current_stream
         self._is_capturing = driver.is_capturing
@@ -119,9 +128,10 @@ class Program(Owned):
             self._event = recording.make_event()
         graph.upload(home.pointer)
         process_end.add(self._end_at_exit)
-        # The last stream that used the memory, where its object is the stream: the event is recorded there when another follows.
-        # None for any other stream, which may be gone by then: the event is recorded after each use.
-        # So it is for a side stream, which is leased to others, who may have it captured: nobody else records or waits there.
+        # `_last` is the last stream that used the memory, if its object owns the stream. The event is recorded there when another
+        # stream follows. `_last` is None for any other stream, which may be gone by then, so the event is recorded after each
+        # use. It is also None for a side stream: the pool leases side streams to other callers. They may capture the stream, so
+        # the program must not record or wait there later.
         self._last: Stream | None = None
         self._used_by(home)
         if self._last is None or lent:
@@ -130,12 +140,14 @@ class Program(Owned):
 
     @property
     def outputs(self) -> Any:
-        """What the function returned while it was recorded: each replay writes its arrays, in the order of its stream.
+        """The value that the function returned while it was recorded.
 
-        A branch that asks for them here reads them, and waits for the branches that replay. In the body of a fork nothing waits
-        for that: hand them to a branch, or to `Fork.wait`.
+        Each replay writes its arrays, in the order of its stream.
 
-        It is an `OwnershipError` where the program belongs to another thread.
+        A branch that asks for the outputs here reads them, and waits for the branches that replay. In the body of a fork nothing
+        waits for the outputs: give them to a branch, or to `Fork.wait`.
+
+        An access raises `OwnershipError` if the program belongs to another thread.
         """
         if self._recording is None:
             self._refuse()
@@ -147,13 +159,16 @@ class Program(Owned):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory that were allocated while recording, scratch included; 0 once it was closed."""
+        """Bytes of device memory allocated while recording, scratch included; 0 after `close`."""
         recording = self._recording
         return 0 if recording is None else recording.nbytes
 
     @property
     def idle(self) -> bool:
-        """Whether no thread uses it, and its last use has passed: of a program whose every use records its event."""
+        """Whether no thread uses the program and its last use has passed.
+
+        It is for a program that records its event at every use.
+        """
         if self._busy is not None:
             return False
         with self._driver.relaxed():
@@ -161,7 +176,7 @@ class Program(Owned):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether the program was closed."""
         return self._recording is None
 
     def __repr__(self) -> str:
@@ -173,23 +188,25 @@ class Program(Owned):
 
     @orders_itself
     def replay(self, stream: object = None) -> None:
-        """Enqueue the recorded work on a stream, with one launch. Does not wait for the GPU.
+        """Enqueue the recorded work on a stream, with one launch.
+
+        The call does not wait for the GPU.
 
         Parameters
         ----------
         stream : stream, optional
-            As in `HandlePool.get_handle`; the current stream where none is given. Outputs are ready in its order.
+            As in `HandlePool.get_handle`; by default the current stream. Outputs are ready in the stream's order.
 
         Raises
         ------
         DeviceMismatchError
-            When the current device or the stream's is another than the program's.
+            If the current device or the stream's device is not the program's device.
         CaptureError
-            When the stream, or that of the last replay where it is another, is being captured.
+            If the stream, or the stream of the last replay, is being captured.
         OwnershipError
-            Where the program belongs to another thread (see `hand_over`), and in a finaliser inside another use of the program.
+            If the program belongs to another thread (see `hand_over`), and in a finaliser inside another use of the program.
         PoolClosedError, ForkedProcessError, PoisonedContextError
-            As their names say: after the program or its pool was closed, in a forked child.
+            After the program or its pool was closed, in a forked child, and after the context failed.
         """
         if self._status.unusable:
             self._status.check()
@@ -200,8 +217,8 @@ class Program(Owned):
             if self._busy is not None:
                 self._check_turn("replayed")
             try:
-                # Half of what a `with` statement costs. CPython delivers an interrupt when a call has returned: one that comes
-                # with the lock in hand finds the `finally`.
+                # Plain calls of the lock cost half as much as a `with` statement. CPython delivers an interrupt when a call has
+                # returned, so an interrupt with the lock in hand finds the `finally`.
                 lock.acquire()
                 try:
                     if self._user is not thread.token:
@@ -209,7 +226,8 @@ class Program(Owned):
                     self._busy = "replayed"
                     current = self._current_stream() if stream is None else stream
                     if (
-                        current is self._last  # a closed program has none
+                        # A closed program has no last stream, so it takes the slow way, which refuses it.
+                        current is self._last
                         and ((self._bound and stream is None) or self._current_device() == self.device)
                         and not recordings
                     ):
@@ -225,7 +243,8 @@ class Program(Owned):
             finally:
                 try:
                     lock.release()
-                except RuntimeError:  # an interrupt came while another thread had it
+                except RuntimeError:
+                    # The lock is not held if an interrupt came while this thread waited for another thread's use.
                     pass
         except Exception as error:
             self._explain(error)
@@ -233,27 +252,29 @@ class Program(Owned):
 
     @orders_itself
     def update(self, *args: object, **kwargs: object) -> None:
-        """Copy new values into the recorded inputs, on the current stream; replays see them from then on.
+        """Copy new values into the recorded inputs, on the current stream.
+
+        Later replays see the new values.
 
         The inputs are the arrays that `record` was given, which are overwritten.
 
         Parameters
         ----------
         *args, **kwargs
-            The arguments of `record`, in the same places. Those without an array have the recorded value, or the positional
-            ones among them are all left out, and keywords one by one. Arrays are of the driver's kind, and torch's tensors where
-            tensors were, of the same shapes, strides and types, on the same device. Tensors are copied in the order of torch's
-            current stream, too. Containers are nested alike: lists and tuples of the same lengths (one may stand for the other),
-            dictionaries of the same keys. None leaves an argument with arrays, or an entry, as it is. Every value is read before
-            the first is overwritten, so inputs can be swapped.
+            The arguments of `record`, in the same places. Arguments without an array have the recorded value. You may leave out
+            all positional arguments without an array, and each keyword argument without an array. Arrays are of the driver's
+            kind, and tensors of torch replace recorded tensors. Shapes, strides, types and device are as recorded. Tensors are
+            also copied in the order of torch's current stream. Containers are nested alike: lists and tuples of the same lengths
+            (a list may replace a tuple and the reverse), dictionaries of the same keys. None leaves an argument with arrays, or
+            an entry, as it is. Every value is read before the first is overwritten, so inputs can be swapped.
 
         Raises
         ------
         ArgumentError, ArrayTypeError, DeviceMismatchError
-            For what differs from what was recorded, by its place, also in an argument without an array; for two values for one
-            memory, as for an array that was recorded in two places; for a recorded array itself, where it has another one's
-            values since an update or a call: pass None for these. For anything but None in the place of an array of another
-            library than torch. Nothing is copied then.
+            For a value that differs from the recording, by its place, also in an argument without an array. For two values for
+            the same memory, as for an array that was recorded in two places. For a recorded array itself, if an update or a call
+            has overwritten it: pass None instead. For a value other than None in the place of an array of a library other than
+            torch. After an error nothing was copied.
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
             As in `replay`.
         """
@@ -272,40 +293,43 @@ class Program(Owned):
 
     @orders_itself
     def __call__(self, *args: object, out: object = None, **kwargs: object) -> Any:
-        """Update the inputs, replay, and copy the outputs, in one turn: of the uses of other threads none comes in between.
+        """Update the inputs, replay, and copy the outputs, in one turn.
+
+        No use by another thread comes in between.
 
         The recorded inputs, which are the caller's own arrays, hold the new values afterwards. Record with a copy,
-        ``x.copy(order="K")``, where ``x`` itself is needed: passing that again is refused, since it has other values by now.
+        ``x.copy(order="K")``, if you need ``x`` itself. Passing the original ``x`` again is an error, because the program has
+        overwritten it.
 
-        All of it is enqueued on the current stream, whichever thread's and whichever stream that is, and nothing waits for the
-        GPU. What is returned is the caller's, and no later use of the program writes to it. Afterwards `update`, `replay` and
-        `outputs` belong to the calling thread, as `hand_over` says.
+        All work is enqueued on the current stream of any thread, and the call does not wait for the GPU. The returned arrays
+        belong to the caller, and no later use of the program writes to them. Afterwards `update`, `replay` and `outputs` belong
+        to the calling thread; see `hand_over`.
 
         Parameters
         ----------
         *args, **kwargs
             As in `update`.
         out : optional
-            Arrays to copy the outputs into, and torch's tensors where these are tensors, in the structure of `outputs`: of the
-            same shapes and types, in any memory that no two of them share. None, or None in the place of one of them, stands for
-            new arrays. An input that was recorded by this name stays as it is.
+            Arrays to copy the outputs into, in the structure of `outputs`, and torch's tensors for outputs that are tensors.
+            Shapes and types are the same, and no two arrays share memory. None, also in the place of an array, asks for a new
+            array. An input that was recorded by this name stays as it is.
 
         Returns
         -------
         array, or list, tuple or dictionary
-            Copies of the outputs in the structure of `outputs`, ready in the order of the current stream, tensors in that of
-            torch's, too; of one that was returned in several places there is one. Numbers, strings and None are as they were
-            recorded. Of classes that are made of lists, tuples and dictionaries, named tuples alone are kept.
+            Copies of the outputs in the structure of `outputs`, ready in the order of the current stream. Tensors are also ready
+            in the order of torch's current stream. An output in several places gets a single copy. Numbers, strings and None are
+            as they were recorded. Subclasses of lists, tuples and dictionaries become the plain class, except named tuples.
 
         Raises
         ------
         ArgumentError, ArrayTypeError, DeviceMismatchError
-            As in `update`; for an ``out`` that differs from the outputs; for outputs that are arrays of other libraries than
-            torch, or objects that may hold arrays. Nothing is enqueued then.
+            As in `update`; for an ``out`` that differs from the outputs; for outputs that are arrays of libraries other than
+            torch, or objects that may hold arrays. After an error nothing was enqueued.
         MemoryError
-            For want of memory for the copies.
+            If there is no memory for the copies.
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
-            As in `replay`; but the program may belong to another thread, whose use this waits for.
+            As in `replay`; but the program may belong to another thread. The call waits for that thread's use.
         """
         if self._status.unusable:
             self._status.check()
@@ -315,33 +339,36 @@ class Program(Owned):
         return self._use("called", self._call, args, out, kwargs)
 
     def _turn(self, run: Callable[..., T], arrays: Sequence[Any], *more: object) -> T:
-        """Use the program once on the current stream, by ``run(arrays, pointer, launch, *more)``; that function's value.
+        """Use the program once on the current stream; return the value.
 
-        For prepared calls, which have checked the arrays.
+        The use is ``run(arrays, pointer, launch, *more)``. It is for prepared calls, which have checked the arrays.
         """
         lock = self._lock
         try:
             if self._busy is not None:
                 self._check_turn("called")
             try:
-                # As in `replay`.
+                # As in `replay`, plain calls of the lock are quicker than a `with` statement.
                 lock.acquire()
                 try:
                     self._busy = "called"
                     if (
                         recordings
-                        or self._current_stream() is not self._last  # a closed program has none
+                        # A closed program has no last stream, and `_follow` refuses it.
+                        or self._current_stream() is not self._last
                         or not (self._bound or self._current_device() == self.device)
                     ):
                         self._follow(None)
-                    self._user = thread.token  # as in `_call`
+                    # The owner is set for the same reason as in `_call`.
+                    self._user = thread.token
                     return self._enqueue(run, arrays, self._pointer, self._launch, *more)
                 finally:
                     self._busy = None
             finally:
                 try:
                     lock.release()
-                except RuntimeError:  # an interrupt came while another thread had it
+                except RuntimeError:
+                    # The lock is not held if an interrupt came while this thread waited for another thread's use.
                     pass
         except Exception as error:
             self._explain(error)
@@ -353,6 +380,7 @@ class Program(Owned):
         driver = self._driver
         given = self._inputs.match(driver, self._name, self.device, args, kwargs)
         results = Results(driver, self._name, self.device, self._outputs, out)
+        # A prepared call skips the notes on overwritten inputs, which this call may change. `_prepare` makes the call anew.
         self._prepared = None
 
         def turn() -> None:
@@ -365,7 +393,8 @@ class Program(Owned):
             changed = [*pieces_of(driver, [copy.target for copy in given]), *results.pieces]
             keep = self, given, results
             self._after_branches([*self._memory.reads, *read], [*self._memory.writes, *changed], None, keep)
-        # Or the former owner would replay with the inputs of this call, or read its outputs, and take both for its own.
+        # Otherwise the former owner would replay with the inputs of this call, or read its outputs, and take both for its own
+        # values.
         self._user = thread.token
         self._follow(None)
         self._inputs.copied(driver, given)
@@ -376,30 +405,41 @@ class Program(Owned):
         return results.value
 
     def _prepare(self) -> None:
-        """Prepare calls with one array for each input, all of which hold the values of a call by now."""
+        """Prepare later calls with one array for each input.
+
+        All inputs hold the values of a call by now.
+        """
         driver, inputs, outputs = self._driver, self._inputs.flat(self._driver), dict[int, Any]()
         if inputs and arrays_once(driver, self._outputs, outputs):
             self._built = builder(self._outputs, {each: itemgetter(place) for place, each in enumerate(outputs)})
             self._prepared = Prepared(driver, self.device, inputs, [*outputs.values()])
 
     def _beside_torch(self, copies: Sequence[Copy], step: Callable[[], object]) -> Callable[[], object]:
-        """Return a step on the program's stream that is in order with torch's current one, where it copies tensors."""
+        """Order a step that copies tensors with torch's current stream.
+
+        Return the step for the program's stream. A step without tensors stays as it is.
+        """
         recording = self._recording
         if recording is None or all(copy.tensor is None for copy in copies):
             return step
         return lambda: in_order(recording.pool, self.device, self._pointer, step)
 
     def _enqueue(self, step: Callable[..., T], *args: object) -> T:
-        """Give the stream that `_follow` made the program's something that uses the memory; return the value of the step."""
+        """Run a step on the stream that `_follow` chose; return its value.
+
+        The step uses the program's memory.
+        """
         if self._pointer and self._is_capturing(self._pointer):
             raise capturing(self._pointer)
         try:
             return step(*args)
-        finally:  # also after one that failed, or was interrupted when it had enqueued something
+        # The event is recorded also after a step that failed or was interrupted, because the step may have enqueued work.
+        finally:
             if self._last is None or self._lent:
                 try:
                     self._driver.record_event(self._event, self._pointer)
-                except BaseException:  # a later use cannot be ordered after this one, but may come when it has passed
+                # A later use cannot be ordered after this use without the event, so wait for the stream here.
+                except BaseException:
                     with self._driver.relaxed():
                         self._driver.synchronize_stream(self._pointer)
                     raise
@@ -411,20 +451,21 @@ class Program(Owned):
         return self._enqueue(act, self._pointer)
 
     def _run_on(self, graph: RecordedGraph, arrangement: Arrangement) -> None:
-        """Have replays launch another graph of the recording."""
+        """Let replays launch another graph of the recording."""
         recording, launch = self._recording, partial(graph.launch, self._pointer)
         assert recording is not None
-        # An interrupt may come after each call. The recording owns both graphs until the program launches the new one.
+        # An interrupt may come after each call. The recording owns both graphs until the program launches the new graph.
         recording.adopt(graph)
         self._launch_on, self._launch = graph.launch, launch
         recording.arrange_as(graph, arrangement)
 
     def _use(self, what: str, act: Callable[..., T], *args: object) -> T:
-        """Do something while nothing else uses the program; what that returns."""
+        """Do something while no other call uses the program; return the value."""
         try:
             if self._busy is not None:
                 self._check_turn(what)
-            with self._lock:  # CPython delivers no interrupt between the taking of it and the block
+            # CPython delivers no interrupt between taking the lock and entering the block.
+            with self._lock:
                 try:
                     self._busy = what
                     return act(*args)
@@ -435,7 +476,10 @@ class Program(Owned):
             raise
 
     def _check_turn(self, what: str) -> None:
-        """Wait for another thread's use. Refuse a use inside this thread's own, and one that would be refused after the wait."""
+        """Wait for another thread's use of the program.
+
+        Refuse a use inside this thread's own use, and a use that would be refused after the wait.
+        """
         if what in OWNERS:
             self._check_owner()
         with self._lock:
@@ -446,14 +490,17 @@ class Program(Owned):
                 )
 
     def _claim(self) -> None:
-        """Make this thread the owner, where no other thread is. The lock is held."""
+        """Make this thread the owner, unless another thread is the owner.
+
+        The caller holds the lock.
+        """
         if self._recording is None:
             self._refuse()
         self._check_owner()
         self._user = thread.token
 
     def _explain(self, error: Exception) -> None:
-        """Raise what an error means, where that is known."""
+        """Raise a clearer error for an error, if there is any."""
         if process_end.ending and isinstance(error, PoolClosedError):
             process_end.linger()
         self._status.diagnose(error)
@@ -470,14 +517,20 @@ class Program(Owned):
     def _after_branches(
         self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], stream: object, keep: object = None
     ) -> None:
-        """Let a stream wait for the branches of this thread's forks that a use conflicts with (guarantee 17)."""
+        """Let a stream wait for branches of this thread that conflict.
+
+        The branches are of this thread's forks, and conflict with a use of the program (guarantee 17).
+        """
         recording = self._recording
         if recording is not None:
             pointer = None if stream is None else resolve(self._driver, stream).pointer
             before(recording.pool, reads, writes, keep or (self, self._outputs), pointer)
 
     def _follow(self, stream: object) -> None:
-        """Make another stream the one that uses the memory, after all that the last one was given by now."""
+        """Make another stream the stream that uses the memory.
+
+        It waits for all work that the last stream was given by now.
+        """
         if self._recording is None:
             self._refuse()
         driver = self._driver
@@ -503,35 +556,40 @@ class Program(Owned):
         if last is not None and not self._lent:
             driver.record_event(self._event, last.ptr)
         driver.wait_event(pointer, self._event)
-        with driver.relaxed():  # the last reference to the former stream may go
+        # The last reference to the former stream may end here, which destroys the stream.
+        with driver.relaxed():
             self._used_by(reference)
             del last
 
     def _used_by(self, reference: StreamReference) -> None:
         last = None if reference.pointer == PER_THREAD_STREAM or reference.pointer in branch_regions else reference.stream
-        # A stream of one device is current on no other: that it is current says which device is.
+        # A stream is current only on its own device, so a current stream proves the current device.
         bound = getattr(last, "device_id", -1) == self.device
-        launch = partial(self._launch_on, reference.pointer)  # quicker to call than to be given the pointer each time
+        # A partial is quicker to call than a function that gets the pointer each time.
+        launch = partial(self._launch_on, reference.pointer)
         if last is None:
             self._streams.pop(self._number, None)
         else:
             self._streams[self._number] = last
-        # No call in between, after which an interrupt could come.
+        # The assignments make no call in between, so an interrupt cannot separate them.
         self._last, self._pointer, self._owner = last, reference.pointer, reference.owner
         self._bound, self._launch = bound, launch
 
     # The end
 
     def close(self) -> None:
-        """Wait for the last replay, then destroy the graph and free scratch and memory. Idempotent.
+        """Wait for the last replay, then destroy the graph and free memory.
 
-        Outputs that somebody holds stay valid; their memory is freed after them. Do not call this in a destructor, which may run
-        inside another program's launch: two threads could wait for each other. Let go of the program there instead.
+        Scratch is freed as well. `close` is idempotent.
+
+        Outputs that the caller holds stay valid; their memory is freed after them. Do not call `close` in a destructor, which may
+        run inside another program's launch: two threads could wait for each other. Drop the reference to the program there
+        instead.
 
         Raises
         ------
         CaptureError
-            When the stream of the last replay is being captured; close the program afterwards.
+            If the stream of the last replay is being captured; close the program afterwards.
         OwnershipError
             In a finaliser inside another use of the program.
         """
@@ -539,7 +597,8 @@ class Program(Owned):
 
     def _end(self, *, wait: bool, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> bool:
         status = self._status
-        # Nothing may be destroyed (guarantees 10 and 13), nor the lock be trusted: whoever has it may be gone.
+        # At the end of the process no resource may be destroyed (guarantees 10 and 13). The lock cannot be trusted, because its
+        # holder may be gone.
         if process_end.ending or _is_finalizing():
             abandon(self)
             return True
@@ -554,23 +613,29 @@ class Program(Owned):
         finally:
             if held and recording is not None:
                 try:
-                    # After the program's turn: what goes here may close another program, or this one.
+                    # The destruction comes after the program's turn, because it may close another program, or this program.
                     with on_device(self._driver, self.device), self._driver.relaxed():
                         del held[1:]
                     if recording.destroy():
                         held.clear()
-                finally:  # what an interrupt or a failing call leaves, and memory that arrays use
+                # An interrupt or a failing call may leave resources, and arrays may still use memory.
+                finally:
                     if held:
+                        # The recording retries the destruction later.
                         defer(recording.settle)
-                        held.clear()  # or an error's traceback would keep it
+                        # An error's traceback would keep the list's objects alive.
+                        held.clear()
 
     def _detach_when_idle(self, held: list[object], wait: bool) -> bool:
-        """Take all from the program once its last use has passed; whether that is so by now."""
+        """Detach all resources from the program after its last use.
+
+        Return whether the last use has passed by now.
+        """
         recording = self._recording
         if recording is None:
             return True
         with on_device(self._driver, self.device):
-            # Without an event it was freed: an interrupt came when the program had just been made.
+            # A recording without an event was freed: an interrupt came when the program had just been made.
             if recording.event is not None and not self._passed(wait=wait):
                 return False
             self._detach(held)
@@ -578,7 +643,10 @@ class Program(Owned):
         return True
 
     def _passed(self, *, wait: bool) -> bool:
-        """Whether the last use of the memory has, waiting for it if need be."""
+        """Return whether the last use of the memory has passed.
+
+        With ``wait``, wait for it.
+        """
         driver, last = self._driver, self._last
         if last is not None and not self._lent:
             if last.ptr != LEGACY_STREAM and driver.is_capturing(last.ptr):
@@ -586,7 +654,8 @@ class Program(Owned):
                     raise capturing(last.ptr)
                 return False
             driver.record_event(self._event, last.ptr)
-            if not wait:  # or the next time it is asked, the event would move on to what the stream was given since
+            # The next check must not record the event again, because the event would then cover newer work of the stream.
+            if not wait:
                 self._last = None
         with driver.relaxed():
             if wait:
@@ -594,17 +663,17 @@ class Program(Owned):
             return wait or driver.event_done(self._event)
 
     def _detach(self, held: list[object]) -> None:
-        """Put all that the program has into a list, the recording first."""
+        """Move all objects of the program into a list, the recording first."""
         stream = self._last, self._owner, self._streams.pop(self._number, None)
-        # No call from here on, after which an interrupt could come: the recording is whoever's the list is.
+        # No call follows, after which an interrupt could come: the holder of the list owns the recording.
         held += [self._recording, self._inputs, self._outputs, stream, self._launch, self._launch_on, self._prepared, self._built]
         self._recording = self._owner = self._last = self._user = self._prepared = None
         self._inputs = self._outputs = self._launch = self._launch_on = self._built = None  # type: ignore[assignment]
 
     def _end_at_exit(self, deadline: float) -> None:
-        """Drop the plans, after which nobody replays; nothing else is destroyed.
+        """Drop the plans at the end of the process; destroy nothing else.
 
-        Not where another thread is inside a use until then (by the monotonic clock): what it launches is left alone.
+        No replay follows. If another thread uses the program until the deadline (by the monotonic clock), its work is left alone.
         """
         recording = self._recording
         if recording is None or self._status.forked or not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
@@ -618,22 +687,26 @@ class Program(Owned):
             self._lock.release()
 
     def _settle(self) -> bool:
-        """Close a program that nobody closed, once its last replay has passed."""
+        """Close an unreferenced program after its last replay has passed."""
         try:
             return self._end(wait=False)
         except Exception:
-            return self._recording is None  # what came after that is the recording's, which is deferred
+            # A later failure belongs to the recording, which is deferred.
+            return self._recording is None
 
     def __del__(self, _defer: Callable[[Callable[[], bool]], None] = defer) -> None:
         if self._recording is not None:
             _defer(self._settle)
 
     def __handlepool_arrays__(self) -> Any:
-        """Return the outputs: what `Fork.wait` waits for."""
+        """Return the outputs, for which `Fork.wait` waits."""
         return self._outputs
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied, also by `copy.copy`: two would end one graph."""
+        """Refuse to be copied, also by `copy.copy`.
+
+        Two copies would end the same graph.
+        """
         raise TypeError(f"the program {self._name} owns a graph and memory and cannot be copied or pickled; record it again")
 
     def __enter__(self) -> "Program":

@@ -1,23 +1,29 @@
-"""Torch's random numbers inside a recording: refused in words that say where they were drawn.
+"""Refuse torch's random numbers in a recording, and name the place.
 
-Torch counts on a generator's offset at each replay of a `torch.cuda.CUDAGraph`, in whose capture the generator was registered.
-Neither the registration nor the count is to be had for another graph. So torch raises an error of its own, for its author.
+Torch registers a generator in the capture of a `torch.cuda.CUDAGraph`, and advances the generator's offset at each replay. Torch
+offers neither step for another graph. Torch therefore raises an error, whose text is for torch's developers.
 """
 
 _TEXTS = ("CUDA generator not in capture mode", "Cannot call CUDAGeneratorImpl::")
-"""Of torch 2.8 to 2.13: where numbers are drawn, and where a generator's seed or state is asked for or set."""
+"""Parts of torch's error texts, in torch 2.8 to 2.13.
+
+Torch raises the first text when numbers are drawn, and the second when a generator's seed or state is read or set.
+"""
 
 
 def refusal(error: BaseException | None, place: str) -> str | None:
-    """Say that random numbers of torch's cannot be recorded, where that is why a function raised an error; None elsewhere.
+    """Return an error text if torch's random numbers caused an error.
+
+    Return None for any other error.
 
     Parameters
     ----------
     error : BaseException or None
-        The function's, or one that came of it.
+        The function's error, or an error that the function's error caused.
     place : str
-        The file and the line of the caller's that it came from.
+        The caller's file and line that the error came from.
     """
+    # The function's error may have torch's error as its cause or context.
     while error is not None:
         if isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS):
             return (

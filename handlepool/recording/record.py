@@ -1,4 +1,7 @@
-"""`record`: a function is called once for real, and once with all that it gives to streams captured."""
+"""Implement `record`: call a function for real, then call it under capture.
+
+The second call runs nothing, and the capture takes all work that the function gives to streams.
+"""
 
 import os
 from collections.abc import Callable, Iterator, MappingView
@@ -34,7 +37,7 @@ from handlepool.regions.states import ParallelStates
 
 TUNED = "record(plans=True)"
 MOST_SECONDS = 10.0
-"""After which no more plans are tried."""
+"""Time in seconds after which no more plans are tried."""
 
 
 def record(
@@ -46,42 +49,43 @@ def record(
     plans: bool = False,
     **kwargs: object,
 ) -> Program:
-    """Record what a function gives to streams, to be replayed with one launch.
+    """Record a function's work on streams, to be replayed with one launch.
 
-    ``function(*args, **kwargs)`` is called twice. The first call is for real, on the current stream, so that plans are built and
-    kernels loaded; *work in place happens then, too*. The second is under stream capture, and nothing runs. Forks become parallel
-    branches of the recorded graph.
+    ``function(*args, **kwargs)`` is called twice. The first call runs on the current stream, builds the plans and loads the
+    kernels. *Work in place also happens in the first call*. The second call is under stream capture, and nothing runs. Forks
+    become parallel branches of the recorded graph.
 
     Parameters
     ----------
     function : callable
-        Gives work to the current stream and to what is forked from it: `ParallelStates.map`, a body with forks, graph functions,
-        CuPy code. It must give the same work each time. It must not wait for the GPU or read values on the host, nor copy from
-        the host: the copy would read that memory again at each replay.
+        Gives work to the current stream and to streams that are forked from this stream: `ParallelStates.map`, a body with forks,
+        graph functions, CuPy code. The function must give the same work each time. It must not wait for the GPU or read values on
+        the host. It must not copy from the host, because the copy would read that memory again at each replay.
     *args, **kwargs
-        For the function. Arrays among them, also in lists, tuples and dictionaries, are the inputs: kept alive, read by each
-        replay, and overwritten by `Program.update` and by calls of the program, also where they are torch's tensors: after
-        ``program(x2)`` the ``x`` that was given here holds ``x2``. Where you need ``x`` itself, give ``x.copy(order="K")``, which
-        keeps the layout; ``x.copy()`` alone makes it contiguous. Arrays of other libraries cannot be written to; where they are
-        to be, give what ``cupy.from_dlpack`` makes of them. What closures hold is kept alive as well, of the function and of
-        those that are run in branches. What is read elsewhere (globals, attributes) the caller must keep.
+        Arguments of the function. Arrays among the arguments, also in lists, tuples and dictionaries, are the inputs. The program
+        keeps the inputs alive, and each replay reads the inputs. `Program.update` and calls of the program overwrite the inputs,
+        including torch's tensors: after ``program(x2)`` the ``x`` that was given here holds ``x2``. If you need ``x`` itself,
+        give ``x.copy(order="K")``, which keeps the layout; ``x.copy()`` alone makes it contiguous. The program cannot write
+        arrays of other libraries; if it must, give the array that ``cupy.from_dlpack`` returns. The program also keeps alive the
+        objects in closures of the function and of functions that run in branches. The caller must keep objects that are read
+        elsewhere (globals, attributes).
     pool : HandlePool, optional
-        What is given no pool in the function uses this one. By default it is that of the states for a method of
+        Pool for work in the function that is given no pool. By default it is the pool of the states for a method of
         `ParallelStates`, else the default pool. To give the function itself a parameter of this name, use `functools.partial`.
     lanes : int, optional
-        1 to 32. The outermost calls of graph functions and operations become nodes that are ordered by their data alone, and at
-        most so many of them run at once. Give 8 or 16: `Program.tune` finds the best number, also above that. They are recorded
-        on as many lanes as the data allows, up to 31, each a leased side slot meanwhile, and `Program.nbytes` is for these, not
-        for the number that is given here; only 1 takes the least, and cannot be tuned. Forks, and whatever else is launched,
-        stand after all before them, and before all after them; `Program.explain` says where. Memory
-        goes to calls alone that come after its last users.
+        1 to 32. The outermost calls of graph functions and operations become nodes. Data alone orders the nodes, and at most this
+        number of nodes runs at once. Give 8 or 16: `Program.tune` finds the best number, also above 16. The nodes are recorded on
+        as many lanes as the data allows, up to 31. Each lane leases a side slot during the recording. `Program.nbytes` counts
+        these lanes, not the number that is given here. Only 1 takes the least memory, and cannot be tuned. Forks and any other
+        work run after everything recorded before them and before everything recorded after them; `Program.explain` says where.
+        Memory is reused only by calls that come after its last users.
         By default the order of streams and forks is recorded. Where ``HANDLEPOOL_DRAW`` names a folder, each recording with lanes
         is drawn there, as by `Program.draw`.
     plans : bool
-        Between the two calls, time other plans of the graph functions that take most of the time, as `tune` does with all that a
-        function uses: each alone, over random arrays. A plan stays unless another one is quicker by 3 %; whatever calls graph
-        functions with such arrays gets the quicker one from then on. It waits for the GPU; after 10 seconds no more are tried.
-        `Program.tunings` says what was. On a terminal progress is shown meanwhile.
+        Between the two calls, time other plans of the graph functions that take most of the time. Like `tune`, time each plan
+        alone, over random arrays. A plan stays unless another plan is quicker by 3 %. Later calls of graph functions with such
+        arrays use the quicker plan. The timing waits for the GPU; after 10 seconds no more plans are tried. `Program.tunings`
+        holds the results. A terminal shows the progress.
 
     Returns
     -------
@@ -91,19 +95,19 @@ def record(
     Raises
     ------
     CaptureError
-        For what cannot be recorded, named; inside a capture, a recording, a branch or a task; where nothing was recorded; inside
-        ``torch.cuda.use_mem_pool``, where torch keeps to that pool; and where torch uses the GPU and is older than 2.8. For graph
-        functions that were others at the second call, and results of other shapes or types. With ``lanes`` also for operations
-        that were others, in the body of a fork, and for an operation that wrote and gave no work to the stream. For state: an
+        For work that cannot be recorded, by its name. Inside a capture, a recording, a branch or a task. If nothing was recorded.
+        Inside ``torch.cuda.use_mem_pool``, because torch keeps to that pool. If torch uses the GPU and is older than 2.8. For
+        graph functions that differ at the second call, and results of other shapes or types. With ``lanes`` also for operations
+        that differ, in the body of a fork, and for an operation that wrote and gave no work to the stream. For state: an
         attribute, a container, a closure, a global or a random generator that the second call changes, by its name. Write state
-        in place, in one array. For a copy from the host, except an array of the driver's ``asarray`` with equal bytes in both
-        calls, which is a constant. The function's objects are left as its first call left them.
+        in place, in a single array. For a copy from the host, except an array of the driver's ``asarray`` with equal bytes in
+        both calls, which is a constant. The function's objects are left as its first call left them.
     DriverNotAvailableError
         With ``plans`` on the host driver.
     ArgumentError
-        For ``lanes`` that are no integer from 1 to 32, for ``plans`` that are neither True nor False, for a function that returns
-        nothing, a generator or a coroutine, for iterators as arguments, which the first call would use up, and for a list, tuple
-        or dictionary that contains itself.
+        For ``lanes`` that are no integer from 1 to 32, and for ``plans`` that are neither True nor False. For a function that
+        returns nothing, a generator or a coroutine. For iterators as arguments, which the first call would use up. For a list,
+        tuple or dictionary that contains itself.
     ArrayTypeError
         For an array of objects that holds arrays.
     OutOfMemoryError
@@ -112,6 +116,7 @@ def record(
         When every side stream of the device is in use.
     """
     if pool is None:
+        # A method of `ParallelStates` uses the pool of its states.
         owner = getattr(function, "__self__", None)
         pool = owner.pool if isinstance(owner, ParallelStates) else None
     width = lanes if lanes is None or type(lanes) is int else as_integer(lanes, 0)
@@ -133,7 +138,7 @@ def record(
     inputs, given = Inputs(driver, args, kwargs), ContainerSnapshot(args, kwargs)
     before = State(driver, function, args, kwargs, given.containers, values)
     first = FirstCall(chosen, name, width, home, counted=measured)
-    # The value is released at once: the arrays that are left then were kept by the function.
+    # The value is released at once, so that the arrays that remain are the arrays the function kept.
     check_returned(name, function, first.run(function, args, kwargs))
     given.check(name)
     before.check(name)
@@ -149,6 +154,7 @@ def record(
 
 def _tuned(pool: PoolInternals, name: str, first: FirstCall, home: StreamReference) -> tuple[Tuning, ...]:
     show = shown_progress(name, MOST_SECONDS)
+    # The progress line is cleared also if the tuning fails.
     try:
         return tune_heaviest(pool, TUNED, first.plans(), home.pointer, MOST_SECONDS, show)
     finally:
@@ -156,14 +162,17 @@ def _tuned(pool: PoolInternals, name: str, first: FirstCall, home: StreamReferen
 
 
 def _drawn(program: Program, picture: Path | None) -> Program:
-    """Return a program, after it was drawn where the environment asks for that."""
-    if picture is not None and program.explain().steps:  # none where all work is plain and the driver gives one lane
+    """Draw a program if the environment asks for it; return it."""
+    # There are no steps if all work is plain and the driver gives a single lane.
+    if picture is not None and program.explain().steps:
         program.draw(picture, measure=False)
     return program
 
 
 def check_recordable(pool: PoolInternals, name: str, lanes: int | None, function: object) -> StreamReference:
-    """Check the function and its surroundings before anything runs, and return the caller's stream.
+    """Check the function and its surroundings; return the caller's stream.
+
+    The check comes before anything runs.
 
     Raises
     ------
@@ -179,6 +188,7 @@ def check_recordable(pool: PoolInternals, name: str, lanes: int | None, function
         raise CaptureError(
             f"{name} cannot be recorded with lanes in the body of a fork: record it before the fork, or without lanes"
         )
+    # Steps that finalizers deferred may call CUDA, so they run before the capture.
     if deferred:
         deferred.run()
     driver = pool.driver

@@ -1,4 +1,4 @@
-"""Give a function a pool of programs, for the geometries of its arguments."""
+"""Give a function a pool of programs, by its arguments' geometry."""
 
 import functools
 import inspect
@@ -51,11 +51,11 @@ MOST_LACKED = 3
 
 After that such keys run eagerly."""
 MANY_VALUES = 8
-"""Keys that may differ in one value, before a warning names the value."""
+"""Keys that may differ in a value before a warning names it."""
 MOST_SEEN = 1024
 """Keys that are remembered without a program."""
 _PER_OBJECT = "_handlepool_recorded"
-"""The attribute of an object for the recorded functions of its methods."""
+"""Attribute of an object that holds its methods' recorded functions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ class RecordedStats:
     programs : int
         Programs, all instances together.
     nbytes : int
-        Bytes of device memory that these allocated while they were recorded, scratch included.
+        Bytes of device memory that the programs allocated while they were recorded, scratch included.
     recorded : int
         Programs that were recorded so far.
     eager : int
         Calls that ran eagerly.
     closed : int
-        Keys whose programs were closed since others were used more recently, or since an array was rebound.
+        Keys whose programs were closed because other keys were used more recently, or because an array was rebound.
     """
 
     keys: int
@@ -102,10 +102,11 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._variants: dict[tuple[Any, ...], list[Variant]] = {}
         self._order: OrderedDict[Variant, None] = OrderedDict()
         self._recent: Variant | None = None
-        # Guards the two tables, which calls read without it. No function of the user's is called under it.
+        # The lock guards the two tables, which calls read without the lock. No function of the user runs under the lock.
         self._lock = threading.RLock()
-        # By pool, a mark of the call that records now. One call records at a time, and no other call waits for it: so no lock is
-        # held while the function runs (guarantee 15). `setdefault` is one step, and an interrupt finds the `finally`.
+        # The dictionary maps a pool to a mark of the call that records now. A single call records at a time, and no other call
+        # waits for it. So no lock is held while the function runs (guarantee 15). `setdefault` is a single step, and an interrupt
+        # finds the `finally`.
         self._under_way: dict[PoolInternals, object] = {}
         self._eager: str | None = None
         self._said = False
@@ -129,13 +130,13 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return f"<recorded function {self._options.name}, {len(self._order)} keys>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function, by a program where such arguments have one.
+        """Call the function, by a program if such arguments have a program.
 
         Parameters
         ----------
         *args, **kwargs
-            The function's own. ``out=`` has arrays in the structure of the result that the call writes into, except where the
-            function has a parameter of that name.
+            Arguments of the function. ``out=`` has arrays in the structure of the result, and the call writes into these
+            arrays. If the function has a parameter of that name, ``out=`` is this parameter.
 
         Returns
         -------
@@ -144,6 +145,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         """
         out = kwargs.pop("out", None) if kwargs and not self._takes_out else None
         pool = current_pool()
+        # A call inside a recording gives its own work, which becomes a part of that recording.
         if self._eager is not None or (recordings and _inside_recording()):
             return self._plain(pool, args, kwargs, out)
         if pool.status.unusable:
@@ -163,6 +165,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         except Exception as error:
             pool.status.diagnose(error)
             raise
+        # This loop is the hot path: it reads the table without the lock.
         for variant in self._variants.get(call.key, ()):
             if variant.pool is pool and variant.takes(call):
                 guards = variant.guards
@@ -188,7 +191,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         except PoolClosedError:
             if variant.pool.status.closed or not instance.program.closed:
                 raise
-        # The user closed the program that `program` returned.
+        # The user closed the program that `program` returned, so the call records anew.
         self._drop(variant)
         return self._missed(variant.pool, call, stream, args, kwargs, out)
 
@@ -207,9 +210,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return results.value
 
     def _missed(self, pool: PoolInternals, call: Call, stream: object, args: object, kwargs: object, out: object) -> Any:
-        """Call the function where no program was found at once."""
+        """Call the function after a lookup without a program."""
         variants = self._variants.get(call.key, [])
         values: dict[str, int] = {}
+        # Another thread may insert a variant meanwhile, so the loop walks a copy of the list.
         for variant in [*variants]:
             if variant.pool is not pool or variant.guards is None:
                 continue
@@ -234,6 +238,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             return self._plain(pool, args, kwargs, out)
         me = object()
         try:
+            # If another call records, this call runs eagerly instead of waiting.
             if self._under_way.setdefault(pool, me) is me:
                 return self._into(pool, self._recorded(pool, call, args, kwargs, values), out)
         finally:
@@ -242,9 +247,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return self._plain(pool, args, kwargs, out)
 
     def _may_record(self, pool: PoolInternals, call: Call) -> bool:
-        """Whether to record a key.
+        """Return whether to record a key.
 
-        In a region no key is recorded. After many keys that came once, a key is recorded when it comes again.
+        In a region no key is recorded. After many keys that came a single time, a key is recorded when it comes again.
         """
         if thread.region is not None or (active and open_order(pool.driver, pool.current_device()) is not None):
             return False
@@ -253,7 +258,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return self._see(call.key) > 1
 
     def _see(self, what: object) -> int:
-        """Count how often something has come, as far as that is remembered."""
+        """Count how often a key has come, within the remembered keys."""
         with self._lock:
             seen = self._seen[what] = self._seen.pop(what, 0) + 1
             if len(self._seen) > MOST_SEEN:
@@ -268,11 +273,13 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._count_statics(call)
         variant = Variant(self._options, pool, call)
         value = variant.record(args, kwargs, call)
+        # A lack of memory or side streams may pass, so a few such recordings are tried again.
         if variant.lacking is not None:
             self._lacked += 1
             if self._lacked <= MOST_LACKED:
                 return value
             variant.eager = variant.lacking
+        # The tables change together under the lock. Variants are dropped after the lock is released.
         with self._lock:
             self._variants.setdefault(call.key, []).insert(0, variant)
             self._order[variant] = None
@@ -293,7 +300,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return value
 
     def _grow(self, variant: Variant, args: Any, kwargs: Any, call: Call) -> Any:
-        """Capture a further instance, where no other call records."""
+        """Capture a further instance, unless another call records."""
         me, pool = object(), variant.pool
         try:
             if self._under_way.setdefault(pool, me) is not me:
@@ -333,7 +340,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                 self._recent = None
 
     def _count_statics(self, call: Call) -> None:
-        """Warn where many keys differ in one plain value alone."""
+        """Warn if many keys differ in a single plain value."""
         for place, part in enumerate(call.key):
             value = part[1] if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str) else part
             if isinstance(value, tuple) and len(value) == 2 and value[0] in (int, float, complex, str, bytes, bool):
@@ -356,7 +363,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     # For the user
 
     def program(self, *args: P.args, **kwargs: P.kwargs) -> Program:
-        """Return the program for such arguments; record it where it is missing.
+        """Return the program for such arguments; record it if it is missing.
 
         It is for `Program.explain`, `Program.draw` and `Program.tune`. Calls of the function go on using it.
 
@@ -372,7 +379,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         Raises
         ------
         CaptureError
-            Where the function runs eagerly with such arguments.
+            If the function runs eagerly with such arguments.
         """
         pool = current_pool()
         for attempt in range(2):
@@ -421,8 +428,8 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def tune(self, lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0) -> list[LanesTuning]:
         """Measure the best number of lanes for each key, and use it.
 
-        `Program.tune` does so for one program. No call waits: the measured program is not leased meanwhile. Calls take another
-        program of the key, or run eagerly.
+        `Program.tune` does so for a single program. No call waits, because the measured program is not leased meanwhile. Calls
+        take another program of the key, or run eagerly.
 
         Parameters
         ----------
@@ -432,7 +439,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         Returns
         -------
         list of LanesTuning
-            One for each key that has programs.
+            A tuning for each key that has programs.
         """
         tried = tuple(lanes) if isinstance(lanes, Iterator) else lanes
         found = [variant.tune(tried, goal, seconds) for variant in [*self._order]]
@@ -444,10 +451,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         Parameters
         ----------
         *specs : ArraySpec or tuple
-            The arguments of a call each: `ArraySpec` in the places of arrays, and all else as it is. One `ArraySpec` stands for
-            one argument.
+            Each has the arguments of a call: `ArraySpec` in the places of arrays, and other values as they are. A single
+            `ArraySpec` stands for a single argument.
         tune : bool
-            Whether `tune` is called afterwards, where the function is recorded on several lanes.
+            Whether `tune` is called afterwards, if the function is recorded on several lanes.
         """
         tuned = flag("prewarm: tune", tune)
         driver = current_pool().driver
@@ -458,7 +465,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             self.tune()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> StreamFuture[R]:
-        """Call the function in another thread, after the current stream's work so far.
+        """Call the function in another thread.
+
+        The call's work comes after the current stream's work so far.
 
         Arguments that have no program yet are recorded first, by a call in this thread.
 
@@ -470,10 +479,11 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         Returns
         -------
         StreamFuture
-            Its ``result`` is ready on the current stream. It can be awaited.
+            A future that can be awaited. Its ``result`` is ready on the current stream.
         """
         executor = self._executor
         if executor is None:
+            # Another thread may have made the executor meanwhile, so the lock guards a second look.
             with self._lock:
                 executor = self._executor = self._executor or ParallelStateExecutor(
                     self._options.instances, thread_name_prefix=self._options.name
@@ -481,7 +491,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return executor.submit(self, *args, **kwargs)
 
     def _at_once(self, args: Any, kwargs: Any) -> list[Any]:
-        """Return the value of a call that records such arguments; else nothing."""
+        """Record such arguments and return the call's value in a list.
+
+        The list is empty if the call does not record.
+        """
         pool = current_pool()
         if pool.status.unusable or self._eager is not None:
             return []
@@ -519,6 +532,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             )
         own = space.get(_PER_OBJECT)
         if own is None:
+            # `setdefault` keeps a single object if two threads come here at the same time.
             own = space.setdefault(_PER_OBJECT, _PerObject())
         made = own.made.get(id(self))
         if made is None:
@@ -533,7 +547,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return RecordedFunction(Options(function, options.name, *values))
 
     def __reduce__(self) -> str:
-        """Be copied as functions are: by reference."""
+        """Be copied by reference, as functions are."""
         return self._options.name
 
 
@@ -561,7 +575,7 @@ class _PerObject:
 
 
 def _inside_recording() -> bool:
-    """Whether this thread records a function, or makes its first call."""
+    """Return whether this thread records a function, or makes its first call."""
     return thread.recording is not None or thread.rehearsal is not None or thread.launched is not None
 
 
@@ -569,7 +583,7 @@ def _has_parameter(function: Any, name: str) -> bool:
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):
-        # A function written in C tells nothing.
+        # The signature of a function written in C is unknown.
         return False
 
 
@@ -582,8 +596,8 @@ def _zeros(driver: Any, value: Any) -> Any:
 
 
 def _told(key: tuple[Any, ...]) -> str:
-    """Return the arrays' shapes and types, and the plain values of a key."""
-    # By length: the parts of arrays, and of tensors.
+    """Return a key's plain values, and its arrays' shapes and types."""
+    # The key's parts of arrays and of tensors are told apart by their length.
     arrays = {3: (0, 2), 6: (1, 3)}
     return ", ".join(
         " ".join(str(part[each]) for each in arrays.get(len(part), (-1,))) for part in key[1:] if isinstance(part, tuple) and part
@@ -645,29 +659,29 @@ def recorded(
 ) -> Any:
     """Record a function by its calls: a program for each geometry.
 
-    It is called as the function is, with any arguments, from any thread. The first call of a geometry runs the function for real
-    and records it, see `record`. Later calls copy their arguments into a program, launch it, and return copies of its outputs. It
-    is a decorator, too, with and without arguments, of functions, methods and objects that can be called.
+    The result is called as the function is, with any arguments, from any thread. The first call of a geometry runs the function
+    for real and records it, see `record`. Later calls copy their arguments into a program, launch it, and return copies of its
+    outputs. `recorded` is also a decorator, with and without arguments, of functions, methods and callable objects.
 
     Parameters
     ----------
     function : callable
-        Gives the same work each time. One that cannot be recorded runs eagerly, with one warning.
+        Gives the same work each time. A function that cannot be recorded runs eagerly, with a single warning.
     *args, **others
         An error: the function's arguments belong into a call.
     lanes : int or None
         As in `record`.
     instances : int
-        Most programs of one key, so that so many calls on different streams overlap.
+        Most programs of a key. At most this number of calls on different streams overlap.
     programs : int
-        Most keys. The one that was used least recently is closed for another.
+        Most keys. A new key beyond this number closes the key that was used least recently.
     outputs : {"new", "reused"}
-        Whether a call returns new arrays, or the program's own. These are valid until this thread calls the function again on the
-        same stream.
+        Whether a call returns new arrays, or the program's own arrays. The program's arrays are valid until this thread calls the
+        function again on the same stream.
     in_place : str or iterable of str
         Parameters whose arrays are read where they are. Another array is another key.
     strict : bool
-        Raise where the function cannot be recorded.
+        Whether a function that cannot be recorded raises an error.
 
     Returns
     -------
@@ -676,8 +690,8 @@ def recorded(
     Raises
     ------
     ArgumentError
-        For a value that is no function, a generator function or a coroutine function; for arguments of the function, which belong
-        into a call or to `record`; for values that an option cannot have.
+        For a value that is no function, a generator function or a coroutine function. For arguments of the function, which belong
+        into a call or to `record`. For values that an option cannot have.
     """
     if args or others:
         raise ArgumentError(

@@ -1,4 +1,7 @@
-"""The first call of a function that is recorded: its nodes and plans, to be compared with the second call's, and its changes."""
+"""Note the nodes, plans and changes of a recorded function's first call.
+
+They are compared with the second call's.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import fields
@@ -25,20 +28,25 @@ Pieces = Collection[Piece | Token]
 
 
 OF_CONSTANT = ("a constant",)
-"""The ``what`` of a copy of a constant. The first call of a function makes no such copies: it has the constants themselves."""
+"""The ``what`` of a copy of a constant.
+
+The first call of a function makes no such copies, because it uses the constants themselves.
+"""
 
 
 class CallSignature(NamedTuple):
-    """The identity of a call that becomes a node, compared between the two calls of the function, and the call's place.
+    """The identity and the place of a call that becomes a node.
+
+    The identity is compared between the two calls of the function.
 
     Attributes
     ----------
     name : str
     sizes : tuple of int
-        Bytes of each array that it writes.
+        Size in bytes of each array that the call writes.
     place : str
     what : tuple
-        The plans that it launches; or the operation, with those of its arguments that are numbers or text.
+        The plans that the call launches, or the operation with its arguments that are numbers or text.
     """
 
     name: str
@@ -57,7 +65,7 @@ def sizes_of(writes: Pieces) -> tuple[int, ...]:
 
 
 class Rehearsal:
-    """Notes the calls in the place of lanes, while a function is called for real.
+    """Note calls in place of lanes, while a function runs for real.
 
     Attributes
     ----------
@@ -74,22 +82,22 @@ class Rehearsal:
         self._place = ""
 
     def around(self, function: Callable[..., T], *args: object) -> T:
-        """Call a function, and note the calls that it makes in this thread."""
+        """Call a function, and note its calls in this thread."""
         return recordings.around(self, "rehearsal", self, function, *args)
 
     def takes(self, pool: object, pointer: int) -> bool:
-        """Whether a call of a pool on a stream would become a node."""
+        """Return whether a pool's call on a stream would become a node."""
         return not self._inside and pool is self._pool and pointer == self._pointer
 
     def accessed(self, reads: Pieces, writes: Pieces) -> None:
-        """Ignore the memory of a call that is no node, or is inside one."""
+        """Ignore the memory of calls that are no nodes or nested."""
 
     def expect(self, reads: Callable[[], Pieces] | None) -> None:
         """Note the place of the next node."""
         self._place = "" if reads is None else place_of_call()
 
     def hit(self, attempt: Callable[..., T], arrays: tuple[Any, ...], out: object) -> T:
-        """Make a call by a shortcut."""
+        """Make a call by a shortcut; drop its notes on failure."""
         known = len(self.calls)
         try:
             result = attempt(self._begin, arrays, out)
@@ -102,7 +110,7 @@ class Rehearsal:
         return result
 
     def made(self, arrays: object) -> None:
-        """Note new arrays that a node has made."""
+        """Note new arrays of the last node."""
         self.new.add(arrays, self.calls[-1])
 
     def _begin(self, operands: object, launch: Any, *_: object) -> Slot:
@@ -123,7 +131,7 @@ class Rehearsal:
         what: tuple[object, ...] = (),
         assumed_writes: Pieces = (),
     ) -> T:
-        """Make a call where it would be made without lanes."""
+        """Make a call as without lanes, and note it."""
         self.calls.append(CallSignature(name, sizes_of(writes), place_of_call(), what))
         self._inside = True
         try:
@@ -136,7 +144,9 @@ class Rehearsal:
 
 
 class LeftoverArrays:
-    """The arrays that the first call makes and that are still held when it has ended: caches, or state.
+    """Arrays of the first call that are still held after its end.
+
+    Such arrays are caches or state.
 
     Parameters
     ----------
@@ -146,13 +156,16 @@ class LeftoverArrays:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._kind = driver.array_types[0]
-        # Weak, so that the first call takes no more memory for being watched. The references are to the memory, since a view
-        # keeps the memory and not the array.
+        # The references are weak, so that watching the first call takes no memory. They refer to the memory, because a view keeps
+        # the memory alive and not the array.
         self._made: list[tuple[ReferenceType[Any], Piece, CallSignature]] = []
         self._held: list[tuple[Any, Piece, CallSignature]] = []
 
     def add(self, arrays: object, call: CallSignature, among: Set[object] | None = None) -> None:
-        """Note the arrays that a call made; with ``among``, only those whose memory is in it."""
+        """Note the arrays that a call made.
+
+        With ``among``, note only arrays whose memory is in ``among``.
+        """
         driver = self._driver
         for value in (arrays,) if type(arrays) is self._kind else leaves(arrays):
             if isinstance(value, driver.array_types):
@@ -162,27 +175,33 @@ class LeftoverArrays:
                     owner = driver.array_block(array)
                     try:
                         reference = ref(array if owner is None else owner)
-                    except TypeError:  # CuPy's views hold the array instead
+                    # This memory object takes no weak reference. CuPy's views hold the array, so the reference is to the array.
+                    except TypeError:
                         reference = ref(array)
                     self._made.append((reference, memory, call))
 
     def end(self) -> None:
-        """End the first call. The arrays that are left are held from here on, so that no other array takes their memory."""
+        """End the first call, and hold the remaining arrays.
+
+        From here on no other array can take their memory.
+        """
         left = [(made(), piece, call) for made, piece, call in self._made]
         self._held = [each for each in left if each[0] is not None]
         self._made.clear()
 
     def forget(self) -> None:
-        """Let go of the arrays."""
+        """Release the arrays."""
         self._held.clear()
 
     def check(self, name: str, reads: Pieces, writes: Pieces) -> None:
-        """Refuse a function whose second call read, and did not write, an array of its first call: each replay reads the same.
+        """Refuse a second call that read the first call's unwritten array.
+
+        Each replay would read the same values.
 
         Raises
         ------
         CaptureError
-            Naming the call that made it.
+            The message names the call that made the array.
         """
         if not self._held:
             return
@@ -197,17 +216,17 @@ class LeftoverArrays:
 
 
 class Launches:
-    """The plans that a call of a function launches, and how often each.
+    """Count the launches of each plan in a call of a function.
 
     Parameters
     ----------
     pool : PoolInternals
-        Whose plans count.
+        The pool whose plans count.
 
     Attributes
     ----------
     calls : list of CallSignature
-        In order.
+        Calls in the order of their launches.
     new : LeftoverArrays
     """
 
@@ -225,21 +244,23 @@ class Launches:
         if pool is self._pool:
             self.calls.append(CallSignature(plan.name, (), place_of_call(), (plan,)))
             self.new.add(made, self.calls[-1])
+            # The entry holds the plan, so that its identifier stays valid as a key.
             self._found[id(plan)] = plan, self._found.get(id(plan), (plan, 0))[1] + 1
 
     def forget(self) -> None:
-        """Let go of the plans."""
+        """Release the plans."""
         self._found.clear()
 
     def plans(self, device: int) -> list[tuple[Plan, int]]:
-        """Return a device's plans, each with its launches."""
+        """Return a device's plans with their launch counts."""
         return [(plan, count) for plan, count in self._found.values() if plan.device == device]
 
 
 class ContainerSnapshot:
-    """The entries of the lists and dictionaries among a function's arguments, when it was called.
+    """A snapshot of the lists and dictionaries among a function's arguments.
 
-    Each container is looked at once, by the methods of lists and dictionaries themselves: its own class may override them.
+    Each container is visited once. The snapshot uses the methods of `list` and `dict` themselves, because the container's class
+    may override its methods.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -249,7 +270,8 @@ class ContainerSnapshot:
         left = [(f"argument {place}", value) for place, value in enumerate(args)] + [*kwargs.items()]
         while left:
             place, value = left.pop()
-            if not isinstance(value, (list, tuple, dict)) or id(value) in entered:  # which is held, here or by a tuple
+            # The identifier stays valid, because this snapshot or a tuple holds the container.
+            if not isinstance(value, (list, tuple, dict)) or id(value) in entered:
                 continue
             entered.add(id(value))
             inside = [*dict.items(value)] if isinstance(value, dict) else [*enumerate(tuple(value))]
@@ -259,22 +281,25 @@ class ContainerSnapshot:
 
     @property
     def containers(self) -> list[Any]:
-        """The lists and dictionaries."""
+        """The lists and dictionaries of the snapshot."""
         return [value for _, value, _ in self._found]
 
     @property
     def grown(self) -> bool:
-        """Whether there are new entries."""
+        """Whether the containers have new entries."""
         return any(self._beyond(value, inside) for _, value, inside in self._found)
 
     def renew(self) -> list[Any]:
-        """Take the new entries out, so that the second call finds the arguments as the first one did; return their values."""
+        """Remove the new entries, and return their values.
+
+        The second call then finds the arguments as the first call did.
+        """
         self._new = [self._beyond(value, inside) for _, value, inside in self._found]
         self._shorten()
         return [entry for new in self._new for _, entry in new]
 
     def restore(self) -> None:
-        """Put back all entries as the first call left them, whatever the second one has done."""
+        """Restore all entries as the first call left them."""
         if not self._new:
             return
         self._shorten()
@@ -301,12 +326,14 @@ class ContainerSnapshot:
                 list.__delitem__(value, slice(len(inside), None))
 
     def check(self, name: str) -> None:
-        """Refuse a function that took an entry out, or gave one anew: no replay does that. New entries are none of these.
+        """Refuse a function that removed or replaced an entry.
+
+        No replay does that. New entries are allowed.
 
         Raises
         ------
         CaptureError
-            Naming the entry.
+            The message names the entry.
         """
         for place, value, inside in self._found:
             there = value if isinstance(value, dict) else dict(enumerate(value))
@@ -322,14 +349,14 @@ class ContainerSnapshot:
 
 
 def check_same(name: str, first: Sequence[CallSignature], second: Sequence[CallSignature]) -> None:
-    """Compare the calls that a function made when it was called for real with those that were recorded.
+    """Compare the calls of the first run with the recorded calls.
 
-    Addresses are not: whoever makes arrays in the function has other ones each time.
+    Addresses are not compared, because a function that makes arrays gets other addresses each time.
 
     Raises
     ------
     CaptureError
-        Naming the first difference.
+        The message names the first difference.
     """
     for number, (one, other) in enumerate(zip_longest(first, second), 1):
         more = ("", "")
@@ -345,7 +372,10 @@ def check_same(name: str, first: Sequence[CallSignature], second: Sequence[CallS
 
 
 def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
-    """Whether two calls ask for the same; of one geometry there may be another plan by now, that was tuned or built anew."""
+    """Return whether two calls ask for the same work.
+
+    A geometry may have another plan at the second call, after tuning or a new build.
+    """
     return [_asked(each) for each in one] == [_asked(each) for each in other]
 
 
@@ -354,8 +384,12 @@ def _asked(what: object) -> object:
 
 
 def _likeness(value: object) -> object:
-    """Return what two values have in common where they ask for the same work: a function may be defined anew at each call."""
-    value = getattr(value, "__wrapped__", value)  # of an operation, a graph function
+    """Return an equal value for values that ask for the same work.
+
+    A function may be defined anew at each call, so its identity does not count.
+    """
+    # Operations and graph functions keep their Python function in `__wrapped__`.
+    value = getattr(value, "__wrapped__", value)
     if isinstance(value, Request):
         return tuple([_likeness(getattr(value, each.name)) for each in fields(value)])
     if isinstance(value, (tuple, list)):
@@ -366,9 +400,10 @@ def _likeness(value: object) -> object:
 
 
 def _telling(value: object, depth: int = 4) -> object:
-    """Return what tells a function from others: its code, and numbers, text and functions in its defaults and closure.
+    """Return the parts that identify a function.
 
-    Of all else, as arrays, it is the type: those are what the function is given.
+    The parts are its code, and the numbers, text and functions in its defaults and closure. Other values (such as arrays) count
+    by type only, because they are the function's inputs.
     """
     if isinstance(value, (int, float, complex, str, bytes)):
         return value

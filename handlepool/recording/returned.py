@@ -1,4 +1,4 @@
-"""Sort the returned arrays of a capture by the memory that they lie in."""
+"""Sort the returned arrays of a capture by their memory."""
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -21,13 +21,13 @@ The argument's place, bytes from its first element, shape, strides and type."""
 
 
 class Returned:
-    """The arrays that a capture returned, by the memory that they lie in.
+    """Sort the arrays that a capture returned by their memory.
 
     Parameters
     ----------
     recording : Recording
     name : str
-        The function's.
+        The function's name.
     inputs : list
         The program's own arrays and tensors.
     reached : Ranges
@@ -40,7 +40,7 @@ class Returned:
     own : list
         Arrays in the program's memory, each once.
     places : dict
-        For `builder`, over stand-ins for ``own`` with the caller's arguments after them.
+        Argument of `builder`. Its functions index the stand-ins for ``own``, followed by the caller's arguments.
 
     Raises
     ------
@@ -100,8 +100,8 @@ class Returned:
             offset = driver.array_pointer(array) - driver.array_pointer(self._elements[among[0]])
             self._views[key] = among[0], offset, array.shape, array.strides, array.dtype
             return
+        # The array is a weight of the guarded objects, so a call returns the weight itself.
         if piece[0] < piece[1] and self._reached.meet(piece):
-            # A weight: it is returned itself.
             return
         if is_tensor(value) and value.requires_grad:
             raise CaptureError(f"{self._name} returned a tensor that requires a gradient: call it inside torch.no_grad()")

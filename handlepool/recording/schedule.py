@@ -1,10 +1,10 @@
-"""Schedules: the steps of a recording as parts of its graph, and edges so that at most so many of them run at once.
+"""Schedule the steps of a recording on a bounded number of lanes.
 
-A recording is made with as many lanes as its data allows. Only then is the whole graph known: who chooses among few lanes while
-recording puts independent parts behind each other. Here steps are given to lanes in the order in which they could run, and of
-those that are ready the one with the longest way to the end comes first. An edge is added from the last step of the lane, unless
-others imply it. Edges that are implied then are taken away, which spares the device (transitive reduction). All order that was
-recorded stays: of data, of memory that was given out again, and of scratch that is kept by stream.
+A recording is made with as many lanes as its data allows, because the whole graph is known only afterwards. A choice among few
+lanes during the recording would serialise independent parts. Here steps are given to lanes in the order in which they could run.
+Among the ready steps, the step with the longest path to the end comes first. An edge from the last step of the lane is added,
+unless other edges imply it. Edges that are implied then are removed, which saves time on the device (transitive reduction). All
+recorded dependencies stay: of data, of reused memory, and of scratch that is kept by stream.
 """
 
 from collections import Counter
@@ -19,22 +19,22 @@ from handlepool.recording.explain import Step
 from handlepool.tensors.layout import Piece, Token
 
 LEAST_TIME = 2.0
-"""Microseconds that a step is taken for, where nobody measured, beside what it moves."""
+"""Estimated microseconds of a step, without the time for its bytes."""
 BYTES_A_MICROSECOND = 1_000_000
-"""That a step is taken to move."""
+"""Bytes that a step moves in a microsecond, by estimate."""
 
 Pair = tuple[Any, Any]
 
 
 class Arrangement(NamedTuple):
-    """What makes a schedule of a recorded graph, and how its steps lie then.
+    """The schedule of a recorded graph, with the steps' lanes and edges.
 
     Attributes
     ----------
     lanes : int
-        How many there are.
+        Number of lanes.
     steps : tuple of Step
-        With their lanes, and what they wait for.
+        The steps, with their lanes and dependencies.
     add, remove : list of (node, node)
         Edges, for `RecordedGraph.arranged`.
     """
@@ -46,21 +46,21 @@ class Arrangement(NamedTuple):
 
     @property
     def edges(self) -> tuple[list[Pair], list[Pair]]:
-        """Those to add, and those to take away."""
+        """The edges to add, and the edges to remove."""
         return self.add, self.remove
 
 
 class _Part:
-    """What a step became in the graph.
+    """The part of the graph that a step became.
 
     Attributes
     ----------
     entries, exits : list of node
-        Those that come after, and before, no other one of it.
+        Nodes of the part that depend on no other node of the part, and nodes that no other node of the part depends on.
     after : collection of int
-        The steps that some of it come after.
+        Steps that some nodes of the part depend on.
     whole : collection of int
-        Of these, the ones that all of it come after: each exit there leads to each entry here.
+        Steps that all nodes of the part depend on: each exit of the step leads to each entry of the part.
     """
 
     __slots__ = ("after", "entries", "exits", "whole")
@@ -72,7 +72,10 @@ class _Part:
         self.whole: Collection[int] = ()
 
     def leading_to(self, other: "_Part") -> list[Pair]:
-        """Return the edges by which all of another one comes after all of this one."""
+        """Return the edges by which another part depends on this part.
+
+        All nodes of the other part then depend on all nodes of this part.
+        """
         exits, entries = self.exits, other.entries
         if len(exits) == len(entries) == 1:
             return [(exits[0], entries[0])]
@@ -80,17 +83,17 @@ class _Part:
 
 
 class Schedule:
-    """The steps of a recording that was captured, to be brought onto fewer lanes.
+    """The steps of a captured recording, to be moved onto fewer lanes.
 
     Parameters
     ----------
     graph : RecordedGraph
     steps : sequence of Step
-        In the order in which they were recorded.
+        Steps in the order of the recording.
     ends : sequence of tuple of node
-        For each step, what whatever followed it waited for; none for a step that is counted with the next one.
+        For each step, the nodes that later steps waited for. A step that is counted with the next step has no nodes.
     lanes : int
-        How many were recorded.
+        Number of recorded lanes.
 
     Attributes
     ----------
@@ -100,7 +103,7 @@ class Schedule:
     Raises
     ------
     CaptureError
-        For work in the graph that no step is known to have made, and that nothing waits for.
+        For work in the graph that belongs to no step and that nothing waits for.
     """
 
     def __init__(self, graph: RecordedGraph, steps: Sequence[Step], ends: Sequence[Sequence[Any]], lanes: int) -> None:
@@ -118,30 +121,34 @@ class Schedule:
         self._pairs: set[Pair] = set()
 
     def steps_of(self, nodes: Sequence[Any]) -> list[int | None]:
-        """Return the step that made each of some nodes of the graph."""
+        """Return the step of each of some nodes of the graph."""
         return [self._owner.get(node) for node in nodes]
 
     def on(self, lanes: int, times: Sequence[float]) -> Arrangement:
-        """Return the steps on at most so many lanes.
+        """Return the steps on at most the given number of lanes.
 
-        As it was recorded where that has no more lanes.
+        If the recording has no more lanes, return the recorded arrangement.
 
         Parameters
         ----------
         lanes : int
         times : sequence of float
-            Of the steps, in any unit; see `estimated`.
+            Time of each step, in any unit; see `estimated`.
         """
         if lanes >= self.recorded.lanes:
             return self.recorded
         self._look()
         places = _Placing(self._parts, times, lanes).run()
+        # A circle of steps leaves some steps without a place, so the recorded arrangement stays.
         if len(places) < sum(bool(part.entries) for part in self._parts) or not places:
             return self.recorded
         return self._arrangement(places)
 
     def exits(self) -> list[list[Any]]:
-        """Return the nodes that each step ends with: none of a step that gave the graph nothing."""
+        """Return the last nodes of each step.
+
+        The list is empty for a step that added no node to the graph.
+        """
         self._look()
         return [part.exits for part in self._parts]
 
@@ -173,22 +180,23 @@ class Schedule:
             lane = None if step.lane is None else place.lane
             steps[number] = Step(step.name, step.place, lane, tuple(sorted(waits)), step.why)
         for number, step in enumerate(steps):
-            if step.lane is not None and number not in places:  # it gave the graph nothing
+            # A step that added no node to the graph takes the lane of its dependencies.
+            if step.lane is not None and number not in places:
                 steps[number] = step._replace(lane=max([steps[each].lane or 0 for each in step.after], default=0))
         return Arrangement(len({step.lane for step in steps if step.lane is not None}), tuple(steps), add, remove)
 
 
 class _Place:
-    """Where a step is in a schedule.
+    """The place of a step in a schedule.
 
     Attributes
     ----------
     lane, at : int
-        Which lane, and which of its steps.
+        Index of the lane, and the step's position on the lane.
     known : sequence of int
-        Of each lane, how many of its steps are over when this one is.
+        For each lane, the number of steps that are over when this step is over.
     behind : int or None
-        The last step of the lane, where nothing else says that this one comes after that.
+        The last step of the lane, if no other edge implies that this step comes after it.
     """
 
     __slots__ = ("at", "behind", "known", "lane")
@@ -198,12 +206,13 @@ class _Place:
         self.at = at
         mine = [*known]
         mine[lane] = at
-        self.known: Sequence[int] = tuple(mine)  # which Python's collector need not look at again and again
+        # A tuple of integers spares Python's collector repeated visits, because the collector stops tracking it.
+        self.known: Sequence[int] = tuple(mine)
         self.behind = behind
 
 
 def _needed(steps: set[int], places: "dict[int, _Place]") -> set[int]:
-    """Return those of some steps that no other one of them comes after."""
+    """Return the steps of a set that no other member follows."""
     if len(steps) < 2:
         return steps
     needed = set()
@@ -218,11 +227,15 @@ def _needed(steps: set[int], places: "dict[int, _Place]") -> set[int]:
 
 
 def estimated(used: Sequence[tuple[Sequence[Piece | Token], Sequence[Piece | Token]]]) -> list[float]:
-    """Return what steps may take, in microseconds, by the memory that they read and write."""
+    """Return estimated times of steps in microseconds.
+
+    The estimate depends on the memory that a step reads and writes.
+    """
     times = []
     for reads, writes in used:
         moved = 0
         for piece in chain(reads, writes):
+            # Tokens have no bytes.
             if type(piece) is tuple:
                 moved += piece[1] - piece[0]
         times.append(LEAST_TIME + moved / BYTES_A_MICROSECOND)
@@ -230,7 +243,10 @@ def estimated(used: Sequence[tuple[Sequence[Piece | Token], Sequence[Piece | Tok
 
 
 def _owners(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> dict[Any, int]:
-    """Return the step of each node: the first one at whose end it was over."""
+    """Return the step of each node.
+
+    A node belongs to the first step at whose end the node was over.
+    """
     before: dict[Any, list[Any]] = {}
     for one, other in edges:
         before.setdefault(other, []).append(one)
@@ -246,9 +262,10 @@ def _owners(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> dict[Any, i
 
 
 def _parts(edges: Sequence[Edge], owner: Mapping[Any, int], count: int) -> list[_Part]:
-    """Return what each of so many steps became."""
+    """Return the parts of the graph that the steps became."""
     parts = [_Part() for _ in range(count)]
-    leading, led = set(), set()  # to, and from, another node of their own step
+    # These nodes lead to another node of their own step, or follow another node of their own step.
+    leading, led = set(), set()
     across: list[tuple[Any, Any, int, int]] = []
     for one, other in edges:
         first, second = owner[one], owner[other]
@@ -263,7 +280,8 @@ def _parts(edges: Sequence[Edge], owner: Mapping[Any, int], count: int) -> list[
             part.entries.append(node)
         if node not in leading:
             part.exits.append(node)
-    found: Counter[tuple[int, int]] = Counter()  # edges from exits to entries, of steps that have several
+    # The counter has the edges from exits to entries, between steps that have several of either.
+    found: Counter[tuple[int, int]] = Counter()
     for one, other, first, second in across:
         part = parts[second]
         if first not in part.after:
@@ -281,12 +299,14 @@ def _parts(edges: Sequence[Edge], owner: Mapping[Any, int], count: int) -> list[
 
 
 class _Placing:
-    """A list schedule: steps that are in the graph are given to lanes as these become free, while a clock goes from end to end.
+    """Place steps on lanes by list scheduling.
+
+    A clock goes from the end of a step to the next end. Steps that are in the graph are given to lanes as the lanes become free.
 
     Attributes
     ----------
     places : dict
-        By step, in the order in which they begin. Of steps in a circle some are missing.
+        Places by step, in the order in which the steps begin. If steps form a circle, some are missing.
     """
 
     def __init__(self, parts: Sequence[_Part], times: Sequence[float], lanes: int) -> None:
@@ -298,9 +318,11 @@ class _Placing:
         for number, part in enumerate(parts):
             for each in part.after:
                 self._followers[each].append(number)
-        self._rank = [0.0] * len(parts)  # on one lane steps begin as they were recorded
+        # On a single lane all ranks are equal, so steps begin in the recorded order.
+        self._rank = [0.0] * len(parts)
         if lanes > 1:
-            for number in reversed(range(len(parts))):  # less the time to the end, the longest way
+            # The rank is the negative time of the longest path to the end, so that the heap gives the longest path first.
+            for number in reversed(range(len(parts))):
                 after = [self._rank[each] for each in self._followers[number]]
                 self._rank[number] = min(after, default=0.0) - times[number]
         self._missing = [len(part.after) for part in parts]
@@ -308,10 +330,11 @@ class _Placing:
         heapify(self._ready)
         self._running: list[tuple[float, int]] = []
         self._free, self._last, self._counts = [*range(lanes)], [-1] * lanes, [0] * lanes
-        self._now, self._left, self._ends = 0.0, sum(times), 0.0  # left of steps to begin; the ends of those that run, in all
+        # `_left` is the time of the steps that have not begun. `_ends` is the sum of the running steps' ends.
+        self._now, self._left, self._ends = 0.0, sum(times), 0.0
 
     def run(self) -> dict[int, _Place]:
-        """Place all steps."""
+        """Place all steps, and return the places."""
         while self._ready or self._running:
             while self._ready and self._free:
                 self._begin(self._next())
@@ -319,9 +342,13 @@ class _Placing:
         return self.places
 
     def _next(self) -> int:
-        """Take the step that begins now: of those with the longest way to the end, or one more in a row where there is time."""
+        """Return the step that begins now.
+
+        It is the ready step with the longest path to the end. If that path has slack, it is the follower of a lane's last step.
+        """
         rank, number = self._ready[0]
-        slack = (self._left + self._ends - len(self._running) * self._now) / self._lanes + rank  # the longest way may begin later
+        # The slack is the time by which the longest path may begin later.
+        slack = (self._left + self._ends - len(self._running) * self._now) / self._lanes + rank
         if slack <= 0 or self._lanes == 1:
             return number
         best: tuple[float, int] | None = None
@@ -349,22 +376,28 @@ class _Placing:
         self._ends += end
         heappush(self._running, (end, number))
         ready = self._ready
-        while ready and ready[0][1] in places:  # some begin before their turn
+        # Some steps begin before their turn, so the heap may still hold placed steps.
+        while ready and ready[0][1] in places:
             heappop(ready)
 
     def _lane_for(self, part: _Part, known: Sequence[int]) -> int:
-        """Return a free lane: where the last step is one that this follows, where it waits for nothing more, or any."""
+        """Return a free lane for a step.
+
+        A lane whose last step this step depends on comes first. A lane without an additional wait comes second, and any lane
+        last.
+        """
         best = -1
         for lane in self._free:
             if known[lane] >= self._counts[lane]:
                 if self._last[lane] in part.whole:
                     return lane
-                if best < 0 or self._counts[best] < self._counts[lane]:  # a lane in use, rather than one more
+                # A lane in use is better than an additional lane.
+                if best < 0 or self._counts[best] < self._counts[lane]:
                     best = lane
         return self._free[0] if best < 0 else best
 
     def _end(self) -> None:
-        """Let the clock go on to the next end."""
+        """Advance the clock to the next end."""
         self._now = self._running[0][0]
         while self._running and self._running[0][0] <= self._now:
             end, number = heappop(self._running)
@@ -377,7 +410,7 @@ class _Placing:
 
 
 def _merged(known: Sequence[Sequence[int]], lanes: int) -> Sequence[int]:
-    """Return of each lane the most that is known."""
+    """Return the maximum of each lane's known steps."""
     if len(known) < 2:
         return known[0] if known else (0,) * lanes
     return tuple(map(max, *known))

@@ -1,7 +1,7 @@
-"""Arrays of one item that share memory, whose copies share it in the same way.
+"""Copy arrays that share memory, so that the copies share memory alike.
 
-A function that writes one of two such arrays in place changes the other. So the memory that they reach over together is copied
-once, and each array's copy is a part of that.
+The arrays belong to a single item. A function that writes such an array in place also changes the arrays that share its memory.
+So the memory that the arrays cover together is copied once, and each array's copy is a part of this copy.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -15,7 +15,11 @@ from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Piece, bytes_at, piece, share
 
 ALIGNED = 256
-"""Bytes. A copy begins as far behind such an address as the memory does, so that its arrays are aligned as they were."""
+"""Alignment in bytes that a copy keeps.
+
+The copy of a memory block begins at the same distance behind an aligned address as the block itself. Its arrays are therefore
+aligned as before.
+"""
 
 Group = list[int]
 
@@ -34,15 +38,20 @@ def _address(driver: Driver, array: DeviceArray) -> int:
 
 
 def groups(driver: Driver, arrays: Sequence[Any]) -> list[Group]:
-    """Return the places of arrays that share bytes with each other, those that share with one array together."""
+    """Return the places of arrays that share bytes, in groups.
+
+    Arrays that share bytes with the same array are in the same group.
+    """
     pieces = [_memory(driver, array) for array in arrays]
     group_of: dict[int, Group] = {}
     near: list[int] = []
+    # Arrays are visited by their first address, so that only arrays that still reach this address can overlap.
     for place in sorted([place for place, each in enumerate(pieces) if each[0] < each[1]], key=lambda place: pieces[place][0]):
         near = [other for other in near if pieces[other][1] > pieces[place][0]]
         for other in near:
             if share(pieces[other], pieces[place]):
                 one, two = group_of.setdefault(other, [other]), group_of.setdefault(place, [place])
+                # Two groups that share bytes become a single group.
                 if one is not two:
                     one += two
                     group_of.update(dict.fromkeys(two, one))
@@ -51,7 +60,10 @@ def groups(driver: Driver, arrays: Sequence[Any]) -> list[Group]:
 
 
 def runs_apart(driver: Driver, arrays: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether no two arrays share memory, all NumPy's or all the driver's, each of which lies in one run of so many bytes."""
+    """Return whether no two of some arrays share memory.
+
+    The arrays are all NumPy's or all the driver's. Each lies in a single run of its size in bytes.
+    """
     if type(arrays[0]) is np.ndarray:
         begins = [each.__array_interface__["data"][0] for each in arrays]
     else:
@@ -65,7 +77,10 @@ def runs_apart(driver: Driver, arrays: Sequence[Any], sizes: Sequence[int]) -> b
 
 
 def relation(driver: Driver, value: object) -> Hashable:
-    """Return how the arrays in a value share memory: of each that does the first that it shares with, and the bytes between."""
+    """Return a key for the way that a value's arrays share memory.
+
+    For each array that shares memory, it has the first array that it shares with, and the bytes between the two.
+    """
     arrays = _arrays(driver, value)
     found = groups(driver, arrays) if len(arrays) > 1 else []
     return tuple(
@@ -78,7 +93,7 @@ def relation(driver: Driver, value: object) -> Hashable:
 
 
 def copier(driver: Driver, value: object, copy: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return a function that copies what a value holds, for `rebuilt`.
+    """Return a function that copies the leaves of a value, for `rebuilt`.
 
     Parameters
     ----------
@@ -94,6 +109,7 @@ def copier(driver: Driver, value: object, copy: Callable[..., Any]) -> Callable[
     for group in groups(driver, arrays) if len(arrays) > 1 else ():
         members = [arrays[place] for place in group]
         first = members[0]
+        # Equal views get the same copy.
         if len({(_address(driver, each), each.shape, each.strides, each.dtype) for each in members}) == 1:
             known.update(dict.fromkeys(map(id, members), copy(first)))
             continue
@@ -115,14 +131,14 @@ def copier(driver: Driver, value: object, copy: Callable[..., Any]) -> Callable[
 
 
 def _arrays(driver: Driver, value: object) -> list[Any]:
-    """Return the arrays in a value, each as often as it holds it."""
+    """Return the arrays in a value, each as often as it occurs."""
     found: list[Any] = []
     rebuilt(value, found.append)
     return [each for each in found if isinstance(each, (np.ndarray, *driver.array_types))]
 
 
 def rebuilt(value: object, of: Callable[[Any], Any]) -> Any:
-    """Return lists, tuples and dictionaries anew, with what a function makes of all else that they hold."""
+    """Rebuild lists, tuples and dictionaries, with a function applied to the leaves."""
     if isinstance(value, dict):
         return {key: rebuilt(entry, of) for key, entry in value.items()}
     if not isinstance(value, (list, tuple)):

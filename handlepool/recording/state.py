@@ -1,10 +1,13 @@
-"""State: values that a function reaches and its second call changes, which a replay would not change (guarantee 19).
+"""Find state that a function's second call changes (guarantee 19).
+
+A replay would not change such values.
 
 The walk begins at the function and its arguments. It goes through attributes, slots, containers, closures, defaults, bound and
-partial functions, classes, and the globals that the code names. Each object that can change is a *place*: a snapshot is taken
-between the two calls, compared after the second one, and written back when the recording is refused.
+partial functions, classes, and the globals that the code names. Each object that can change is a *place*. A snapshot of the
+places is taken between the two calls and compared after the second call. If the recording is refused, the snapshot is written
+back.
 
-Device arrays are compared by their memory and never by their values, since nothing runs while a function is recorded.
+Device arrays are compared by their memory and never by their values, because nothing runs while a function is recorded.
 """
 
 import functools
@@ -76,9 +79,12 @@ from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Ranges
 
 MOST_PLACES = 100_000
-"""Objects that the walk takes in. The state of objects beyond them is not compared."""
+"""Number of objects that the walk takes in.
+
+The state of objects beyond this number is not compared.
+"""
 MOST_HOST_BYTES = 64 << 20
-"""Of NumPy's arrays, all together, that are compared by their values."""
+"""Bytes of NumPy's arrays, in total, that are compared by their values."""
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic, Enum, range, np.dtype, type)
 _OPEN = frozenset(
@@ -114,11 +120,11 @@ class Place(NamedTuple):
     Attributes
     ----------
     path : str
-        How the function reaches it.
+        Path by which the function reaches the object.
     kind : Kind
     owner : object
     names : object
-        The global names of a module's dictionary that the code uses, and of a cell its variable.
+        For a module's dictionary, the global names that the code uses; for a cell, its variable.
     then : dict
         The contents when the snapshot was taken.
     """
@@ -131,7 +137,7 @@ class Place(NamedTuple):
 
 
 class State:
-    """A snapshot of all that a function reaches.
+    """A snapshot of all objects that a function reaches.
 
     Parameters
     ----------
@@ -139,12 +145,12 @@ class State:
     function : callable
     args, kwargs : tuple, dict
     given : iterable of list or dict
-        Containers of arguments, which every call is given anew: their entries are no state.
+        Containers among the arguments. Every call is given new containers, so their entries are no state.
     inputs : sequence
-        The values that are reached from the arguments through containers.
+        Values that the arguments reach through containers.
     settle : callable, optional
-        Waits for work that may still write NumPy's arrays; called once if there are any. Without it the snapshot is of iterators
-        alone, which cannot be put back.
+        Waits for work that may still write NumPy's arrays; called once if there are such arrays. Without ``settle`` the snapshot
+        has only iterators, which cannot be restored.
 
     Attributes
     ----------
@@ -167,6 +173,7 @@ class State:
         walk.run(function, args, kwargs)
         self.aliases = walk.aliases
         self._known = walk.entered
+        # This snapshot is compared after the first call, which may change other places. Iterators cannot be restored.
         if settle is None:
             walk.found = [each for each in walk.found if each[1] is POSITION]
         elif walk.host_arrays:
@@ -174,28 +181,32 @@ class State:
         self._places = [Place(path, kind, owner, names, kind.read(owner, names)) for path, kind, owner, names in walk.found]
 
     def check(self, name: str) -> None:
-        """Refuse a function of a name that has changed something since the snapshot.
+        """Refuse a function that has changed something since the snapshot.
+
+        ``name`` is the function's name in the message.
 
         Raises
         ------
         CaptureError
-            Naming the first change.
+            The message names the first change.
         """
         for place in self._places:
             then, now = place.then, place.kind.read(place.owner, place.names)
-            # Most places have the same objects in the same order.
+            # Most places have the same objects in the same order, so identity is checked first.
             same = len(then) == len(now) and all(map(is_, then, now)) and all(map(is_, then.values(), now.values()))
             key = MISSING if same else next(self._changes(place, now), MISSING)
             if key is not MISSING:
                 raise CaptureError(self._message(name, place, key, place.then.get(key, MISSING), now.get(key, MISSING)))
 
     def check_kept(self, name: str, before: "State") -> None:
-        """Refuse a function whose first call kept an argument's array: each call overwrites that array with its input.
+        """Refuse a function whose first call kept an argument's array.
+
+        Each call overwrites that array with its input.
 
         Raises
         ------
         CaptureError
-            Naming the first place that did not have it in the snapshot ``before``.
+            The message names the first place that did not have the array in the snapshot ``before``.
         """
         paths = [each for each in self.aliases if each not in before.aliases]
         if paths:
@@ -205,7 +216,7 @@ class State:
             )
 
     def restore(self) -> None:
-        """Put back the contents of the snapshot, except positions of iterators and generators."""
+        """Restore the snapshot, except positions of iterators and generators."""
         for place in self._places:
             now = place.kind.read(place.owner, place.names)
             if next(self._changes(place, now), MISSING) is not MISSING:
@@ -221,15 +232,19 @@ class State:
             yield from (key for key, other in zip(then, now, strict=False) if not self._same(key, other))
 
     def _same(self, then: Any, now: Any, depth: int = 4) -> bool:
-        """Whether two values are alike to a function: one object, equal numbers or text, or arrays over the same memory."""
+        """Return whether two values are alike to a function.
+
+        Alike values are the same object, equal numbers or text, or arrays over the same memory.
+        """
         if then is now:
             return True
         if type(then) is not type(now) or depth == 0:
             return False
         if isinstance(then, _SCALARS):
+            # The text tells signs of zeros apart, and a NaN equals another NaN.
             return bool(then == now and repr(then) == repr(now)) or (then != then and now != now)
         if id(now) in self._known and not isinstance(now, (tuple, frozenset)):
-            # Both were there before, so that a function can tell them apart by `is`.
+            # Both objects existed before, so a function can tell them apart by `is`.
             return False
         if isinstance(then, np.ndarray):
             return _same_values(then, now)
@@ -240,6 +255,7 @@ class State:
         if is_tensor(then):
             alike = (then.shape, then.stride(), then.dtype) == (now.shape, now.stride(), now.dtype)
             if is_on_host(then):
+                # Values of the host may be read while a function is recorded.
                 return alike and bool((then == now).all())
             return alike and then.data_ptr() == now.data_ptr()
         if isinstance(then, MethodType):
@@ -279,7 +295,7 @@ class State:
 
 
 def _contents(value: object) -> dict[Any, Any]:
-    """Return an object's attributes, those in slots included."""
+    """Return an object's attributes, including its slots."""
     own = getattr(value, "__dict__", None)
     return {**(own if isinstance(own, dict) else {}), **read_slots(value, slots_of(type(value)))}
 
@@ -298,24 +314,24 @@ def _same_values(then: Any, now: Any) -> bool:
 
 
 class Walk:
-    """Finds places.
+    """Walk from a function to the places that it reaches.
 
     Attributes
     ----------
     found : list of (path, kind, owner, names)
     host_arrays : int
-        NumPy's arrays and tensors of the host among the owners.
+        Number of NumPy's arrays and host tensors among the owners.
     aliases : dict of str
-        Paths to arrays over the memory of ``inputs``, the arrays among the arguments; in order.
+        Paths to arrays over the memory of ``inputs``, in order. ``inputs`` are the arrays among the arguments.
     entered : dict of int
-        All that was found, by identifier; kept, so that no identifier is given out again.
+        All objects that were found, by identifier. The dictionary holds the objects, so that no identifier is reused.
     """
 
     def __init__(self, driver: Driver, given: Iterable[Any], inputs: Sequence[Any]) -> None:
         self._driver = driver
         self._inputs = inputs
         self._input_arrays = frozenset([id(each) for each in inputs if isinstance(each, driver.array_types)])
-        # The memory of the inputs, once an array is met that is none of them.
+        # The inputs' memory is read only when the walk finds an array that is no input.
         self._ranges: Ranges | None = None
         self._arrays: Any = (*driver.array_types, getattr(sys.modules.get("torch"), "Tensor", ()))
         self.aliases: dict[str, None] = {}
@@ -323,7 +339,7 @@ class Walk:
         self.found: list[tuple[str, Kind, Any, Any]] = []
         self.host_arrays = 0
         self._host_bytes = 0
-        # NumPy's arrays are operands of the host driver, too, but their values are the host's.
+        # NumPy's arrays are also operands of the host driver, but their values belong to the host.
         self._kinds = tuple(kind for kind in driver.array_types if kind is not np.ndarray)
         self.entered: dict[int, Any] = {}
         self._data: dict[type, bool] = {}
@@ -335,7 +351,7 @@ class Walk:
         left = self._left
         given = [(f"argument {place}", value) for place, value in enumerate(args)]
         for path, value in (*given[::-1], *[*kwargs.items()][::-1]):
-            # As in a visit, which most arguments need not.
+            # This is the start of `_visit`, which most arguments need no more of.
             if id(value) in self._input_arrays and isinstance(value, self._kinds):
                 self.aliases[path] = None
                 self.entered[id(value)] = value
@@ -347,26 +363,26 @@ class Walk:
             try:
                 self._visit(path, value)
             except Exception:
-                # An object's class may raise anything at a look, as a proxy outside its context does. Such state is not seen.
+                # An object's class may raise any error on an access, as a proxy outside its context does. Such state is not seen.
                 continue
 
     def _visit(self, path: str, value: Any) -> None:
         if type(value) in _PROXIES:
-            # The method of the object that the proxy stands for; a ReferenceError where that is gone.
+            # The bound method leads to the proxy's object. A ReferenceError is raised if the object is gone.
             value = value.__repr__.__self__
         if value is None or (isinstance(value, _SCALARS) and not isinstance(value, type)):
             return
-        # Before the test that follows, since several paths may lead to one array.
+        # This test comes before the next test, because several paths may lead to the same array.
         if id(value) in self._input_arrays or (isinstance(value, self._arrays) and self._is_over_input(value)):
             self.aliases[path] = None
         if id(value) not in self.entered:
             self.entered[id(value)] = value
-            # Values on the device are compared by their memory, where an attribute has them.
+            # Device values are compared by their memory, if an attribute has them.
             if not isinstance(value, self._kinds):
                 self._enter(path, value)
 
     def _is_over_input(self, array: DeviceArray) -> bool:
-        """Whether an array shares memory with an argument's."""
+        """Return whether an array shares memory with an argument's array."""
         if self._ranges is None:
             pieces = [memory_of(self._driver, each) for each in self._inputs]
             self._ranges = Ranges([each[:2] for each in pieces if each is not None])
@@ -408,14 +424,14 @@ class Walk:
         elif type(value) in _ITERATORS:
             self._enter_iterator(path, value)
         elif isinstance(value, np.random.SeedSequence):
-            # The number of generators that it has spawned, which nothing puts back.
+            # The number of spawned generators counts as a position, because nothing can restore it.
             self._add(path, POSITION, value)
         elif (kind := kind_of_generator(value)) is not None:
             self._add(path, kind, value)
             bits = getattr(value, "bit_generator", value)
             self._all(path, (getattr(bits, "seed_seq", None),))
         elif is_tensor(value):
-            # A tensor of a GPU is compared by its memory, where an attribute has it.
+            # A GPU tensor is compared by its memory, if an attribute has the tensor.
             if is_on_host(value) and self._takes(value.nbytes):
                 self._add(path, TENSOR, value)
         else:
@@ -425,13 +441,14 @@ class Walk:
         if array.dtype.hasobject:
             self._add(path, OBJECTS, array)
             self._all(f"{path}[...]", array.ravel().tolist())
+        # A read-only array has no state, but its base may be writeable.
         elif not array.flags.writeable:
             self._all(path, (array.base,))
         elif self._takes(array.nbytes):
             self._add(path, VALUES, array)
 
     def _takes(self, nbytes: int) -> bool:
-        """Whether so many bytes of the host's are compared, too."""
+        """Return whether the host bytes of a further array are compared."""
         if self._host_bytes + nbytes > MOST_HOST_BYTES:
             return False
         self._host_bytes += nbytes
@@ -441,6 +458,7 @@ class Walk:
     def _enter_iterator(self, path: str, value: object) -> None:
         if type(value) is not CACHE:
             self._add(path, POSITION, value)
+        # Caches of a library's functions are not inspected.
         elif is_library(value.__module__):
             return
         self._all(path, gc.get_referents(value))
@@ -450,6 +468,7 @@ class Walk:
             return
         names = names_of(function.__code__)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            # Several functions may share a cell.
             if id(cell) not in self.entered:
                 self.entered[id(cell)] = cell
                 self._add(f"nonlocal {variable}", CELL, cell)
@@ -463,12 +482,12 @@ class Walk:
             self._add(path, ATTRIBUTES, function)
             self._left += [(f"{path}.{key}", value) for key, value in function.__dict__.items()]
         self._enter_names(function.__globals__, names, "global ")
-        # Modules that the function imports itself.
+        # The function imports these modules itself, so its globals lack them.
         for name in names.intersection(sys.modules).difference(function.__globals__):
             self._enter_module(name, sys.modules[name], names)
 
     def _enter_names(self, namespace: dict[str, Any], names: frozenset[str], prefix: str) -> None:
-        """Take in the globals, or attributes of a module, that some code names."""
+        """Take in the globals or module attributes that some code names."""
         used = frozenset([name for name in names if name in namespace and (id(namespace), name) not in self._named])
         if not used:
             return
@@ -482,7 +501,10 @@ class Walk:
                 self._left.append((f"{prefix}{name}", value))
 
     def _enter_module(self, path: str, module: ModuleType, names: frozenset[str]) -> None:
-        """Take in the attributes of a module that some code names; of a library the generator of random numbers."""
+        """Take in the attributes of a module that some code names.
+
+        Of a library, take in only its generator of random numbers.
+        """
         if module is random:
             self._left.append(("random", random._inst))  # noqa: SLF001
         elif module is np.random or (module is np and "random" in names):
@@ -493,6 +515,7 @@ class Walk:
             self._enter_names(vars(module), names, f"{path}.")
 
     def _enter_class(self, kind: type) -> None:
+        # A class inherits the state of its bases and of its metaclass.
         self._all(kind.__qualname__, (*kind.__mro__[1:], type(kind)))
         if not is_library(kind.__module__):
             self._add(kind.__qualname__, CLASS, kind)
@@ -532,6 +555,7 @@ class Walk:
             self._left += [(f"{path}.{key}", each) for key, each in value.keywords.items()]
         if kind in _PLAIN_CONTAINERS:
             return
+        # The answer for a class is kept, because many objects share a class.
         if kind not in self._data:
             self._data[kind] = _is_data(kind)
         if self._data[kind]:
@@ -555,19 +579,30 @@ _PROXIES = (ProxyType, CallableProxyType)
 _EMPTY: dict[Any, Any] = {}
 _VIEWS = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
 _HEAP_TYPE = 1 << 9
-"""The bit of ``__flags__`` that classes written in Python have, `exec`'s among them, whose module is "builtins"."""
+"""Flag in ``__flags__`` of classes that are written in Python.
+
+Classes made by `exec`, whose module is "builtins", also have this flag.
+"""
 _PLAIN_CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict)
 
 
 @functools.lru_cache(4096)
 def names_of(code: CodeType) -> frozenset[str]:
-    """Return the globals and attributes that some code names, with the functions that are defined in it."""
+    """Return the globals and attributes that some code names.
+
+    Functions that are defined in the code count as well.
+    """
     inner = [names_of(each) for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(code.co_names).union(*inner)
 
 
 def _is_data(kind: type) -> bool:
-    """Whether objects of a class are a user's: neither a library's own nor of a class made from these, except torch's modules."""
+    """Return whether objects of a class are a user's data.
+
+    A library's objects are no user's data, nor are objects of a class derived from a library's class. Torch's modules are the
+    exception.
+    """
+    # Torch is looked up and not imported, because a process without torch has no modules of torch's.
     module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
     if module is not None and issubclass(kind, module):
         return True

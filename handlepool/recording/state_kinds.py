@@ -1,4 +1,7 @@
-"""Kinds of places where a function keeps state: how contents are read, written back, and named in a message."""
+"""Define the kinds of places where a function keeps state.
+
+A kind says how the contents are read, written back, and named in a message.
+"""
 
 import functools
 import gc
@@ -31,13 +34,13 @@ HOLDERS = frozenset(
     + [kind for kind in vars(itertools).values() if isinstance(kind, type)]
     + [CACHE, methodcaller]
 )
-"""Types of iterators, and of other objects that are looked into without a call."""
+"""Types of iterators and other objects, inspected without a call."""
 _TESTING = frozenset(["pytest", "_pytest", "pluggy", "hypothesis"])
 """Packages whose functions and objects keep caches and counters of their own."""
 
 
 class Kind(NamedTuple):
-    """A kind of place: how its contents are read, written back, and named in a message."""
+    """A kind of place: how to read, restore and name its contents."""
 
     read: Callable[[Any, Any], dict[Any, Any]]
     write: Callable[[Any, dict[Any, Any], dict[Any, Any]], None]
@@ -45,7 +48,10 @@ class Kind(NamedTuple):
 
 
 def is_library(module: object) -> bool:
-    """Whether a module's name is a library's, whose functions and objects are not looked into."""
+    """Return whether a module's name belongs to a library.
+
+    Functions and objects of libraries are not inspected.
+    """
     return _is_library_root(str(module).partition(".")[0])
 
 
@@ -55,7 +61,10 @@ def _is_library_root(root: str) -> bool:
 
 
 def slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
-    """Return the names and descriptors of a class's slots, those of libraries excepted."""
+    """Return the names and descriptors of a class's slots.
+
+    Slots of library classes are left out.
+    """
     return tuple(
         (name, value)
         for base in kind.__mro__
@@ -66,17 +75,17 @@ def slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value is a tensor of torch's."""
+    """Return whether a value is a tensor of torch's."""
     return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def is_on_host(tensor: FrontendTensor) -> bool:
-    """Whether a tensor is in the host's memory."""
+    """Return whether a tensor is in the host's memory."""
     return getattr(getattr(tensor, "device", None), "type", "") == "cpu"
 
 
 def kind_of_generator(value: object) -> "Kind | None":
-    """Return the kind of a generator of random numbers; None for other values."""
+    """Return the kind of a random generator; None for other values."""
     if isinstance(value, (np.random.Generator, np.random.BitGenerator)):
         return GENERATOR
     if isinstance(value, np.random.RandomState):
@@ -84,7 +93,8 @@ def kind_of_generator(value: object) -> "Kind | None":
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return PYTHON_GENERATOR
     generator = getattr(sys.modules.get("torch"), "Generator", None)
-    # A generator of a GPU must not be asked while its stream is captured; torch refuses to draw from it there.
+    # The state of a GPU's generator must not be read while its stream is captured. Torch refuses to draw from such a generator
+    # there.
     return TORCH_GENERATOR if generator is not None and isinstance(value, generator) and is_on_host(value) else None
 
 
@@ -114,7 +124,8 @@ def read_slots(owner: object, slots: Any) -> dict[Any, Any]:
     for name, slot in slots:
         try:
             found[name] = slot.__get__(owner, type(owner))
-        except AttributeError:  # it has no value yet
+        # The slot has no value yet.
+        except AttributeError:
             continue
     return found
 
@@ -129,7 +140,7 @@ def _write_slots(owner: object, then: dict[Any, Any], now: dict[Any, Any]) -> No
 
 def read_list(owner: Any, _: Any) -> dict[Any, Any]:
     """Return the entries of a list or deque, by index."""
-    # A class of the user's may override the methods.
+    # A class of the user's may override the methods, so the base class's method is called.
     return dict(enumerate((list if isinstance(owner, list) else deque).__iter__(owner)))
 
 
@@ -149,13 +160,14 @@ def read_dict(owner: object, _: object) -> dict[Any, Any]:
 
 
 def _write_dict(owner: object, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    # A class of the user's may override the methods.
+    # A class of the user's may override the methods, so the base class's methods are called.
     base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
     base.clear(owner)
     base.update(owner, then)
 
 
 def _read_set(owner: Any, _: object) -> dict[Any, Any]:
+    # A weak set may lose entries at any time, so the walk is over a list.
     return {each: each for each in [*owner]}
 
 
@@ -165,6 +177,7 @@ def _write_set(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
 
 
 def _write_weak(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+    # Clear and update keep the container's identity, which other code may hold.
     owner.clear()
     owner.update(then)
 
@@ -173,7 +186,8 @@ def read_cell(cell: Any, _: object) -> dict[Any, Any]:
     """Return the value of a closure's variable."""
     try:
         return {"": cell.cell_contents}
-    except ValueError:  # the variable has no value yet
+    # The variable has no value yet.
+    except ValueError:
         return {}
 
 
@@ -215,7 +229,7 @@ def _read_values(array: Any, _: object) -> dict[Any, Any]:
 
 
 def _write_bytes(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    # By a slice, which a view of the bytes allows while their number stays.
+    # A slice assignment works even while a view of the bytes exists, because the length stays.
     owner[:] = then[""] if isinstance(owner, bytearray) else compact_array(owner.typecode, then[""])
 
 
@@ -233,7 +247,10 @@ def _write_objects(array: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
 
 
 def position(iterator: object, _: object) -> Any:
-    """Return where an iterator is, as far as its type tells; how many generators a seed sequence has spawned."""
+    """Return the position of an iterator, as far as its type tells.
+
+    For a seed sequence, return the number of generators that it has spawned.
+    """
     if isinstance(iterator, np.random.SeedSequence):
         return iterator.n_children_spawned
     if type(iterator) is GeneratorType:
@@ -241,7 +258,8 @@ def position(iterator: object, _: object) -> Any:
         return None if frame is None else (frame.f_lasti, gc.get_referents(iterator))
     try:
         with warnings.catch_warnings():
-            # Python 3.12 says of itertools' that 3.14 cannot do so. There `cycle` tells nothing once it has begun anew.
+            # Python 3.12 warns that 3.14 drops this method for the iterators of itertools. In 3.14 the position of `cycle` is
+            # unknown once it has begun anew.
             warnings.simplefilter("ignore", DeprecationWarning)
             return iterator.__reduce__()
     except TypeError:
@@ -249,10 +267,11 @@ def position(iterator: object, _: object) -> Any:
 
 
 def _write_nothing(*_: object) -> None:
-    """Leave an iterator where it is: nothing puts it back."""
+    """Leave an iterator at its position, because nothing can restore it."""
 
 
 def _write_bits(generator: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
+    # A generator keeps its state in its bit generator.
     getattr(generator, "bit_generator", generator).state = then[""]
 
 

@@ -1,4 +1,7 @@
-"""Torch's tensors as inputs and outputs of programs: their elements as arrays of the driver's, copied on the driver's stream."""
+"""Take torch's tensors as inputs and outputs of programs.
+
+Their elements become arrays of the driver's, copied on the driver's stream.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +18,10 @@ from handlepool.tensors.layout import HOST
 
 
 def takes(driver: Driver, value: object, device: int | None = None) -> bool:
-    """Whether a value is a tensor that the driver can copy, on a device if one is given."""
+    """Return whether a value is a tensor that the driver can copy.
+
+    The tensor is on the device, if a device is given.
+    """
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     if tensor is None or not isinstance(value, tensor):
         return False
@@ -24,18 +30,23 @@ def takes(driver: Driver, value: object, device: int | None = None) -> bool:
 
 
 def modes() -> tuple[bool, bool, bool]:
-    """Return whether torch is in a mode that changes its operations: gradients, inference, and autocast."""
+    """Return torch's modes that change its operations.
+
+    The modes are gradients, inference and autocast.
+    """
     torch: Any = sys.modules["torch"]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
 
 
 def elements(driver: Driver, place: str, tensor: FrontendTensor) -> Any:
-    """Return an array over a tensor's memory, of as many bytes an element and without its type.
+    """Return an array over a tensor's memory.
+
+    The array's elements have as many bytes as the tensor's, but not its type.
 
     Raises
     ------
     ArrayTypeError, ArgumentError
-        For tensors whose elements are not in memory as they are, and for those with derivatives that a copy loses.
+        For tensors whose memory does not hold the elements themselves, and for tensors with derivatives that a copy loses.
     """
     try:
         return driver.array_over(integration().elements(tensor))
@@ -44,7 +55,9 @@ def elements(driver: Driver, place: str, tensor: FrontendTensor) -> Any:
 
 
 def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: int, *, strides: bool) -> None:
-    """Refuse what cannot be copied into, or from, a tensor that was recorded.
+    """Refuse a value that cannot replace a recorded tensor.
+
+    The value is copied into the tensor, or from the tensor.
 
     Raises
     ------
@@ -63,14 +76,17 @@ def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: i
     if strides:
         check_strides(place, tuple(recorded.shape), recorded.stride(), given.stride())
     where = given.get_device()
-    if where not in (device, HOST):  # the host driver's devices share the host's memory
+    # The host driver's devices share the host's memory.
+    if where not in (device, HOST):
         raise DeviceMismatchError(f"{place} is on device {where}, and the program on device {device}; copy it there first")
 
 
 def check_strides(place: str, shape: Sequence[int], recorded: Sequence[int], given: Sequence[int], itemsize: int = 1) -> None:
-    """Refuse what lies otherwise than what was recorded; strides of axes of extent 1 say nothing, nor those of no element.
+    """Refuse strides that differ from the recorded strides.
 
-    ``itemsize`` is how much an element counts in the strides: its bytes in those of an array, 1 in a tensor's.
+    Strides of axes of extent 1 do not count, and no strides count in an empty array.
+
+    ``itemsize`` is the step of an element in the strides: its bytes for an array, 1 for a tensor.
 
     Raises
     ------
@@ -93,16 +109,20 @@ def _same(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> boo
 
 
 def in_order(pool: PoolInternals, device: int, pointer: int, step: Callable[[], object]) -> None:
-    """Do something with tensors on a stream: after torch's current one, which goes on after it.
+    """Run a step on a stream, ordered with torch's current stream.
 
-    So torch may have made the values just now, and may give their memory to others at once.
+    The step waits for torch's stream, and torch's stream waits for the step.
+
+    So torch may have made the values just now, and may reuse their memory at once.
     """
-    if pool.driver.name != "cuda":  # torch's tensors have no stream
+    # On the host, torch's tensors have no stream.
+    if pool.driver.name != "cuda":
         step()
         return
     theirs = integration().current_stream(device)
     order(pool, device, theirs, pointer)
     try:
         step()
+    # Torch's stream waits also after a step that failed, because the step may have enqueued work.
     finally:
         order(pool, device, pointer, theirs)

@@ -1,4 +1,7 @@
-"""The explanation, measurement and drawing of a program. `handlepool.recording.program` has its use."""
+"""Explain, measure and draw a program.
+
+`handlepool.recording.program` uses these functions as methods.
+"""
 
 from collections.abc import Callable, Iterable
 from os import PathLike
@@ -19,17 +22,19 @@ T = TypeVar("T")
 
 
 def explain(self: "Program", *, measure: bool = False) -> Explanation:
-    """Return how it was recorded: nodes, edges, lanes, memory, and which calls stood in the way.
+    """Return a report on the recording.
+
+    It has the nodes, edges, lanes and memory, and the calls that forced an order.
 
     Parameters
     ----------
     measure : bool
-        Measure the nodes' times, which `tune` does as well. The program is replayed for that, as there.
+        Measure the nodes' times, as `tune` does. The program is replayed for the measurement, as in `tune`.
 
     Returns
     -------
     Explanation
-        It can be printed, and has ``to_dict()`` and, for Graphviz, ``to_dot()``.
+        A report that can be printed, and has ``to_dict()`` and, for Graphviz, ``to_dot()``.
 
     Raises
     ------
@@ -39,7 +44,8 @@ def explain(self: "Program", *, measure: bool = False) -> Explanation:
         With ``measure``, as in `tune`.
     """
     ends = tuple(_measured(self)) if flag(f"{self._name}: explain: measure", measure) else ()
-    with self._lock:  # or another thread could end the graph that is asked
+    # Without the lock another thread could end the graph that is read here.
+    with self._lock:
         recording = self._recording
         if recording is None:
             self._refuse()
@@ -57,45 +63,45 @@ def explain(self: "Program", *, measure: bool = False) -> Explanation:
 def tune(
     self: "Program", lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0, anew: bool = False
 ) -> LanesTuning:
-    """Measure on how many lanes it runs best, and run it on so many from now on.
+    """Measure the best number of lanes for a program, and use it.
 
-    Other lanes are another schedule of the same recording, by the times of its nodes, which are measured first: the
-    function is not called again, and arrays that were handed out stay valid. The program is replayed for that, on the
-    current stream, and this waits for the GPU. So outputs hold what the last of these replays gave, which is another thing
-    where the function changes what it reads: replay it again. What replays write outside of the program's own memory is
-    saved before, and restored. Of plain code, whose writes nobody sees, that is all that the function was given: what it
-    writes elsewhere (globals) is changed. Other threads' uses of the program wait. On the host driver the times are
-    NumPy's, and say nothing of a GPU.
+    Another number of lanes is another schedule of the same recording. The schedule depends on the times of the nodes, which are
+    measured first. The function is not called again, and arrays that were handed out stay valid. The measurement replays the
+    program on the current stream, and waits for the GPU. The outputs then hold the values of the last replay. They differ from
+    before if the function changes its inputs: replay the program again. Memory outside the program that replays write is saved
+    before, and restored. Writes of plain code are unknown, so all arguments of the function are saved; arrays that plain code
+    writes elsewhere (globals) are changed. Other threads' uses of the program wait. On the host driver the times are NumPy's, and
+    do not apply to a GPU.
 
-    A pool with a plan directory keeps there what was found. For the same recording, with the same arguments and on such a
-    device, it is taken from there, and nothing is replayed.
+    A pool with a plan directory keeps the result there. For the same recording, with the same arguments and on such a device, the
+    result is taken from there, and nothing is replayed.
 
     Parameters
     ----------
     lanes : iterable of int
-        Each 1 to 32, also above the number that `record` was given. Of those that are within 1 % of the best, the fewest are
-        taken; and if 1 is among them, one lane stays unless another number wins by 3 %.
+        Each 1 to 32, also above the number that `record` was given. The fewest lanes within 1 % of the best are taken. If
+        ``lanes`` has 1, a single lane is kept unless another number wins by 3 %.
     goal : {"clock", "device"}
-        What counts: the time that the host sees from a replay's launch to its end, or that of replays in a row on the device.
+        The time that counts: the host's time from a replay's launch to its end, or the device's time of replays in a row.
     seconds : float
-        After which no more samples are taken; there are three of each at least.
+        Time after which no more samples are taken. Each number of lanes has at least three samples.
     anew : bool
-        Measure, whatever the plan directory has.
+        Measure, even if the plan directory has a result.
 
     Returns
     -------
     LanesTuning
-        What was tried, which can be printed as a table. On a terminal progress is shown meanwhile.
+        The trials and the result, which can be printed as a table. A terminal shows the progress meanwhile.
 
     Raises
     ------
     ArgumentError
-        For a program that was recorded without lanes, or with one; for what replays write and nobody can restore, by its
-        place or the call's; for other arguments than these.
+        For a program that was recorded without lanes, or with a single lane. For memory that replays write and that cannot be
+        restored, by its place or the call's place. For invalid arguments.
     CaptureError
         Inside a recording, a branch or a task; while the current stream is being captured; for a graph that cannot be copied.
     MemoryError
-        For want of memory for graphs, or for what is saved.
+        If there is no memory for graphs or for saved arrays.
     OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
         As in `replay`.
     """
@@ -107,22 +113,24 @@ def tune(
 
 
 def draw(self: "Program", file: str | PathLike[str], *, dark: bool = False, measure: bool = True) -> None:
-    """Draw its graph by lanes and, below that, its nodes on a time axis as they really ran.
+    """Draw a program's graph by lanes, and its nodes over time.
+
+    The time axis is below the graph, and shows when the nodes really ran.
 
     Parameters
     ----------
     file : str or path
-        Where the picture goes; its ending says of which kind it is, as matplotlib has it (.png, .svg, .pdf).
+        File for the picture. Its ending chooses matplotlib's format (.png, .svg, .pdf).
     dark : bool
-        For a dark page.
+        Whether the picture is for a dark page.
     measure : bool
-        Replay the program to see when its nodes run, as `tune` does, with the same care and the same errors. Without that
-        there is the graph alone, with all calls as long as each other where their times were not measured before.
+        Replay the program to measure when its nodes run, as `tune` does, with the same restoring and the same errors. Without the
+        measurement there is only the graph. All its calls have equal length if their times were not measured before.
 
     Raises
     ------
     PackageMissingError
-        Where matplotlib is not installed.
+        If matplotlib is not installed.
     ArgumentError
         For a file that cannot be written, and for a program that was not recorded on several lanes.
     """
@@ -144,7 +152,10 @@ def _check_place(self: "Program") -> None:
 
 
 def _rig(self: "Program", act: Callable[[LanesRig], T]) -> T:
-    """Have something timed on the current stream, in the program's turn; what that returns."""
+    """Run a timing on the current stream, in the program's turn.
+
+    Return the value of the timing.
+    """
     recording = self._recording
     if recording is None:
         self._refuse()

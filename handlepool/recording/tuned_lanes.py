@@ -1,6 +1,7 @@
-"""What a tuning of lanes found, in the plan directory: a later process takes it for the same recording and measures nothing.
+"""Keep the result of a lanes tuning in the plan directory.
 
-Nothing depends on it but time: it says which schedule of the recording is taken, and every schedule gives the same result.
+A later process takes the result for the same recording and measures nothing. The result chooses a schedule of the recording, and
+every schedule gives the same values, so only time depends on it.
 """
 
 import json
@@ -16,22 +17,22 @@ if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
 
 ENGINE = "lanes"
-"""What stands in the file where a plan's engine does."""
+"""The entry in the file at the place of a plan's engine."""
 
 
 class TunedLanes(NamedTuple):
-    """What is kept of a tuning.
+    """The part of a tuning that is kept.
 
     Attributes
     ----------
     winner : int
-        Which of the trials it is.
+        Index of the trial that won.
     trials : list of list
-        Each the values of a `LanesTrial`.
+        Values of a `LanesTrial` each.
     rounds : int
     seconds : float
     times : list of float
-        Microseconds of each step, one after the other: from these the schedule follows.
+        Microseconds of each step when the steps run in sequence. The schedule follows from these times.
     """
 
     winner: int
@@ -42,7 +43,10 @@ class TunedLanes(NamedTuple):
 
 
 def load(recording: "Recording", key: str, counts: Sequence[int]) -> TunedLanes | None:
-    """Return what a tuning found for a recording; None where none was kept, or what was kept does not fit."""
+    """Return the kept tuning of a recording.
+
+    Return None if there is none, or if it does not fit the recording.
+    """
     files = recording.pool.plan_files
     saved = None if files is None else files.load(key)
     if files is None or saved is None:
@@ -51,6 +55,7 @@ def load(recording: "Recording", key: str, counts: Sequence[int]) -> TunedLanes 
         found = TunedLanes(**json.loads(saved.data))
         if saved.engine == ENGINE and _fits(found, recording, counts):
             return found
+    # The file may hold any bytes, so a failing load only rejects it.
     except (ValueError, TypeError, RecursionError):
         pass
     files.reject(key)
@@ -58,15 +63,16 @@ def load(recording: "Recording", key: str, counts: Sequence[int]) -> TunedLanes 
 
 
 def save(recording: "Recording", key: str, found: TunedLanes) -> None:
-    """Keep what a tuning found."""
+    """Save the result of a tuning."""
     if recording.pool.plan_files is not None:
         recording.pool.plan_files.save(key, SavedPlan(ENGINE, 0, 0, json.dumps(found._asdict()).encode()))
 
 
 def key_of(recording: "Recording", name: str, goal: str, counts: Sequence[int]) -> str:
-    """Return what a tuning of a recording is known by: its steps, what they move and wait for, its plans, and what was asked for.
+    """Return the key of a tuning in the plan directory.
 
-    "" where nothing is kept.
+    The key has the recording's steps, their bytes and dependencies, its plans, and the tuning's arguments. It is "" if nothing is
+    kept.
     """
     schedule, lanes = recording.schedule, recording.lanes
     if recording.pool.plan_files is None or schedule is None or lanes is None:
@@ -79,7 +85,10 @@ def key_of(recording: "Recording", name: str, goal: str, counts: Sequence[int]) 
 
 
 def _fits(found: TunedLanes, recording: "Recording", counts: Sequence[int]) -> bool:
-    """Whether it is of that many steps and of these numbers of lanes. Somebody may have written what is not ours."""
+    """Return whether a kept tuning fits a recording and its lane counts.
+
+    Another program may have written the file, so each value is checked.
+    """
     assert recording.schedule is not None
     if len(found.times) != len(recording.schedule.recorded.steps) or not all(map(_is_time, found.times)):
         return False

@@ -1,4 +1,7 @@
-"""Tuning of programs: on how many lanes one runs best, by measuring other schedules of the same recording."""
+"""Tune the number of lanes of a program.
+
+The tuning measures other schedules of the same recording.
+"""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,37 +27,43 @@ if TYPE_CHECKING:
 
 GOALS = ("clock", "device")
 GAIN = 1.03
-"""How many times as long as on another number of lanes it must take on one lane to be brought onto these."""
+"""Ratio of times at which more lanes replace a single lane.
+
+The single lane must take this many times as long as more lanes.
+"""
 CLOSE = 1.01
-"""How many times as long as on the best number of lanes it may take on fewer for these to be taken."""
+"""Ratio of times within which fewer lanes are taken.
+
+The fewer lanes may take at most this many times as long as the best number.
+"""
 MOST_ROUNDS = 31
 LEAST_ROUNDS = 3
-"""Rounds of samples, also where the time is up."""
+"""Least rounds of samples, even after the time limit."""
 A_SAMPLE = 1000.0
 """Microseconds that the replays of a sample need not exceed."""
 MOST_REPLAYS = 8
-"""Of a sample."""
+"""Most replays of a sample."""
 MARKED = 5
-"""Replays from which the times of nodes are taken."""
+"""Number of replays from which the times of nodes are taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class LanesTrial:
-    """One number of lanes that was tried.
+    """The trial of a single number of lanes.
 
     Attributes
     ----------
     lanes : int
-        That were asked for.
+        Number of lanes that the caller asked for.
     got : int
-        That it runs on then: no more than the data allows. 0 where it was not timed.
+        Number of lanes that the schedule uses: no more than the data allows. 0 if it was not timed.
     edges : int
-        Waits between steps.
+        Number of waits between steps.
     clock, device : float or None
-        Microseconds of a replay, by the host's clock from the launch until it has seen the end, and on the device with a replay
-        before it; None where it was not timed.
+        Microseconds of a replay. ``clock`` is the host's time from the launch until the host has seen the end. ``device`` is the
+        device's time with a replay before it. None if the number was not timed.
     skipped : str
-        Why it was not timed, or "".
+        The reason why the number was not timed, or "".
     """
 
     lanes: int
@@ -67,7 +76,7 @@ class LanesTrial:
 
 @dataclass(frozen=True, slots=True)
 class LanesTuning:
-    """What `Program.tune` tried and found; as text a table.
+    """The result of `Program.tune`; as text a table.
 
     Attributes
     ----------
@@ -75,17 +84,17 @@ class LanesTuning:
         Of the program.
     goal : {"clock", "device"}
     trials : tuple of LanesTrial
-        In the order in which they were asked for.
+        Trials in the order of the request.
     winner : LanesTrial
-        What the program runs on from now on.
+        The trial whose schedule the program uses from now on.
     previous : int
-        Lanes that it had before.
+        Number of lanes before the tuning.
     rounds : int
-        Samples of each, of which the median counts.
+        Number of samples of each trial, whose median counts.
     seconds : float
-        How long all of it took.
+        Duration of the tuning in seconds.
     kept : bool
-        Whether it was measured before, by this process or another one, and found in the plan directory.
+        Whether the result comes from the plan directory, from an earlier measurement by any process.
     """
 
     name: str
@@ -124,7 +133,7 @@ class Candidate:
     Attributes
     ----------
     asked : int
-        The number of lanes that it is for.
+        Number of lanes that the caller asked for.
     arrangement : Arrangement
     graph : RecordedGraph
     """
@@ -137,13 +146,13 @@ class Candidate:
     device: list[float] = field(default_factory=list)
 
     def result(self) -> LanesTrial:
-        """Return what is told of it."""
+        """Return the result of the samples."""
         edges = sum(len(step.after) for step in self.arrangement.steps)
         return LanesTrial(self.asked, self.arrangement.lanes, edges, median(self.clock), median(self.device))
 
 
 def checked(name: str, lanes: object, goal: object, seconds: object) -> tuple[tuple[int, ...], str, float]:
-    """Check what `Program.tune` was given, and return it.
+    """Check the arguments of `Program.tune`, and return them.
 
     Raises
     ------
@@ -162,18 +171,20 @@ def checked(name: str, lanes: object, goal: object, seconds: object) -> tuple[tu
 
 
 class LanesRig:
-    """Where schedules of a recording are timed. Made and used in its program's turn, with its device current.
+    """Time the schedules of a recording.
+
+    A rig is made and used in its program's turn, with the program's device current.
 
     Parameters
     ----------
     recording : Recording
-        With lanes.
+        A recording with lanes.
     name : str
         Of the program.
     pointer : int
-        The stream to replay on, the current one.
+        Pointer of the stream for the replays, which is current.
     outside : Outside
-        What replays change.
+        Memory outside the program that replays change.
     """
 
     def __init__(self, recording: "Recording", name: str, pointer: int, outside: Outside) -> None:
@@ -197,9 +208,9 @@ class LanesRig:
         take: Callable[[RecordedGraph, Arrangement], None],
         anew: bool = False,
     ) -> LanesTuning:
-        """Time the schedules for these numbers of lanes, and have the program take the graph of one; what is told of it.
+        """Time the schedules, and have the program use the best graph.
 
-        What the plan directory has of that is taken instead, but for ``anew``.
+        Return the result. A result in the plan directory replaces the measurement, unless ``anew`` is true.
         """
         key = key_of(self._recording, self._name, goal, counts)
         found = load(self._recording, key, counts) if key and not anew else None
@@ -220,12 +231,14 @@ class LanesRig:
                 rounds = self._sample(candidates, start + seconds, progress)
                 results = {each.asked: each.result() for each in candidates}
                 winner = _best(candidates, results, goal)
+                # The former graph is destroyed in the end, unless the recording still owns it.
                 self._graphs.append(former)
                 take(winner.graph, winner.arrangement)
             finally:
                 try:
                     self._end()
-                finally:  # an interrupt may have come before that had begun
+                # An interrupt may have come before the first `_end` had begun. The steps that are done are not repeated.
+                finally:
                     self._end()
                     progress(None)
         trials = tuple([results.get(count) or skipped[count] for count in counts])
@@ -236,7 +249,7 @@ class LanesRig:
         return LanesTuning(self._name, goal, trials, results[winner.asked], previous.lanes, rounds, took)
 
     def _take_found(self, found: TunedLanes, goal: str, take: Callable[[RecordedGraph, Arrangement], None]) -> LanesTuning:
-        """Have the program take the schedule that was the best when it was measured."""
+        """Have the program use the schedule that won an earlier measurement."""
         recording, previous = self._recording, self._recording.arrangement
         assert recording.graph is not None
         assert recording.captured is not None
@@ -255,14 +268,16 @@ class LanesRig:
             finally:
                 try:
                     self._end()
+                # As in `tune`, an interrupt may have come before the first `_end` had begun.
                 finally:
                     self._end()
         return LanesTuning(self._name, goal, trials, winner, previous.lanes, found.rounds, found.seconds, True)
 
     def measure(self) -> list[float]:
-        """Measure the steps, of which the recording takes note; when each ended in the last of some replays.
+        """Measure the steps, and return when each step ended.
 
-        In microseconds: of a step's own time, one after the other; of its end, from the beginning, on the lanes that it is on.
+        The recording keeps the steps' own times, measured in sequence. The ends are of the last of some replays on the program's
+        own lanes. Ends count from the beginning of the replay. Both are in microseconds.
         """
         arrangement = self._recording.arrangement
         assert arrangement is not None
@@ -274,11 +289,12 @@ class LanesRig:
             finally:
                 try:
                     self._end()
+                # As in `tune`, an interrupt may have come before the first `_end` had begun.
                 finally:
                     self._end()
 
     def times(self) -> list[float]:
-        """Return the microseconds of each step, one after the other."""
+        """Return the microseconds of each step when the steps run in sequence."""
         lanes = self._recording.lanes
         assert lanes is not None
         exits = self._schedule.exits()
@@ -286,15 +302,16 @@ class LanesRig:
         for ends, cost in self._ends(self._schedule.on(1, estimated(lanes.used))):
             taken, last = [0.0] * len(ends), 0.0
             for number, end in enumerate(ends):
+                # A step without nodes takes no time.
                 if exits[number]:
                     taken[number], last = max(end - last - cost, 0.0), end
             samples.append(taken)
         return [median(taken) for taken in zip(*samples, strict=True)]
 
     def _ends(self, arrangement: Arrangement) -> list[tuple[list[float], float]]:
-        """Return when each step ended, from the beginning of each of some replays; 0 for one that gave the graph nothing.
+        """Return the ends of all steps, for each of some replays.
 
-        With each what it cost to take one of the times.
+        Ends count from the beginning of the replay. A step without nodes has 0. Each list comes with the cost of taking a time.
         """
         exits = self._schedule.exits()
         numbers = [number for number, nodes in enumerate(exits) if nodes]
@@ -309,6 +326,7 @@ class LanesRig:
             self._driver.synchronize_stream(self._pointer)
             known = dict(zip(numbers, graph.times(), strict=True))
             samples.append(([known.get(number, 0.0) for number in range(len(exits))], graph.cost()))
+        # The first replay warms up and does not count.
         return samples[1:]
 
     def _candidates(
@@ -337,11 +355,13 @@ class LanesRig:
                     self._graphs.append(graph)
                 graph.instantiate()
             except (CaptureError, MemoryError) as error:
+                # Without any candidate the last failure is the tuning's error.
                 if not found and count == max(counts):
                     raise
                 skipped[count] = LanesTrial(count, skipped=f"its graph cannot be made: {error}")
                 continue
             candidate = Candidate(count, arrangement, graph)
+            # The first replay warms up. The second replay gives the number of replays in a sample.
             self._clock(candidate, 1)
             candidate.replays = max(1, min(MOST_REPLAYS, int(A_SAMPLE / max(self._clock(candidate, 1), 1.0))))
             found.append(candidate)
@@ -367,6 +387,7 @@ class LanesRig:
 
     def _device(self, candidate: Candidate, replays: int) -> float:
         driver, (start, end), pointer = self._driver, self._events, self._pointer
+        # A replay before the start event keeps the device busy, so that the launch latency does not count.
         candidate.graph.launch(pointer)
         driver.record_event(start, pointer)
         for _ in range(replays):
@@ -376,7 +397,10 @@ class LanesRig:
         return driver.elapsed(start, end) * 1e3 / replays
 
     def _end(self) -> None:
-        """Restore what replays changed, and destroy the graphs that the recording has not; what was done is not done again."""
+        """Restore changed memory, and destroy the graphs that the recording lacks.
+
+        Steps that are done are not repeated.
+        """
         if not self._recording.pool.status.untouchable:
             do_all(self._last_steps())
 
@@ -392,7 +416,11 @@ class LanesRig:
 
 
 def _best(candidates: Sequence[Candidate], results: dict[int, LanesTrial], goal: str) -> Candidate:
-    """Return that on the fewest lanes of those within 1 % of the quickest; the one lane, where none of these wins by 3 %."""
+    """Return the best candidate.
+
+    It has the fewest lanes of the candidates within 1 % of the quickest. A single lane stays unless a candidate among these wins
+    by 3 %.
+    """
 
     def time(candidate: Candidate) -> float:
         taken: float = getattr(results[candidate.asked], goal)
@@ -407,7 +435,10 @@ def _best(candidates: Sequence[Candidate], results: dict[int, LanesTrial], goal:
 
 
 def shown_progress(name: str, seconds: float) -> Callable[[str | None], None]:
-    """Return what shows on a terminal how far it is, and what clears that again when it is given None."""
+    """Return a function that shows the progress on a terminal.
+
+    The function clears the progress if its argument is None.
+    """
     stream = sys.stderr
     if stream is None or stream.closed or not stream.isatty():
         return lambda what: None
@@ -415,7 +446,8 @@ def shown_progress(name: str, seconds: float) -> Callable[[str | None], None]:
 
     def show(what: str | None) -> None:
         line = "" if what is None else f"{name}: {what}, {monotonic() - start:.1f} of {seconds:.0f} s"
-        with suppress(OSError, ValueError):  # the terminal is gone, or closed, which is no reason to stop
+        # A terminal that is gone or closed is no reason to stop.
+        with suppress(OSError, ValueError):
             stream.write(f"\r\x1b[K{line}")
             stream.flush()
 

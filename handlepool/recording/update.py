@@ -1,4 +1,7 @@
-"""The arguments that a function was recorded with: arrays are copied into those, all else is compared with them."""
+"""Update the recorded arguments of a function.
+
+New arrays are copied into the recorded arrays. Other values are compared with the recorded values.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,18 +28,18 @@ PLAIN = (int, float, complex, str, bytes, np.generic)
 
 
 class Copy(NamedTuple):
-    """The copy of one array into a recorded one.
+    """The copy of an array into a recorded array.
 
     Attributes
     ----------
     place : str
-        Where in the arguments, for messages.
+        Place in the arguments, for messages.
     target, source : array
-        Of the driver's.
+        Arrays of the driver's kind.
     shift : int
-        Bytes from the target to the source; 0 where the two are the same.
+        Bytes from the target to the source; 0 if the two are the same.
     tensor : object
-        Torch's, where the target is over its memory.
+        Torch's tensor, if the target is over the tensor's memory.
     """
 
     place: str
@@ -53,10 +56,12 @@ class Plain(NamedTuple):
 
 
 class Inputs:
-    """The arguments that a function was recorded with, as they were then. Those without an array cannot be updated.
+    """The recorded arguments of a function.
 
-    A call gives all positional arguments, or those with an array alone: their count says which is meant.
-    Arrays of other libraries than torch have their places, too, and stay as they are.
+    They are kept as they were then. Arguments without an array cannot be updated.
+
+    A call gives all positional arguments, or only the arguments with an array: the count of the arguments tells the two apart.
+    Arrays of libraries other than torch also have their places, and stay as they are.
     """
 
     def __init__(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -64,7 +69,8 @@ class Inputs:
         self._all = [value if isinstance(value, kind) else _recorded(value, kind) for value in args]
         self._positional = [value for value in self._all if type(value) is not Plain]
         self._named = {key: value if isinstance(value, kind) else _recorded(value, kind) for key, value in kwargs.items()}
-        self._replaced: dict[int, Piece] = {}  # of those that another array was copied into, by where they begin
+        # The dictionary maps the address of an overwritten input to its memory.
+        self._replaced: dict[int, Piece] = {}
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield the arguments' arrays, of any library, each with its place."""
@@ -75,7 +81,10 @@ class Inputs:
                 yield from _arrays(name, value)
 
     def flat(self, driver: Driver) -> list[Any] | None:
-        """Return the inputs where each positional argument with an array is one of the driver's that lies apart; else None."""
+        """Return the inputs if all are plain arrays that lie apart.
+
+        Each positional argument with an array must be an array of the driver's. Otherwise return None.
+        """
         arrays: list[Any] = self._positional
         kind: Any = driver.array_types[0]
         if any(type(each) is not kind or not getattr(each.flags, "writeable", True) for each in arrays):
@@ -83,16 +92,16 @@ class Inputs:
         return None if self._named or any(overlapping(driver, arrays)) else arrays
 
     def match(self, driver: Driver, name: str, device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Copy]:
-        """Return what is to be copied, for `copy_all`.
+        """Return the copies to make, for `copy_all`.
 
         Raises
         ------
         ArgumentError
-            For another structure, shape, strides or type, for another value of what is no array, for two values for the same
-            memory, for what was recorded as an array of another library than torch, and for a recorded array that has another
-            one's values by now.
+            For another structure, shape, strides or type, and for another value of an argument without an array. For two values
+            for the same memory, and for an array that was recorded from a library other than torch. For a recorded array that has
+            been overwritten since.
         ArrayTypeError
-            For what is no array of the driver's, and no tensor in the place of one.
+            For a value that is no array of the driver's, unless it is a tensor in the place of a tensor.
         DeviceMismatchError
             For an array on another device.
         """
@@ -115,7 +124,10 @@ class Inputs:
         return [copy for copy in copies if copy.shift]
 
     def _refuse(self, name: str, count: int) -> NoReturn:
-        """Refuse as many positional arguments as there were neither in all nor with arrays."""
+        """Refuse a wrong number of positional arguments.
+
+        The number is neither that of all arguments nor that of the arguments with arrays.
+        """
         there, arrays = len(self._all), len(self._positional)
         few = arrays != there
         text = f"{name} was recorded with {there} positional arguments"
@@ -127,9 +139,10 @@ class Inputs:
         raise ArgumentError(f"{text}. None stands for an array that is to stay as it is")
 
     def _check_kept(self, driver: Driver, name: str, copy: Copy) -> None:
-        """Refuse an input that was overwritten, and a part of one: who passes it may mean the values that it had.
+        """Refuse an overwritten input, and a part of such an input.
 
-        Another input in its place is taken with what it holds: inputs may be swapped.
+        The caller may mean the input's former values. Another input in the place of an input is taken with its current values,
+        because inputs may be swapped.
         """
         begin = driver.array_pointer(copy.source)
         if not copy.shift:
@@ -140,7 +153,8 @@ class Inputs:
             target = self._replaced.get(begin - copy.shift)
             if begin in self._replaced or target is None:
                 return
-            first, last = target[0] + copy.shift, target[1] + copy.shift  # what lies as the target does reaches as far
+            # The source has the target's layout, so it has the target's length.
+            first, last = target[0] + copy.shift, target[1] + copy.shift
             near = [each for each in self._replaced.values() if first < each[1] and each[0] < last]
             if not near or not any(share(piece_of(driver, copy.source), each) for each in near):
                 return
@@ -151,22 +165,32 @@ class Inputs:
         )
 
     def copied(self, driver: Driver, copies: Sequence[Copy]) -> None:
-        """Be told that copies are made: who passes such an input again may mean the values that it had."""
+        """Note that copies overwrite inputs.
+
+        A caller that passes such an input again may mean its former values.
+        """
         for copy in copies:
             begin = driver.array_pointer(copy.target)
             if begin not in self._replaced:
                 self._replaced[begin] = piece_of(driver, copy.target)
 
     def written(self, driver: Driver, copies: Sequence[Copy]) -> None:
-        """Be told that outputs were copied where the caller said: who passes an input of these again means what it holds."""
+        """Note that outputs were copied into the caller's arrays.
+
+        A caller that passes such an array as an input means its current values.
+        """
         for copy in copies if self._replaced else ():
             self._replaced.pop(driver.array_pointer(copy.target), None)
 
 
 def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:
-    """Enqueue copies on the current stream, as if every source were read before the first target is written."""
+    """Enqueue copies on the current stream.
+
+    The result is as if every source were read before the first target is written.
+    """
     targets, sources = [copy.target for copy in copies], [copy.source for copy in copies]
     pairs = overlapping(driver, targets + sources)
+    # A source that overlaps a target is first read into a new array.
     if any((one < len(copies)) is not (other < len(copies)) for one, other in pairs):
         sources = [_read(driver, source) for source in sources]
     for copy, source in zip(copies, sources, strict=True):
@@ -176,7 +200,10 @@ def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:
 
 
 def _read(driver: Driver, array: DeviceArray) -> Any:
-    """Return a copy in memory of the current stream's, which is used again in the order of that stream."""
+    """Return a copy of an array, allocated on the current stream.
+
+    The memory is reused in the order of that stream.
+    """
     strides = tuple([step * array.dtype.itemsize for step in dense_strides(array.shape)])
     with driver.relaxed():
         copy = driver.empty(array.shape, strides, array.dtype)
@@ -188,7 +215,10 @@ def _read(driver: Driver, array: DeviceArray) -> Any:
 
 
 def _fixed(value: object) -> Any:
-    """Copy the containers as they are now: what is recorded are the arrays that they hold now, whatever is put there later."""
+    """Copy the containers as they are now.
+
+    The recorded inputs are the arrays that the containers hold now, so later changes of the containers do not count.
+    """
     if isinstance(value, (list, tuple)):
         return tuple([_fixed(entry) for entry in value])
     if isinstance(value, dict):
@@ -197,7 +227,10 @@ def _fixed(value: object) -> Any:
 
 
 def _recorded(value: object, kind: tuple[type, ...]) -> Any:
-    """Return an argument as it is now, as a `Plain` where it holds no array."""
+    """Return an argument as it is now.
+
+    An argument without an array becomes a `Plain`.
+    """
     has_array = any(isinstance(leaf, kind) or is_foreign(leaf) for leaf in leaves(value))
     return _fixed(value) if has_array else Plain(_fixed(value))
 
@@ -211,13 +244,16 @@ def _arrays(place: str, value: object) -> Iterator[tuple[str, Any]]:
 
 
 def is_foreign(value: object) -> bool:
-    """Whether a value, which is no array of the driver's, is one of another library's."""
+    """Return whether a value is an array of another library.
+
+    The value is no array of the driver's.
+    """
     return is_array(value) and not isinstance(value, np.generic)
 
 
 def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iterator[Copy]:
     if new is None:
-        # None may be a value of its own where there is no array: it says that an array stays, and that an entry does.
+        # None may be a real value of an argument without an array. Elsewhere None says that an array or an entry stays as it is.
         if type(old) is Plain and old.value is not None:
             _check_unchanged(driver, place, old.value, new)
     elif type(old) is Plain:
@@ -239,7 +275,10 @@ def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iter
 
 
 def keys_of(place: str, old: Any, new: Any) -> Sequence[Any]:
-    """Return what the entries of a container are found by, in the recorded one and in the new one."""
+    """Return the keys of a container's entries.
+
+    The keys are the same in the recorded container and in the new container.
+    """
     if isinstance(old, tuple):
         if not isinstance(new, (list, tuple)):
             raise ArgumentError(f"{place} was recorded as a list or a tuple, and is now a {kind_of(new)}")
@@ -269,7 +308,8 @@ def _check_alike(driver: Driver, place: str, device: int, target: Any, source: A
     if not isinstance(source, driver.array_types):
         advice = f"; convert it, as by {_converters(driver)}" if is_foreign(source) else ""
         raise ArrayTypeError(f"{place} is a {kind_of(source)}; the {driver.name} driver takes {taken(driver)}{advice}")
-    if not getattr(target.flags, "writeable", True):  # CuPy's are never read-only
+    # CuPy's arrays are never read-only.
+    if not getattr(target.flags, "writeable", True):
         raise ArgumentError(f"{place} was recorded as a read-only array, which update cannot write to; pass None for it")
     found: Any = source
     for what, recorded, given in (
@@ -302,10 +342,11 @@ def _check_unchanged(driver: Driver, place: str, old: object, new: object) -> No
 
 
 def same(old: Any, new: Any) -> bool:
-    """Whether two values, which are no arrays, mean the same to a function: one object, or equal ones of one type.
+    """Return whether two values without arrays mean the same to a function.
 
-    Signs of zeros count, and no comparison is called that a class of the user's has: it may be one of elements, or take a lock.
-    Of what can change, only the object itself is the same: how it was when it was recorded is not known.
+    Alike values are the same object, or equal objects of the same type. Signs of zeros count. No comparison of a user's class is
+    called, because it may compare elements or take a lock. A mutable object is only the same as itself, because its contents at
+    the time of the recording are unknown.
     """
     kind = type(old)
     if new is old:
@@ -341,7 +382,7 @@ def _check_values(driver: Driver, name: str, copies: Sequence[Copy]) -> None:
     """Refuse two values for the same memory."""
     for pair in overlapping(driver, [copy.target for copy in copies]):
         first, second = (copies[place] for place in sorted(pair))
-        # Where both sources are as far away, every byte of both targets has one value.
+        # If both sources have the same shift, every byte of both targets has a single value.
         if first.shift != second.shift and share(piece_of(driver, first.target), piece_of(driver, second.target)):
             raise ArgumentError(
                 f"{first.place} and {second.place[len(name) + 2 :]} were recorded with the same memory, and were "
@@ -350,9 +391,13 @@ def _check_values(driver: Driver, name: str, copies: Sequence[Copy]) -> None:
 
 
 def overlapping(driver: Driver, arrays: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """Yield each two arrays, by their places, whose memory overlaps from the first to the last byte."""
+    """Yield pairs of arrays, by place, whose memory ranges overlap.
+
+    A range goes from the first to the last byte.
+    """
     near: list[tuple[int, int, int]] = []
     for begin, end, place in sorted([(*piece_of(driver, array)[:2], place) for place, array in enumerate(arrays) if array.size]):
+        # Arrays come in the order of their addresses, so arrays that end before this address overlap no later array.
         near = [other for other in near if other[1] > begin]
         yield from [(other[2], place) for other in near]
         near.append((begin, end, place))
@@ -364,5 +409,8 @@ def piece_of(driver: Driver, array: Any) -> Piece:
 
 
 def memory_of(driver: Driver, value: Any) -> Piece | None:
-    """Return the memory of an array of any library; None for a value without memory that is known."""
+    """Return the memory of an array of any library.
+
+    Return None for a value whose memory is unknown.
+    """
     return piece_of(driver, value) if type(value) is driver.array_types[0] else reached.piece_of(driver, value)

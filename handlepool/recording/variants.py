@@ -1,4 +1,7 @@
-"""Keep the programs of one key, for the weights and values that the function reached."""
+"""Keep the programs of a key.
+
+The programs are for the weights and values that the function reached.
+"""
 
 import weakref
 from bisect import bisect_left, bisect_right
@@ -69,7 +72,10 @@ class Options:
 
 
 class Variant:
-    """The programs of a key, for the weights and plain values that the function reached.
+    """The programs of a key, for the values that the function reached.
+
+    The values are the weights and the plain values. The recorded function lets a single thread at a time capture. Any thread
+    leases instances.
 
     One thread at a time captures, which the recorded function sees to. Any thread leases instances.
 
@@ -78,21 +84,21 @@ class Variant:
     options : Options
     pool : PoolInternals
     call : Call
-        The first of the key.
+        The first call of the key.
 
     Attributes
     ----------
     key : tuple
     eager : str or None
-        Why the function runs eagerly with such arguments.
+        The reason why the function runs eagerly with such arguments.
     lacking : str or None
-        What was too little for a recording, which may be tried again.
+        The resource that was too little for a recording, which may be tried again.
     instances : list of Instance
-        Only appended to.
+        Instances of the variant. The list only grows.
     guards : Guards or None
-        None where it runs eagerly.
+        Guards of the values, or None if the function runs eagerly.
     lanes : int or None
-        On which further instances are recorded.
+        Number of lanes on which further instances are recorded.
     """
 
     def __init__(self, options: Options, pool: PoolInternals, call: Call) -> None:
@@ -114,19 +120,21 @@ class Variant:
     # Whether it is for a call
 
     def takes(self, call: Call) -> bool:
-        """Whether a call has the same objects as the key."""
+        """Return whether a call has the same objects as the key."""
         return not self._held or all(one() is other for one, other in zip(self._held, call.held, strict=True))
 
     def apart(self, call: Call) -> bool:
-        """Whether no argument shares memory with the arrays that the function reaches.
+        """Return whether the arguments are apart from the reached arrays.
 
-        The program has copies of the arguments, so a write of the one would not be seen in the other.
+        Apart arrays share no memory. The program has copies of the arguments, so a reached array would miss a write to an
+        argument, and the reverse.
         """
         edges = self._reached
         if not edges:
             return True
         for begin, end in call.edges:
             place = bisect_right(edges, begin)
+            # An odd place is inside a reached piece. If the place at the end differs, a piece begins in between.
             if place & 1 or (place < len(edges) and bisect_left(edges, end) != place):
                 return False
         return True
@@ -134,22 +142,25 @@ class Variant:
     # Calls
 
     def lease(self, stream: object, *, grow: Callable[[], Instance | None] | None) -> Instance | None:
-        """Return an instance for a call; None where the call is to run eagerly.
+        """Return an instance for a call; None if it must run eagerly.
 
-        ``grow`` captures a further instance, where that may be done now.
+        ``grow`` captures a further instance, if a capture is possible now.
         """
         reused = self._options.reused
         free = []
         for instance in self.instances:
             if not instance.away and (not reused or instance.claimable(stream)):
+                # An instance on the same stream needs no wait, so it comes first.
                 if instance.stream is stream and (not reused or instance.claim(stream)):
                     return instance
                 free.append(instance)
         for instance in free:
+            # An idle instance of another stream needs no wait either.
             if instance.program.idle and (not reused or instance.claim(stream)):
                 return instance
         if grow is not None and len(self.instances) < self._limit and (new := grow()) is not None:
             free = [new]
+        # A new instance is left, or instances that the device still uses. The call then waits on the device.
         for instance in sorted(free, key=attrgetter("number")):
             if not reused or instance.claim(stream):
                 return instance
@@ -175,6 +186,7 @@ class Variant:
         driver, device, found = self.pool.driver, instance.program.device, list[Any]()
         theirs = integration().current_stream(device)
         if theirs != stream.ptr and all(map(is_tensor, call.arrays)):
+            # Torch's current stream becomes the current stream, which spares the waits between the two streams.
             other = driver.wrap_stream(theirs, None)
             driver.push_stream(other)
             try:
@@ -185,9 +197,9 @@ class Variant:
         return found[0]
 
     def tune(self, lanes: Iterable[int], goal: str, seconds: float) -> LanesTuning | None:
-        """Measure the lanes of the first instance; None where there is none.
+        """Measure the lanes of the first instance.
 
-        All instances run on the best number from then on.
+        Return None if there is no instance. All instances use the best number from then on.
         """
         tuned = None
         for instance in [*self.instances]:
@@ -200,9 +212,10 @@ class Variant:
     # Recording
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Any:
-        """Call the function for real, capture the first instance; return the value.
+        """Call the function for real, and capture the first instance.
 
-        Where it cannot be recorded `eager` has the reason. An error of the function in its call goes on.
+        Return the value of the call. If the function cannot be recorded, `eager` has the reason. An error of the function in its
+        call is raised.
         """
         options, pool, driver = self._options, self.pool, self.pool.driver
         function, name = options.function, options.name
@@ -214,9 +227,11 @@ class Variant:
         except HandlePoolError as error:
             self.eager = str(error)
             return function(*args, **kwargs)
+        # The versions tell which tensors the call for real wrote.
         versions = [integration().version(each) if is_tensor(each) else None for each in call.arrays]
         given = ContainerSnapshot(args, kwargs)
         state = State(driver, function, args, kwargs, given.containers, values)
+        # An error of the user's function must reach the caller, so the call stands outside the `try`.
         first = FirstCall(pool, name, self.lanes, home)
         returned = first.run(function, args, kwargs)
         try:
@@ -257,7 +272,7 @@ class Variant:
             # A later call may find more side slots.
             return None
         except Exception:
-            # The former instances go on.
+            # The existing instances stay in use, and no further capture is tried.
             self._limit = len(self.instances)
             return None
 
@@ -288,6 +303,7 @@ class Variant:
             if given.grown:
                 raise CaptureError(f"{name} puts entries into a list or dictionary that it was given, which no replay does")
             guards = self.guards
+            # Later instances use the guards of the first instance.
             if guards is None:
                 try:
                     guards = Guards(driver, function, call.held)
@@ -319,8 +335,9 @@ class Variant:
     def _check_reads(self, recording: Recording, inputs: list[Any], reached: Sequence[Piece]) -> None:
         """Refuse a capture that reads an array which no guard watches.
 
-        Another array in its place would not be seen.
+        Another array in its place would go undetected.
         """
+        # Without lanes the reads are unknown.
         if recording.lanes is None:
             return
         driver = self.pool.driver
@@ -335,7 +352,10 @@ class Variant:
 
 
 def _reference(value: object) -> Callable[[], Any]:
-    """Return a reference to an object, weak where that can be: a key keeps no object alive."""
+    """Return a reference to an object, weak if its class allows that.
+
+    A key then keeps no object alive.
+    """
     try:
         return weakref.ref(value)
     except TypeError:
