@@ -137,7 +137,7 @@ class OnDevice:
     def _own(self) -> Handle | None:
         """Return this thread's handle of its current stream, or None.
 
-        Reading a saved plan needs a handle, and the plan needs no handle afterwards. Another handle would take two milliseconds. A
+        Reading a saved plan needs a handle, and the plan needs no handle afterwards. Another handle would take 2 ms. A
         finaliser that launches meanwhile finds this handle bound to another stream, and binds it again.
         """
         slot = slot_on_stream(self._stream)
