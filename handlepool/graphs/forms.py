@@ -208,10 +208,10 @@ def _operands_to_expand(forms: OperandForms, steps: Sequence[Sequence[int]]) -> 
 
 
 def _dense_axes(steps: Sequence[int], extents: Sequence[int], split: int) -> tuple[list[int], list[int], bool]:
-    """Return the dense form of an operand for a split of the axes.
+    """Return an operand's non-repeated extents and steps for a split.
 
-    The result holds the axes along which the operand does not repeat on either side of the split, their steps, and whether
-    these are dense.
+    The operand keeps a side of the split if it does not repeat along all axes of that side. The last result says whether the kept
+    axes are dense.
     """
     shape: list[int] = []
     along: list[int] = []

@@ -1,7 +1,7 @@
-"""Runs a graph function on an empty graph, and finds the tensor that each array is.
+"""Run a graph function on an empty graph, and find the tensor of each array.
 
-Which parameter an array given by reference belongs to is known only once the function has run, and it cannot run before its
-tensors have a geometry. So it runs with the arrays assigned by guess, and once more where the references say otherwise.
+The parameter of an array given by reference is known only after the function has run. But the function cannot run before its
+tensors have a geometry. So the function runs with a guessed assignment of the arrays. It runs again if the references disagree.
 """
 
 import math
@@ -23,7 +23,7 @@ from handlepool.tensors.layout import Layout, overlaps_itself
 
 
 def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
-    """Return a graph tensor for an array; ``title`` is what messages call the array."""
+    """Return a graph tensor for an array; ``title`` is the array's name in messages."""
     return graph.tensor(
         dim=list(layout.shape) or [1],
         stride=element_strides(title, layout) or [1],
@@ -33,7 +33,10 @@ def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
 
 
 def element_strides(title: str, layout: Layout) -> list[int]:
-    """Strides in elements; those of axes of extent 1, which say nothing, as a dense array would have them."""
+    """Return strides in elements.
+
+    Strides of axes of extent 1 carry no information, so they become the strides of a dense array.
+    """
     shape, itemsize = layout.shape, layout.dtype.itemsize
     if any((stride < 0 or stride % itemsize) and extent > 1 for extent, stride in zip(shape, layout.strides, strict=True)):
         raise ArgumentError(
@@ -53,18 +56,20 @@ def element_strides(title: str, layout: Layout) -> list[int]:
 
 
 def layout_of(tensor: FrontendTensor) -> Layout:
-    """How the array of a declared tensor lies."""
+    """Return the layout of the array for a declared tensor."""
     dtype = frontend.numpy_dtype(tensor.data_type)
     return Layout(tuple(tensor.dim), tuple(step * dtype.itemsize for step in tensor.stride), dtype)
 
 
 def match(tensor: FrontendTensor, layout: Layout, title: str) -> None:
-    """Check an array against a tensor that the function declared; what it left open is taken from the array.
+    """Check an array against a tensor that the function declared.
+
+    The array provides every property that the declaration left open.
 
     Raises
     ------
     ArgumentError, ArrayTypeError
-        For another shape or strides, and for another type.
+        For another shape, other strides or another type.
     """
     strides = element_strides(title, layout)
     if tuple(tensor.dim) != layout.shape:
@@ -83,12 +88,14 @@ def match(tensor: FrontendTensor, layout: Layout, title: str) -> None:
 
 
 def check_redeclared(tensor: FrontendTensor, layout: Layout, title: str) -> None:
-    """Check what the function may have made of an array's tensor: other axes over the same elements, as of a vector, and no more.
+    """Check the changes that the function made to an array's tensor.
+
+    The function may declare other axes over the same elements, as for a vector. It may change nothing else.
 
     Raises
     ------
     ArgumentError, ArrayTypeError
-        For another number of elements, for more memory than the array's, and for another type.
+        For another number of elements, more memory than the array has, or another type.
     """
     if tensor.data_type != frontend.data_type(layout.dtype):
         raise ArrayTypeError(f"{title} is {layout.dtype}, and the function set its tensor's type to {tensor.data_type.name}")
@@ -104,7 +111,10 @@ def check_redeclared(tensor: FrontendTensor, layout: Layout, title: str) -> None
 
 
 def check_out(name: str, layout: Layout, out: Layout) -> None:
-    """Raise where an array cannot take an output: the frontend would write past it without a word."""
+    """Raise if an array cannot take an output.
+
+    The frontend would silently write past such an array.
+    """
     if (layout.shape, layout.dtype) != (out.shape, out.dtype):
         raise ArgumentError(
             f"out= of {name} is {out.dtype} of shape {out.shape}; the output is {layout.dtype} of shape {layout.shape}"
@@ -114,28 +124,31 @@ def check_out(name: str, layout: Layout, out: Layout) -> None:
 
 
 Assignment = dict[str, int | None]
-"""The array of each parameter, by its place in the request; None where there is none."""
+"""Place of each parameter's array in the request, or None without an array."""
 
 UNKNOWN = Layout((1, 1, 1, 1), (4, 4, 4, 4), np.dtype(np.float32))
-"""Stands in for a missing array, so that the function can run and the message say what is missing."""
+"""Layout that stands in for a missing array.
+
+With the layout, the function can run, and the message can name the missing array.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a plan is asked for.
+    """The request for a plan.
 
     Attributes
     ----------
     layouts : tuple of Layout
-        Of the arrays, in the order given.
+        Layouts of the arrays, in the order given.
     outs : tuple of Layout
-        Of ``out=``; empty where outputs are to be allocated.
+        Layouts of ``out=``. Empty if the call allocates the outputs.
     references : tuple of reference or None
-        Where arrays were given by reference: what each of them is, outputs among them.
+        The reference of each array, outputs included, if the arrays were given by reference.
     options, settings
-        Of this call.
+        Options and settings of this call.
     copied : tuple of int
-        Places of the vectors that are copied however they lie, since they begin at no multiple of 16 bytes.
+        Places of the vectors that do not begin at a multiple of 16 bytes. They are copied in any layout.
     """
 
     layouts: tuple[Layout, ...]
@@ -147,7 +160,7 @@ class Request:
 
 
 def draft(recipe: Recipe, request: Request, new_graph: Callable[[], Any]) -> "Draft":
-    """Run the function, and once more where arrays turn out to be for other parameters than guessed."""
+    """Run the function, and run it again if the guessed parameters were wrong."""
     assignment = _guess(recipe, request)
     drafted = Draft(recipe, request, new_graph(), assignment)
     found = drafted.assignment()
@@ -162,7 +175,10 @@ def draft(recipe: Recipe, request: Request, new_graph: Callable[[], Any]) -> "Dr
 
 
 def _guess(recipe: Recipe, request: Request) -> Assignment:
-    """Assign arrays to parameters: by their order, or by the references that are parameters' names and then by their order."""
+    """Assign arrays to parameters.
+
+    Without references, the order decides. With references, names of parameters decide first, and then the order.
+    """
     name, signature, options = recipe.name, recipe.signature, request.options
     count = len(request.layouts)
     references = request.references
@@ -188,7 +204,7 @@ class Draft:
     graph : cudnn.pygraph
     outputs : list of graph tensor
     keys : tuple of str or int
-        What `GraphFunction.run` calls the outputs.
+        References of the outputs in `GraphFunction.run`.
     single : bool
         Whether the outputs are one array, not a tuple.
     """
@@ -217,7 +233,7 @@ class Draft:
         in_order: list[Any] = []
         named = dict(request.options)
         for place, (parameter, tensor) in enumerate(self._parameters.items()):
-            # From the first parameter that is left out on, the others are passed by name.
+            # After the first omitted parameter, the remaining parameters can only be passed by name.
             if recipe.signature.variadic is not None or (len(in_order) == place and order[place : place + 1] == (parameter,)):
                 in_order.append(tensor)
             else:
@@ -235,7 +251,10 @@ class Draft:
             ) from error
 
     def _read(self, returned: Any) -> tuple[Any, ...] | None:
-        """Take the outputs from what the function returned, and give the references of its inputs where it named them."""
+        """Read the outputs from the function's result; return its input references.
+
+        The references are None if the function named no inputs.
+        """
         recipe = self._recipe
         inputs, wanted = None, recipe.outputs
         if isinstance(returned, Mapping):
@@ -315,7 +334,10 @@ class Draft:
         return sources
 
     def assignment(self) -> Assignment:
-        """Which array each parameter turned out to be; raises where one is missing, or is for no input."""
+        """Return the array of each parameter, after the run.
+
+        The method raises if an array is missing, or belongs to no input.
+        """
         found: Assignment = {}
         for parameter, tensor in self._parameters.items():
             found[parameter] = next((place for place, source in enumerate(self._sources) if source is tensor), None)
@@ -354,7 +376,7 @@ class Draft:
     # What the plan takes
 
     def operands(self) -> tuple[list[Any], list[Layout | None]]:
-        """Return the input tensors, matched with their arrays, and the array that each output was given."""
+        """Return the matched input tensors, and the array given for each output."""
         request = self._request
         own = {id(tensor) for tensor in self._parameters.values()}
         inputs = []
@@ -381,12 +403,15 @@ class Draft:
         return tuple(self._request.layouts[place] for place, _ in self._inputs)
 
     def places(self) -> tuple[int, ...]:
-        """For each operand the place of its array in the request; -1 for an output that is to be allocated."""
+        """Return the place of each operand's array in the request.
+
+        The place is -1 for an output that the call allocates.
+        """
         by_tensor = {id(tensor): place for place, tensor in enumerate(self._sources)}
         return tuple(place for place, _ in self._inputs) + tuple(by_tensor.get(id(tensor), -1) for tensor in self.outputs)
 
     def titles(self) -> list[str]:
-        """Return what messages call the operands, in order."""
+        """Return the names of the operands for messages, in order."""
         references, inputs = self._request.references, self._inputs
         named = [f"argument {place} ({tensor.name})" for place, tensor in inputs]
         titles = named + [operand_name(place, 0, len(self.outputs)) for place in range(len(self.outputs))]
@@ -397,7 +422,7 @@ class Draft:
         return titles
 
     def _title(self, place: int, parameter: str | None = None) -> str:
-        """Return what messages call an array."""
+        """Return the name of an array for messages."""
         name, references = self._recipe.name, self._request.references
         if references is not None:
             return f"{name}: the array for {self._shown(references[place])}"
