@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     Outs = TypeVar("Outs", bound=Array | Sequence[Array])
 
     class ArrayCall(partial[Any], Generic[P, R_co]):
-        """The callable over arrays of a function with parameters P and result R.
+        """The callable over arrays of a function ``P -> R``.
 
-        P are the parameters after the graph. A new array has the type of the first array. The type is Any where the function does
-        not return its outputs. For mypy, the type is also Any where the function takes any number of tensors. With ``out=``,
-        type checkers do not check the other arguments, because Python's types cannot express that call.
+        P are the parameters after the graph, and R is the result. A new array has the type of the first array. The type is Any
+        where the function does not return its outputs. For mypy, the type is also Any where the function takes any number of
+        tensors. With ``out=``, type checkers do not check the other arguments, because Python's types cannot express that call.
         """
 
         @overload
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         def __call__(self: "ArrayCall[..., Tensor]", x: ArrayT, /, *arrays: object, out: None, **options: object) -> ArrayT: ...
         @overload
         def __call__(self, *arrays: object, out: None, **options: object) -> Any: ...
-        def __call__(self, *_: object, **__: object) -> Any:  # type: ignore[misc]  # it takes what the overloads take
+        def __call__(self, *_: object, **__: object) -> Any:  # type: ignore[misc]
             """Launch; see `GraphFunction`."""
 else:
     ArrayCall = partial
@@ -85,7 +85,7 @@ else:
         """
 
     class GraphTensor(Protocol):
-        """A tensor of a graph, as a graph function gets and returns it.
+        """A tensor of a graph.
 
-        Type checkers know its attributes and methods.
+        Graph functions get and return such tensors. Type checkers know its attributes and methods.
         """

@@ -60,7 +60,7 @@ class ForeignCall(GraphCall):
         return self._finish(slot)
 
     def pieces(self) -> tuple[list[Piece], list[Piece]]:
-        """Return the memory that the call reads, and the memory that it writes."""
+        """Return the memory read and the memory written by the call."""
         return self._call.pieces()
 
     def _finish(self, slot: Slot) -> Any:
@@ -346,7 +346,10 @@ class ConvertedArguments:
 
 
 def convert(name: str, pool: PoolInternals, arrays: tuple[Any, ...]) -> ConvertedArguments | None:
-    """Return the converted arrays of a call, or None for the driver's own arrays."""
+    """Return the converted arrays of a call.
+
+    The result is None if all arrays are the driver's own.
+    """
     natives = pool.driver.array_types
     return None if all(type(array) in natives for array in arrays) else ConvertedArguments(name, pool, arrays)
 

@@ -86,7 +86,9 @@ DEFAULTS = {"intermediate_dtype": np.dtype(np.float32), "compute_dtype": np.dtyp
 
 
 class Builder(Protocol):
-    """The place that plans are built for: a pool's device (`OnDevice`), or a described device.
+    """The device that plans are built for.
+
+    It is a device of a pool (`OnDevice`), or a described device.
 
     Attributes
     ----------
@@ -283,7 +285,10 @@ def _measure(
 
 
 def save(plan: Plan, files: PlanDirectory | None) -> None:
-    """Keep a plan in a plan directory, and replace the graph's earlier plan."""
+    """Keep a plan in a plan directory.
+
+    The plan replaces the graph's earlier plan there.
+    """
     if files is not None and plan.key and (saved := plan.executable.save()) is not None:
         files.save(plan.key, saved)
 

@@ -1,6 +1,6 @@
-"""Plan calls with empty arrays, so that no driver gets an extent of 0.
+"""Plan calls with empty arrays.
 
-Every launch follows the same rules:
+No driver then gets an extent of 0. Every launch follows the same rules:
 
 - A result without elements launches nothing.
 - A sum over no elements is 0, as in torch. So a convolution, a gradient or a matrix product over an empty axis writes zeros.
@@ -25,9 +25,9 @@ _TYPES = ("float16", "bfloat16", "float32")
 
 
 class WithoutEmpty:
-    """An executable that launches another executable, or launches nothing.
+    """An executable that launches another executable, or nothing.
 
-    It passes on only the operands that have elements.
+    The inner executable gets only the operands that have elements.
 
     Parameters
     ----------

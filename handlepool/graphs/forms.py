@@ -1,9 +1,9 @@
-"""Choose forms of operands that cuDNN is known to compute rightly (guarantee 18).
+"""Choose forms of operands that cuDNN computes rightly (guarantee 18).
 
-The module also plans the copies that bring other operands into such a form. cuDNN accepts graphs that it computes wrongly. The
-kernels of some graphs even end the context. Measurements show the right forms: up to eight plans each of some thousand graphs
-against float64, by ``benchmarks/geometries.py``. The tables are in ``benchmarks/results/geometries``. They give these rules for
-each kind of graph:
+Every form is known to be right from measurements. The module also plans the copies that bring other operands into such a form.
+cuDNN accepts graphs that it computes wrongly. The kernels of some graphs even end the context. Measurements show the right
+forms: up to eight plans each of some thousand graphs against float64, by ``benchmarks/geometries.py``. The tables are in
+``benchmarks/results/geometries``. They give these rules for each kind of graph:
 
 - *Pointwise nodes alone* are right over two axes without gaps, declared as (M, N, 1, 1) with N innermost. An operand fills both
   axes, repeats along one axis, or is one element. So the axes are merged to two, in the order of the first output's memory.
@@ -398,9 +398,10 @@ def _matmul(forms: OperandForms, node: FrontendNode) -> None:
 
 
 def _one_matrix(forms: OperandForms, node: FrontendNode) -> None:
-    """Merge all rows into one product, if all batches share the second factor.
+    """Merge all rows into one product.
 
-    The merge happens as far as the memory layout allows. It leaves fewer and larger parts.
+    All batches must share the second factor. The merge happens as far as the memory layout allows. It leaves fewer and larger
+    parts.
     """
     full = tuple(forms.operands[forms.inputs].dim)
     rows = []

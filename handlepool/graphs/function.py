@@ -46,7 +46,10 @@ from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import Layout
 
 MOST_VARIANTS = 64
-"""Most variants of a graph function, by settings, that keep their plans between calls."""
+"""Most variants of a graph function that keep their plans between calls.
+
+A variant has settings of its own.
+"""
 
 
 class GraphFunction(ArrayCall[P, R_co]):
@@ -501,7 +504,7 @@ class GraphFunction(ArrayCall[P, R_co]):
 
 
 def _kind(value: object) -> Any:
-    """Return a key that separates an option from equal options of other types."""
+    """Return a key that differs for equal options of other types."""
     kind = type(value)
     return (kind, typed_key(value)) if isinstance(value, tuple) and not of_integers(value) else kind
 
@@ -565,12 +568,13 @@ def graph(
     *, inputs: object, outputs: object = None, **settings: Unpack[Given]
 ) -> Callable[[Callable[Concatenate[Graph, ...], R]], GraphFunction[Concatenate[Any, ...], R]]: ...
 def graph(function: Callable[..., Any] | None = None, *, inputs: Any = None, outputs: Any = None, **settings: Any) -> Any:
-    """Decorate a function ``f(g, *tensors, **options)`` that builds a cuDNN graph.
+    """Decorate a function that builds a cuDNN graph.
 
-    The decorated function is a callable over arrays. Positional arguments are arrays. f gets a graph tensor for each array,
-    declared with its shape, strides and type, and named after f's parameter. Keyword arguments are f's own options, static and
-    hashable. Only ``out`` belongs to the library. The graph is compiled once for (device, each array's shape, strides and type,
-    options). It is launched on the current stream with this thread's handle and scratch, from any thread.
+    The function is ``f(g, *tensors, **options)``. The decorated function is a callable over arrays. Positional arguments are
+    arrays. f gets a graph tensor for each array, declared with its shape, strides and type, and named after f's parameter.
+    Keyword arguments are f's own options, static and hashable. Only ``out`` belongs to the library. The graph is compiled once
+    for (device, each array's shape, strides and type, options). It is launched on the current stream with this thread's handle
+    and scratch, from any thread.
 
     f returns the graph tensor to output, or a tuple of graph tensors, or a mapping with the references ``"inputs"`` and
     ``"outputs"``. It returns nothing if ``outputs`` names the outputs, or if f marks them with ``set_output(True)``. f may

@@ -26,7 +26,10 @@ from handlepool.tensors.layout import Layout
 Described = tuple[Kernel, Layout]
 """The kernel to launch, and the layout of a new output."""
 MOST_OPERANDS = 64
-"""Most operands of a launch, including the output: the capacity of a slot's buffer."""
+"""Most operands of a launch, including the output.
+
+The limit is the capacity of a slot's buffer.
+"""
 
 
 class KernelFunction(GraphFunction[..., Any]):
@@ -149,7 +152,7 @@ def dense(shape: tuple[int, ...], dtype: np.dtype[Any], order: Sequence[int] | N
 
 
 def lying_as(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a new array with another array's order of axes.
+    """Return the layout of a new array, ordered as another array.
 
     The new array is contiguous or channels-last, as the other array of equal rank is.
     """

@@ -180,7 +180,7 @@ def prepared(function: Callable[..., Any], pool: PoolInternals, args: tuple[Any,
 
 
 def launch_new(pool: PoolInternals, call: "GraphCall") -> Any:
-    """Launch a call at its place: on the current stream, or on its own stream."""
+    """Launch a call on the current stream, or on its own stream."""
     return call.submit(pool.slot(call.stream))
 
 
@@ -217,7 +217,7 @@ def typed_key(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry[Plan]) -> Shortcut | None:
-    """Make a function that launches a plan at once for arrays like these.
+    """Make a function that launches a plan for arrays like these.
 
     `hit` finds the function.
     """
@@ -345,7 +345,9 @@ def new_outputs(pool: PoolInternals, layouts: Sequence[Layout], empty: Callable[
 
 
 class GraphCall(Call):
-    """A call of a graph function, with allocated outputs, for a launch on a slot.
+    """A call of a graph function with allocated outputs.
+
+    The call is launched on a slot.
 
     Attributes
     ----------
@@ -427,7 +429,7 @@ class GraphCall(Call):
         return not self._given
 
     def pieces(self) -> tuple[list[Piece], list[Piece]]:
-        """Return the memory that the launches read, and the memory that they write."""
+        """Return the memory read and the memory written by the launches."""
         pieces = self._pieces
         if pieces is None:
             inputs = len(self.plan.inputs)

@@ -41,12 +41,15 @@ class OperandForms:
         self.given = [(tuple(tensor.dim), tuple(tensor.stride)) for tensor in operands]
         self.places = {tensor.uid: place for place, tensor in enumerate(operands)}
         self.parts: dict[int, tuple[Shape, Shape]] = {}
-        """Operands that cuDNN reads or writes with a larger shape than the array's.
+        """Operands that cuDNN reads or writes in a larger shape.
 
-        The values are the array's own shape, and its place within the larger shape.
+        The larger shape exceeds the array's. The values are the array's own shape, and its place within the larger shape.
         """
         self.completed: set[int] = set()
-        """Places of the inputs in `parts` that need zeros in the rest of the larger shape."""
+        """Places of the inputs in ``parts`` whose larger shape needs zeros.
+
+        The zeros fill the rest of the larger shape.
+        """
 
     def virtual(self) -> list[Any]:
         """Return the tensors between nodes."""
@@ -121,7 +124,7 @@ class OperandForms:
         return f"{form}, repeated to the shape {larger}" if larger else form
 
     def require(self, place: int, forms: Sequence[str]) -> None:
-        """Accept an operand in a form that it has, or copy it to the last form.
+        """Accept an operand in its form, or copy it to the last form.
 
         The first fitting form counts. A vector input is copied even where copies are not allowed.
         """
@@ -161,7 +164,7 @@ class OperandForms:
 
 
 def used_again(forms: OperandForms, node: FrontendNode, full: Shape) -> set[int]:
-    """Return the inputs of a node, by uid, that a later node takes as well.
+    """Return the uids of inputs that a later node takes as well.
 
     The function raises if such an input would repeat there.
     """
@@ -237,9 +240,9 @@ def stepped_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
 
 
 def is_nested(axes: Iterable[tuple[int, int]]) -> bool:
-    """Whether axes begin with a step of 1 and lie inside one another.
+    """Whether axes are nested, beginning with a step of 1.
 
-    An axis is (extent, step). The axes run from the innermost to the outermost.
+    Nested axes lie inside one another. An axis is (extent, step). The axes run from the innermost to the outermost.
     """
     reach = 0
     for extent, step in axes:

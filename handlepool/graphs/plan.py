@@ -1,4 +1,7 @@
-"""A compiled plan: cuDNN's choice for a graph of one geometry on one device."""
+"""A compiled plan for a graph of one geometry on one device.
+
+cuDNN chooses the plan.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +132,9 @@ class Plan:
         return str(self._graph)
 
     def select(self, index: int) -> "Plan":
-        """Build another proposed plan and use it for these arguments from now on.
+        """Build another proposed plan, and use it from now on.
+
+        Calls with these arguments get the new plan.
 
         Parameters
         ----------
@@ -171,9 +176,9 @@ class Plan:
         return self._other(index, False)
 
     def keep(self) -> None:
-        """Use this plan, as `build` returned it, for these arguments from now on.
+        """Use this plan, as `build` returned it, from now on.
 
-        The effect is that of `select`, without a second build.
+        Calls with these arguments get this plan. The effect is that of `select`, without a second build.
 
         Raises
         ------

@@ -15,9 +15,9 @@ from handlepool.tensors.graph_types import FrontendTensor
 _NO_MATTER = ("name", "owner", "uid_assigned")
 """Attributes of a tensor that no plan depends on."""
 _MOST_INTEGERS = 64
-"""Most integers of one array among a graph's parameters, such as a padding.
+"""Most integers of an array among a graph's parameters.
 
-A larger array counts as data.
+Such an array is a padding, for example. A larger array counts as data.
 """
 
 

@@ -25,7 +25,10 @@ COMPILE_SETTINGS = ("workspace_limit", "allow_tf32", "deterministic", "heuristic
 HEURISTICS = ("A", "B", "FALLBACK", "OPENSOURCE")
 
 Settings = tuple[tuple[str, Any], ...]
-"""Settings sorted by name. A setting that is missing or None has its default."""
+"""Settings sorted by name.
+
+A setting that is missing or None has its default.
+"""
 
 
 class Given(TypedDict, total=False):
@@ -158,7 +161,7 @@ class Signature:
         )
 
     def check_options(self, name: str, options: Collection[str]) -> None:
-        """Raise for options that the function does not take, or that are missing."""
+        """Raise for unknown options, and for missing options."""
         takes = [*self.optional, *sorted(self.keywords)]
         unknown = [option for option in options if option not in (*self.required, *takes)]
         if unknown and not self.open:
@@ -223,7 +226,7 @@ class Recipe:
     copies: bool = True
 
     def check_static(self, options: Mapping[str, Any], by_reference: bool) -> None:
-        """Raise for options that are arrays, or that cannot be in a plan's key."""
+        """Raise for options that cannot be in a plan's key, such as arrays."""
         name, signature = self.name, self.signature
         for option, value in options.items():
             if holds_values(value) or isinstance(value, ArraySpec):

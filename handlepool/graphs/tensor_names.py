@@ -97,7 +97,7 @@ class References:
         return str(tensor.name)
 
     def label(self, tensor: FrontendTensor) -> str:
-        """Return the label of a tensor for messages: its first port and its name."""
+        """Return a tensor's first port and name, for messages."""
         for node, port, other in self._ports():
             if other is tensor:
                 return self._entry(node, port, tensor)
@@ -136,7 +136,7 @@ def _position(node: FrontendNode, port: str) -> str | None:
 
 
 def _keyword(node: FrontendNode, port: str) -> str:
-    """Return the keyword for a port in the method that made the node."""
+    """Return a port's keyword in the method that made the node."""
     if node.node_type.name != "POINTWISE" or port not in node.inputs:
         return port
     mode = node.params["mode"]

@@ -26,16 +26,20 @@ ROUNDS = 9
 MOST_LAUNCHES = 16
 """Launches of each state in a sample, for quick plans."""
 ENOUGH = 500.0
-"""Microseconds that the launches of one state in a sample need not exceed."""
+"""Sufficient microseconds for the launches of one state in a sample."""
 TOO_SLOW = 4
-"""Factor over the quickest plan beyond which a plan is not timed further.
+"""Factor over the quickest plan for a plan to be too slow.
 
-The number of states counts instead, if it is larger. Launches of the quickest plan one after the other would then finish sooner.
+A plan that is too slow is not timed further. The number of states counts instead, if it is larger. Launches of the quickest
+plan one after the other would then finish sooner.
 """
 SCREENING = 3
 """Samples of each candidate, before slow candidates get no more samples."""
 FAR_BEHIND = 1.5
-"""Factor over the quickest median beyond which a candidate gets no more samples."""
+"""Factor over the quickest median for a candidate to be far behind.
+
+Such a candidate gets no more samples.
+"""
 
 
 @runtime_checkable
@@ -182,7 +186,10 @@ class TimingRig:
             do_all([wait, *(graph.destroy for graph in self._graphs), *(partial(destroy, event) for event in self._events)])
 
     def estimate(self, plan: Plan) -> float:
-        """Return a rough time of a launch in microseconds, or 0 if it cannot be told."""
+        """Return a rough time of a launch in microseconds.
+
+        The time is 0 if the plan cannot be launched.
+        """
         self._make_events()
         return sum(trial.estimate for trial in self._tried(self._reserved([_Trial(0, plan)]), self._warm))
 
@@ -223,7 +230,7 @@ class TimingRig:
                 most = FAR_BEHIND * min((median(trial.samples[-1]) for trial in trials), default=0.0)
                 trials = [trial for trial in trials if median(trial.samples[-1]) <= most]
 
-    # What can be timed
+    # Candidates that can be timed
 
     def _built(self, plan: Plan, most: int | None, until: float) -> list[_Trial]:
         trials: list[_Trial] = []
@@ -308,9 +315,9 @@ class TimingRig:
         trial.samples = [[] for _ in self._counts]
 
     def _capture(self, plan: Plan, count: int) -> RecordedGraph:
-        """Return a graph with a chain of launches for each of the first slots.
+        """Return a graph with a chain of launches for each slot.
 
-        ``count`` chains run side by side.
+        The first ``count`` slots take part. Their chains run side by side.
         """
         driver, (first, *others) = self._driver, self._slots[:count]
         driver.begin_capture(first.pointer)

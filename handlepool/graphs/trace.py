@@ -1,7 +1,8 @@
-"""Run a graph function on an empty graph, and find the tensor of each array.
+"""Run a graph function on an empty graph, and identify its arrays.
 
-The parameter of an array given by reference is known only after the function has run. But the function cannot run before its
-tensors have a geometry. So the function runs with a guessed assignment of the arrays. It runs again if the references disagree.
+The module finds the tensor of each array. The parameter of an array given by reference is known only after the function has
+run. But the function cannot run before its tensors have a geometry. So the function runs with a guessed assignment of the
+arrays. It runs again if the references disagree.
 """
 
 import math
@@ -23,7 +24,10 @@ from handlepool.tensors.layout import Layout, overlaps_itself
 
 
 def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
-    """Return a graph tensor for an array; ``title`` is the array's name in messages."""
+    """Return a graph tensor for an array.
+
+    ``title`` is the array's name in messages.
+    """
     return graph.tensor(
         dim=list(layout.shape) or [1],
         stride=element_strides(title, layout) or [1],
@@ -124,7 +128,10 @@ def check_out(name: str, layout: Layout, out: Layout) -> None:
 
 
 Assignment = dict[str, int | None]
-"""Place of each parameter's array in the request, or None without an array."""
+"""Place of each parameter's array in the request.
+
+The place is None for a parameter without an array.
+"""
 
 UNKNOWN = Layout((1, 1, 1, 1), (4, 4, 4, 4), np.dtype(np.float32))
 """Layout that stands in for a missing array.
@@ -160,7 +167,10 @@ class Request:
 
 
 def draft(recipe: Recipe, request: Request, new_graph: Callable[[], Any]) -> "Draft":
-    """Run the function, and run it again if the guessed parameters were wrong."""
+    """Run the function, and run it again after a wrong guess.
+
+    The guess assigns the arrays to parameters.
+    """
     assignment = _guess(recipe, request)
     drafted = Draft(recipe, request, new_graph(), assignment)
     found = drafted.assignment()
@@ -225,7 +235,7 @@ class Draft:
         self._sources = self._resolve_arrays(inputs)
         self._inputs = [(place, tensor) for place, tensor in enumerate(self._sources) if id(tensor) not in self._made]
 
-    # Reading what the function did
+    # Results of the function
 
     def _run(self) -> Any:
         recipe, request = self._recipe, self._request
@@ -373,7 +383,7 @@ class Draft:
                         )
                     yield source
 
-    # What the plan takes
+    # Operands of the plan
 
     def operands(self) -> tuple[list[Any], list[Layout | None]]:
         """Return the matched input tensors, and the array given for each output."""

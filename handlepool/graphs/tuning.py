@@ -1,7 +1,7 @@
-"""Find the quickest of cuDNN's candidate plans for several states side by side.
+"""Find the quickest of cuDNN's candidate plans.
 
-The quickest plan alone need not be the quickest plan side by side. A plan that spreads over the whole GPU leaves no room for its
-neighbours.
+Several states run the plans side by side. The quickest plan alone need not be the quickest plan side by side. A plan that
+spreads over the whole GPU leaves no room for its neighbours.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,10 @@ MOST_CANDIDATES = 10
 MOST_TIME = 0.9
 """Share of the total time that the tuned plans cover."""
 GAIN = 1.03
-"""Least ratio of the used plan's time to the quickest time for a replacement."""
+"""Least ratio of the used plan's time to the quickest time.
+
+A smaller ratio is no reason to replace the used plan.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ def tune(
 ) -> tuple[Tuning, ...]:
     """Call a function once, and tune every plan that it used.
 
-    The plans may be those of a network's convolutions, for example. Each plan is tuned as by `GraphFunction.tune`, but over
+    The function may be a network with convolutions, for example. Each plan is tuned as by `GraphFunction.tune`, but over
     random arrays. The result therefore holds for all calls of the same form. Only the single call reads the function's own
     arrays.
 
@@ -163,7 +166,7 @@ def tune(
 
 
 def check_gpu(driver: Driver, what: str) -> None:
-    """Refuse to time plans on a driver that runs no plan on a GPU.
+    """Refuse to time plans on a driver without a GPU.
 
     Raises
     ------
@@ -186,7 +189,7 @@ def tune_heaviest(
 ) -> tuple[Tuning, ...]:
     """Tune the plans that take most of the time, longest first.
 
-    The times are those of single launches, one at a time. A plan that cannot be timed stays unchanged. The caller must check that
+    Launches are timed one at a time. A plan that cannot be timed stays unchanged. The caller must check that
     there is a GPU, and that no capture is active.
 
     Parameters
@@ -245,9 +248,9 @@ def _estimated(pool: PoolInternals, plan: Plan, slots: list[Slot], pointer: int)
 
 
 def tune_plan(name: str, arrays: tuple[Any, ...], states: SideStates | None, find: Callable[[PoolInternals], Plan]) -> Tuning:
-    """Time the candidates of a plan, and use the quickest if the gain is enough.
+    """Time the candidates of a plan, and choose one of them.
 
-    ``find`` returns the plan for these arrays.
+    The quickest candidate is chosen if the gain is large enough. ``find`` returns the plan for these arrays.
 
     See `GraphFunction.tune`.
     """
