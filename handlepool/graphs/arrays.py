@@ -47,9 +47,11 @@ class ForeignCall(GraphCall):
         """
         converted = self._converted
         pointer = slot.pointer
+        # The callers' earlier work may still write the arrays, so the launch waits for that work.
         for caller in converted.callers:
             order(converted.pool, converted.device, caller, pointer)
         self._call.submit(slot)
+        # Work that the callers launch later may read the outputs, so that work waits for the launch.
         for caller in converted.callers:
             order(converted.pool, converted.device, pointer, caller)
         return self._finish(slot)
@@ -85,7 +87,9 @@ class ForeignCall(GraphCall):
         converted = self._converted
         if thread.recording is not None:
             thread.recording.keep(converted.kept)
+        # The legacy stream cannot be captured. On a capturing stream, an event would become a part of the capture.
         elif slot.pointer == LEGACY_STREAM or not converted.pool.driver.capture_id(slot.pointer):
+            # Release earlier arrays first, so that kept memory does not grow from call to call.
             if deferred:
                 deferred.run()
             defer(_Kept(converted.pool, converted.device, slot.pointer, converted.kept).release)
@@ -113,6 +117,7 @@ class _Kept:
 
     def release(self) -> bool:
         pool = self._pool
+        # In a forked child, or after a lost context, nothing may be destroyed.
         if pool.status.untouchable:
             abandon(self)
             return True
@@ -128,6 +133,7 @@ class _Kept:
             return False
 
 
+# JAX arrays are immutable, so no call may write them.
 _IMMUTABLE = ("jax", "jaxlib")
 
 
@@ -407,7 +413,9 @@ def _wrapper(array: object) -> Callable[[Any], Any] | None:
     root = type(array).__module__.partition(".")[0]
     if root.startswith("numba"):
         as_cuda_array = getattr(sys.modules.get("numba.cuda"), "as_cuda_array", None)
+        # The pool has ordered the streams, so Numba need not synchronise.
         return None if as_cuda_array is None else lambda made: as_cuda_array(made, sync=False)
+    # Prefer the array API's namespace, and fall back to the library's top module.
     namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else sys.modules.get(root)
     return getattr(namespace, "from_dlpack", None)
 
@@ -415,4 +423,5 @@ def _wrapper(array: object) -> Callable[[Any], Any] | None:
 def _from_host_array(array: DeviceArray) -> View:
     values = np.asarray(array)
     address, readonly = values.__array_interface__["data"]
+    # The view keeps both objects alive, because the memory may belong to either object.
     return View(address, values.shape, values.strides, values.dtype, HOST, readonly, (values, array))

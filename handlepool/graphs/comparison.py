@@ -61,6 +61,7 @@ def compare(pool: PoolInternals, plan: Plan, graph: FrontendGraph, operands: Seq
         evaluation = evaluator.plan(graph, operands, exact=True)
     except GraphNotSupportedError:
         return
+    # A fixed seed makes a failure repeatable.
     random = np.random.default_rng(0)
     inputs = len(plan.inputs)
     arrays, exact, kept = [], [], []
@@ -68,6 +69,7 @@ def compare(pool: PoolInternals, plan: Plan, graph: FrontendGraph, operands: Seq
         dtype, shape, steps = frontend.numpy_dtype(tensor.data_type), tuple(tensor.dim), tuple(tensor.stride)
         strides = tuple(step * dtype.itemsize for step in steps)
         memory = random.uniform(-1, 1, sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True)) + 1)
+        # Integers become -3 to 3, because values between -1 and 1 would all round to 0.
         memory = (memory if dtype.kind in "fV" else memory * 4).astype(dtype)
         there = driver.asarray(memory)
         kept.append(there)
@@ -84,7 +86,9 @@ def compare(pool: PoolInternals, plan: Plan, graph: FrontendGraph, operands: Seq
         got = driver.asnumpy(kept[place]).astype(np.float64)
         wanted = exact[place]
         result = as_strided(got, wanted.shape, wanted.strides)
+        # Infinite and undefined results have no error to measure.
         known = np.isfinite(wanted)
+        # The bound of 1 keeps tiny results from demanding a tiny error.
         largest = max(1.0, float(np.abs(wanted[known]).max(initial=0)))
         wrong = known & ~(np.abs(result - wanted) <= tolerance * largest)
         if wrong.sum() > wrong.size * 0.02 * jumps:

@@ -152,6 +152,7 @@ class OnDevice:
         """Have the driver compile, without harm to a capture."""
         handles = self._slots.handles
         with handles.building(), self._driver.relaxed():
+            # Only reading a saved plan can do with this thread's handle. An existing builder handle costs nothing more.
             own = None if settings.get("saved") is None or handles.builder else self._own()
             handle = own or handles.for_building()
             return self._driver.compile(graph, operands, handle=handle, copies=copies, **settings)
@@ -189,6 +190,7 @@ def build(
     if recipe.check is not None:
         recipe.check(request.layouts, request.outs, **request.options)
     recipe.signature.check_options(name, request.options)
+    # The rightmost settings win: the request's, then the decorator's, then the defaults.
     settings = DEFAULTS | dict(recipe.settings) | dict(normalise(dict(request.settings)))
     own = {"name": name} | {key: value for key, value in settings.items() if key in GRAPH_SETTINGS}
     drafted = draft(recipe, request, lambda: builder.new_graph(**own))
@@ -214,6 +216,7 @@ def build(
             _choose=choose,
             asked=(recipe.function, recipe.settings, request),
         )
+        # No driver gets an extent of 0, so a graph with an empty array has a plan of its own.
         if any(0 in tensor.dim for tensor in operands):
             return made(without_empty(graph, len(inputs), layouts, name, titles, partial(builder.zeros, name)), in_place=())
         copies = conform(
@@ -242,11 +245,13 @@ def build(
             try:
                 executable = make(saved=saved)
             except GraphNotSupportedError:
+                # The driver refused the saved plan, so drop the plan and build a new plan below.
                 files.reject(key)
         if executable is None:
             executable = make(**asked)
     except GraphNotSupportedError as error:
         raise refusal(name, graph, [*inputs, *outputs], error) from error
+    # Only a graph of pointwise nodes reads each input element for the output element at the same place alone.
     pointwise = all(node.node_type.name == "POINTWISE" for node in graph.nodes)
     in_place = at_their_places(drafted.taken(), layouts) if pointwise else ()
     plan = made(executable, in_place=in_place, copies=copies, key=key)
@@ -256,6 +261,7 @@ def build(
         inputs, given = original.operands()
         _measure(name, original, inputs, given, scalar, settings)
         compare(plan, original.graph, [*inputs, *original.outputs])
+    # An untried plan comes from the directory, so it need not be saved again.
     if index is None and not executable.untried:
         save(plan, files)
     return plan

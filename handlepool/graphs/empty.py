@@ -36,7 +36,7 @@ class WithoutEmpty:
     titles : sequence of str
         Names of the operands, for messages.
     inner : Executable, optional
-        The launch, if there is one.
+        The executable to launch, if any.
     places : sequence of int
         Places of the operands that ``inner`` takes.
     """
@@ -111,6 +111,7 @@ def without_empty(
     if not any(layout.size for layout in outputs):
         return WithoutEmpty(name, titles)
     nodes = graph.nodes
+    # A later node may turn the zeros of a sum into other values, so only a single sum is certain to give zeros.
     if len(nodes) > 1 or nodes[0].node_type.name not in _SUMS or outputs[0].dtype.name not in _TYPES:
         raise GraphNotSupportedError(
             f"an array is empty, and the result of {title(nodes[-1])} is not, {outputs[0].shape}: only a convolution or a matrix "

@@ -274,6 +274,7 @@ class Trace:
         if name not in FLOATING:
             raise TraceError(f"{self.name}: astype({shown(asked)}); it takes {', '.join(FLOATING)} and bool")
         number = self._as_number(value)
+        # Kernels compute in float32, so a change to float32 needs no step.
         if name != "float32":
             number = self._step(Step(f"as_{name}", (number.number,)), number.shape, name)
         return Traced(self, number.number, number.shape, name)
@@ -291,6 +292,7 @@ class Trace:
             # The kernel rounds the output to its type in any case, so the last rounding step is not needed.
             (last,) = self._steps[last - first].sources
         needed = {last}
+        # A step comes after its sources, so a single backward pass finds all needed steps.
         for place in reversed(range(len(self._steps))):
             if first + place in needed:
                 needed.update(self._steps[place].sources)
@@ -301,6 +303,7 @@ class Trace:
                 f"{self.name}: the result does not depend on {', '.join(unused)}, for which a launch would wait nevertheless; "
                 f"take it out of the function"
             )
+        # Without the unneeded steps, the remaining steps get consecutive numbers.
         kept = [place for place in range(len(self._steps)) if first + place in needed]
         numbers = {**{place: place for place in range(first)}, **{first + old: first + new for new, old in enumerate(kept)}}
         steps = [
@@ -310,6 +313,7 @@ class Trace:
         return Expression(self.inputs, self.numbers, tuple(steps), numbers[last]), traced
 
     def _step(self, step: Step, shape: tuple[int, ...], kind: str) -> Traced:
+        # Equal steps share a number, so that the kernel computes a repeated subexpression once.
         number = self._known.get(step)
         if number is None:
             if len(self._steps) == MOST_STEPS:
@@ -319,6 +323,7 @@ class Trace:
         return Traced(self, number, shape, kind)
 
     def _own(self, value: Traced) -> Traced:
+        # A function can store a traced value outside, for example in a global, and use it in a later call.
         if value.trace is not self:
             raise TraceError(
                 f"{self.name} uses a traced value that another call of {value.trace.name} left behind, and it stands for no "
@@ -369,6 +374,7 @@ def as_number(what: str, value: object) -> float:
         try:
             return float(value)
         except OverflowError:
+            # A Python integer can exceed the range of a float. It then counts as infinite.
             return float("inf") if value > 0 else float("-inf")
     if isinstance(value, (complex, np.complexfloating)):
         raise TraceError(f"{what} was given {shown(value)}: numbers are real here; compute the two parts apart")

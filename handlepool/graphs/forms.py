@@ -180,6 +180,7 @@ def _pointwise(forms: OperandForms) -> None:
     if size == 1:
         size = columns = 8
         fills = [(False, True)] * len(fills)
+        # The copies planned above do not have eight elements, so plan them again.
         forms.copies.clear()
         for place in range(len(fills)):
             forms.copy(place, (1,) if place >= forms.inputs else (8,), (0,), elements=8)
@@ -203,6 +204,7 @@ def _operands_to_expand(forms: OperandForms, steps: Sequence[Sequence[int]]) -> 
         places = [forms.places.get(tensor.uid) for tensor in node.inputs.values() if not tensor.is_pass_by_value]
         given = [place for place in places if place is not None]
         if len(given) == len(places) and not any(place in whole or all(steps[place]) for place in given):
+            # A single whole input is enough, so copy only the first input.
             whole.update(given[:1])
     return whole
 
@@ -382,6 +384,7 @@ def _matmul(forms: OperandForms, node: FrontendNode) -> None:
             f"{title(node)} makes one element of each pair, and cuDNN computes what comes behind that wrongly; make it a graph "
             f"function of its own"
         )
+    # A factor that a later node takes as well must also have the form that the later node needs.
     factors = {node.inputs["A"].uid, node.inputs["B"].uid} - again
     addends = (full, (1, *full[1:]), (1, 1, full[2]), (1, full[1], 1), (1, 1, 1))
     for place, tensor in enumerate(forms.operands):
@@ -409,6 +412,7 @@ def _one_matrix(forms: OperandForms, node: FrontendNode) -> None:
         dim = tuple(tensor.dim)
         if tensor.uid != node.inputs["B"].uid and dim[:-1] == full[:-1]:
             axes = [(extent, step) for extent, step in zip(dim, tensor.stride[:-1], strict=False) if extent > 1]
+            # Gaps between the batches keep their rows from becoming the rows of a single product.
             if any(step != extent * inner for (_, step), (extent, inner) in pairwise(axes)):
                 return
             rows.append((tensor, axes[-1][1] if axes else dim[-1]))
@@ -442,6 +446,7 @@ def _three_axes(forms: OperandForms, node: FrontendNode) -> None:
             forms.expand(place, (*batch, *(dim[-2:] if factor else matrix)), "contiguous", factor)
             dim, steps = tuple(tensor.dim), tuple(tensor.stride)
             size, inner = math.prod(batch), [dim[-2] * dim[-1]]
+        # A tensor with a single matrix has no batch step, so choose a step beyond the matrix.
         reach = max(dim[-2] * steps[-2], dim[-1] * steps[-1], 1)
         tensor.set_dim([size, *dim[-2:]]).set_stride([inner[-1] if inner else reach, *steps[-2:]])
     forms.reshape(lambda shape: (math.prod(shape[:-2]), *shape[-2:]))

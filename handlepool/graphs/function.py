@@ -202,6 +202,7 @@ class GraphFunction(ArrayCall[P, R_co]):
             natives = pool.driver.array_types
             if converted is None and any(type(array) not in natives for array in arrays + outs):
                 return ConvertedArguments(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
+            # A `hit` compares only the driver's own arrays, and needs a key that identifies the options.
             if key is not None and (converted or not _tells(key, options)):
                 key = None
             plan = self.plan(pool, arrays, outs, options, settings, option_key=key)
@@ -250,13 +251,16 @@ class GraphFunction(ArrayCall[P, R_co]):
                 copied := misaligned_vectors(driver, arrays) if references is None else (),
             )
             plan = cast("Plan | None", pool.plans.get(device, key))
+        # An object without a shape is no array. The check raises the clear error.
         except AttributeError:
             check_arrays(self._name, driver, device, arrays, outs)
             raise
+        # A value without a hash cannot be in a key. The checks raise the clear error.
         except TypeError:
             self._recipe.check_static(options, references is not None)
             normalise(dict(settings))
             raise
+        # A cached plan has passed these checks, so run them only before a build.
         if plan is None:
             self._recipe.check_static(options, references is not None)
             normalise(dict(settings))
@@ -464,7 +468,9 @@ class GraphFunction(ArrayCall[P, R_co]):
         if variant is None:
             variant = GraphFunction.__new__(GraphFunction)
             GraphFunction._become(variant, replace(recipe, name=_name(recipe.function, checked), settings=checked), variants)
+            # Another thread may have added an equal variant meanwhile. Both threads then use that variant.
             variant = variants.setdefault(checked, variant)
+            # A dictionary keeps the order of insertion, so the oldest variants go first.
             while len(variants) > MOST_VARIANTS:
                 variants.pop(next(iter(variants)), None)
         return variant
@@ -539,6 +545,7 @@ setattr(GraphFunction, LAUNCHES, _as_branch)
 
 def _variant(function: GraphFunction[..., Any], settings: Settings) -> GraphFunction[..., Any]:
     """Return a function with exactly these settings."""
+    # A setting that is None gets its default, so settings of the found function do not carry over.
     chosen: dict[str, Any] = dict.fromkeys(Given.__annotations__) | dict(settings)
     return function.options(**chosen)
 

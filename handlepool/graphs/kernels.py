@@ -58,6 +58,7 @@ class KernelFunction(GraphFunction[..., Any]):
         ``values`` are the arguments of ``options``.
         """
         types = tuple(map(type, values))
+        # Without sequences, the values and their types already form a key, at less cost.
         key = typed_key(values) if tuple in types or list in types else (values, types)
 
         def prepare(chosen: PoolInternals) -> GraphCall:
@@ -93,6 +94,7 @@ class KernelFunction(GraphFunction[..., Any]):
             operands = (*inputs, _with_axes(output, inputs[0].ndim))
             titles = [operand_name(place, len(inputs), len(given)) for place in range(len(operands))]
             executable: Executable
+            # A result without elements needs no kernel.
             if not output.size:
                 executable = WithoutEmpty(name, titles)
             else:
@@ -120,6 +122,7 @@ def _in_place(kernel: Kernel, inputs: tuple[Layout, ...], output: Layout) -> tup
     if isinstance(kernel, Normalise | Affine):
         # The threads that write a row read the whole row first. Every row reads the parameters, so these may not overlap.
         return (*at_their_places(inputs[:1], (output,)), *(None for _ in inputs[1:]))
+    # A depthwise convolution reads the neighbours of an element, so its output may not overlap with an input.
     if not isinstance(kernel, Concat):
         return ()
     firsts = kernel.firsts(inputs, output)

@@ -171,6 +171,7 @@ def prepared(function: Callable[..., Any], pool: PoolInternals, args: tuple[Any,
     branches = thread.branches
     outer = len(branches)
     try:
+        # The operation takes the stand-in for its branch, and hands the call to it.
         branches.append(_Prepared(pool))
         call: GraphCall = function(*args, **kwargs)
     finally:
@@ -268,6 +269,7 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
             return NOT_CACHED
         made = outs or fresh or new_outputs(pool, plan.outputs, empty)
         operands = arrays + made
+        # Mark the plan as used, as a look-up in the cache would.
         entry.used, pool.plans.recent = pool.plans.tick(), entry
         if begin is None:
             slot = pool.slot()
@@ -283,9 +285,10 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
 def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool, *, told: bool = False) -> None:
     """Enqueue a plan on a slot's stream.
 
-    ``given`` says that the caller gave the outputs, which may overlap with other operands. ``told`` says that the recording, if
-    there is one, knows of the launch.
+    ``given`` says that the caller gave the outputs, which may overlap with other operands. ``told`` says that a current
+    recording already knows of the launch.
     """
+    # A finaliser runs in the thread that it interrupts, so a lock could not keep the two launches apart.
     if slot.busy:
         raise OwnershipError(
             f"{plan.name} was called by a finaliser that Python runs while its thread makes another launch on stream "
@@ -294,6 +297,7 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
     try:
         slot.busy = True
         handle = slot.handle
+        # The handle may be bound to another stream meanwhile. Repairing the slot binds it again.
         if handle.stream is not slot.pointer:
             handle = pool.repaired(slot).handle
         executable = plan.executable
@@ -314,11 +318,13 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
         return
     except Exception as error:
         pool.status.diagnose(error)
+        # Only a plan from the plan directory at its first launch is built anew.
         if not plan.executable.untried or isinstance(error, HandlePoolError):
             raise
         _log.warning("%s: a plan of the plan directory failed at its first launch, and is built anew: %s", plan.name, error)
     finally:
         slot.busy = False
+    # Launch again only after ``finally``, because the second launch needs a slot that is not busy.
     if pool.plan_files is not None:
         pool.plan_files.reject(plan.key)
     launch(pool, plan.built_anew(), slot, operands, given)

@@ -115,6 +115,7 @@ class OperandForms:
 
     def _advice(self, larger: Shape) -> str:
         kinds = {node.node_type.name for node in self.graph.nodes}
+        # Recommend the form in which no graph of this kind needs a copy.
         if kinds & CONVOLUTIONS.keys():
             form = "channels-last without gaps"
         elif "MATMUL" in kinds:
@@ -124,15 +125,16 @@ class OperandForms:
         return f"{form}, repeated to the shape {larger}" if larger else form
 
     def require(self, place: int, forms: Sequence[str]) -> None:
-        """Accept an operand in its form, or copy it to the last form.
+        """Accept an operand as given, or copy it to the last form.
 
-        The first fitting form counts. A vector input is copied even where copies are not allowed.
+        The operand takes the first of the forms that fits. A vector input is copied even where copies are not allowed.
         """
         tensor = self.operands[place]
         dim, steps = tuple(tensor.dim), tuple(tensor.stride)
         shape, begin = self.parts.get(place, (dim, ()))
         for form in forms if shape == dim else ():
             strides = dense_strides(shape, order_of(form, len(shape)))
+            # Axes of extent 1 may have any step.
             if all(extent == 1 or a == b for extent, a, b in zip(shape, steps, strides, strict=True)):
                 tensor.set_stride(list(strides))
                 return
@@ -144,6 +146,7 @@ class OperandForms:
             [shape[axis] for axis in order],
             [steps[axis] if shape[axis] > 1 else 0 for axis in order],
             math.prod(dim),
+            # A vector input may be copied in any case.
             place < self.inputs and sum(extent > 1 for extent in dim) < 2,
             (first, [dense[axis] for axis in order]) if begin else (0, ()),
             zeros=place in self.completed,
@@ -158,6 +161,7 @@ class OperandForms:
         tensor = self.operands[place]
         order = order_of(form, len(shape))
         steps = [step if extent > 1 else 0 for extent, step in zip(tensor.dim, tensor.stride, strict=True)]
+        # Messages name a shape that the caller knows: the output's as given, except for a factor.
         larger = tuple(shape) if factor else self.given[self.inputs][0]
         self.copy(place, [shape[axis] for axis in order], [steps[axis] for axis in order], larger=larger)
         tensor.set_dim(list(shape)).set_stride(list(dense_strides(shape, order)))
@@ -184,6 +188,7 @@ def declare(tensor: FrontendTensor, dim: list[int], stride: list[int]) -> None:
 
     An unassigned shape stays a guess of the frontend, and cuDNN does not get the guess.
     """
+    # The setters mark a property as assigned, and cuDNN gets assigned properties.
     if tensor.dim_assigned or not tensor.is_virtual:
         tensor.set_dim(dim)
     else:
@@ -207,6 +212,7 @@ def itemsize_of(tensor: FrontendTensor) -> int:
 def has_form(tensor: FrontendTensor, form: str) -> bool:
     """Whether a tensor lies in a form, without gaps."""
     strides = dense_strides(tensor.dim, order_of(form, len(tensor.dim)))
+    # Axes of extent 1 may have any step.
     return all(extent == 1 or a == b for extent, a, b in zip(tensor.dim, tensor.stride, strides, strict=True))
 
 

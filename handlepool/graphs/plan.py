@@ -77,6 +77,7 @@ class Plan:
         The property is computed at the first launch with ``out=``.
         """
         layouts, inputs = self.inputs + self.outputs, len(self.inputs)
+        # An empty array shares no element with any array.
         full = [place for place, layout in enumerate(layouts) if layout.size]
         pairs = [(one, other) for one in full if one >= inputs for other in full if other < one]
         return tuple(self._pair(layouts, one, other) for one, other in pairs)
@@ -100,8 +101,10 @@ class Plan:
         """
         for pair in self.alias_pairs:
             start, begin = addresses[pair.one], addresses[pair.other]
+            # Spans that do not overlap share no element. An input at its allowed offset passes as well.
             if begin >= start + pair.reach or start >= begin + pair.others or begin - start == pair.same:
                 continue
+            # Overlapping spans may interleave without a shared element.
             if pair.meet is None or pair.meet(begin - start):
                 what = f"argument {pair.other}" if pair.other < len(self.inputs) else "another output"
                 raise ArgumentError(f"out= of {self.name} shares memory with {what}; pass an array of its own")
@@ -200,6 +203,7 @@ class Plan:
                 f"{self.name}: plan {shown(index)} of none: an array is empty, and cuDNN computes nothing; select a plan for "
                 f"arrays with elements"
             )
+        # A value that is no integer becomes -1, which is out of range.
         number = as_integer(index, -1)
         if not 0 <= number < self.candidates:
             last = self.candidates - 1

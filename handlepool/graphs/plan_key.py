@@ -44,6 +44,7 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], p
         if id(tensor) not in places:
             index = places[id(tensor)] = len(tensors)
             tensors.append([])
+            # The tensor already has its number here, because the ragged offset is a tensor and takes the next number.
             behind = tensor.ragged_offset
             told = [value for name, value in vars(tensor).items() if name not in _NO_MATTER and name != "ragged_offset"]
             tensors[index] = [*told, None if behind is None else place(behind)]
@@ -69,6 +70,7 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], p
     }
     try:
         text = _AS_TEXT.encode(named)
+    # A value without a JSON form leaves the graph without a key.
     except (TypeError, ValueError):
         return ""
     return f'{text[:-1]},"made for":{plan_environment}}}'

@@ -60,6 +60,7 @@ def normalise(settings: Mapping[str, Any]) -> Settings:
     if unknown:
         known = ", ".join((*GRAPH_SETTINGS, *COMPILE_SETTINGS))
         raise ArgumentError(f"no setting is named {', '.join(sorted(unknown))}; the settings are {known}")
+    # Sorting gives equal settings equal keys, in any order.
     return tuple((name, _CHECKS[name](name, value)) for name, value in sorted(settings.items()) if value is not None)
 
 
@@ -139,6 +140,7 @@ class Signature:
             parameters = list(inspect.signature(function).parameters.values())
         # Some functions written in C have no signature.
         except (TypeError, ValueError):
+            # Such a function counts as taking any arrays and options.
             return cls((), (), "tensor", frozenset(), frozenset(), True)
         kinds = inspect.Parameter
         positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
@@ -226,7 +228,7 @@ class Recipe:
     copies: bool = True
 
     def check_static(self, options: Mapping[str, Any], by_reference: bool) -> None:
-        """Raise for options that cannot be in a plan's key, such as arrays."""
+        """Raise for options that a plan's key cannot hold, such as arrays."""
         name, signature = self.name, self.signature
         for option, value in options.items():
             if holds_values(value) or isinstance(value, ArraySpec):
@@ -242,6 +244,7 @@ class Recipe:
                     raise ArgumentError(f"{name}.run was given {option}= by keyword; arrays go into its dictionary, by reference")
                 which = f"{option} is parameter {order.index(option) + 1} of" if option in order else "they are"
                 raise ArgumentError(f"{name} was given {option}= by keyword: arrays are positional; {which} {', '.join(order)}")
+            # Raise the clear error here, before the plan cache raises a TypeError.
             try:
                 hash(value)
             except TypeError:

@@ -110,6 +110,7 @@ class References:
         return f"There is: {', '.join(entries[:MOST_LISTED]) or 'nothing'}" + (f" and {more} more" if more > 0 else "")
 
     def _named(self, name: str) -> list[Any]:
+        # A text can name the same tensor in several ways, so collect tensors by identity.
         found = {id(tensor): tensor for tensor in self._tensors.values() if tensor.name == name}
         if name in self._parameters:
             found[id(self._parameters[name])] = self._parameters[name]

@@ -144,6 +144,7 @@ def side_slots(pool: PoolInternals, what: str, count: int) -> Iterator[list[Slot
             # A stream may still run a launch with the scratch, so wait for all streams before freeing the scratch.
             waits = [partial(pool.driver.synchronize_stream, slot.pointer) for slot in slots]
             frees = [*(slot.release_scratch for slot in slots), device.scratch.free_passed]
+            # `do_all` runs every step even after a failure, so every slot is released.
             do_all([*waits, *frees, *(partial(release, slot) for slot in slots), sides.release_captured])
 
 
@@ -199,8 +200,8 @@ class TimingRig:
         """Time the candidates of a plan.
 
         Return every candidate in cuDNN's order, with times or the reason for no times, and the timed plans by index. ``most``
-        limits the number of candidates, except that the plan itself is always tried. ``until`` is the time after which no more
-        candidates are tried, with the same exception.
+        limits the number of candidates, but trying goes on until the plan itself was reached. ``until`` is the time that ends
+        trying, in the same way.
         """
         self._make_events()
         trials = self._built(plan, most, until)
@@ -215,6 +216,7 @@ class TimingRig:
 
     def _make_events(self) -> None:
         while len(self._events) < 2:
+            # Only events made for timing can tell the time between them.
             self._events.append(self._driver.create_event(timing=True))
 
     def _sample(self, trials: list[_Trial]) -> None:
@@ -255,6 +257,7 @@ class TimingRig:
             for slot in self._slots:
                 slot.reserve(trial.plan.workspace_size)
 
+        # Reserve in ascending order, so that a plan without room leaves room for all smaller plans.
         trials = self._tried(sorted(trials, key=lambda trial: trial.plan.workspace_size), reserve)
         most = max((trial.plan.workspace_size for trial in trials), default=0)
         # Take the addresses only now, because scratch that grows moves.
@@ -308,6 +311,7 @@ class TimingRig:
         for number, slot in enumerate(self._slots):
             self._launch(trial.plan, number)
             self._driver.synchronize_stream(slot.pointer)
+        # The least of three times is the least disturbed time.
         trial.estimate = min(self._time(self._launch, trial.plan, 0) for _ in range(3))
 
     def _capture_all(self, trial: _Trial) -> None:
@@ -322,12 +326,14 @@ class TimingRig:
         driver, (first, *others) = self._driver, self._slots[:count]
         driver.begin_capture(first.pointer)
         try:
+            # The wait for the first stream brings the other streams into the capture.
             driver.record_event(first.start_event, first.pointer)
             for slot in others:
                 driver.wait_event(slot.pointer, first.start_event)
             for number in range(count):
                 for _ in range(self._launches):
                     self._launch(plan, number)
+            # A capture must end with all its streams joined to the first stream.
             for slot in others:
                 driver.record_event(slot.end_event, slot.pointer)
                 driver.wait_event(first.pointer, slot.end_event)
@@ -335,8 +341,10 @@ class TimingRig:
             self._graphs.append(graph)
             graph.instantiate()
         except BaseException:
+            # A capture left open would make the stream unusable for launches.
             abort_capture(driver, first.pointer)
             raise
+        # Upload the graph now, so that no timed launch includes the upload.
         graph.upload(self._pointer)
         return graph
 

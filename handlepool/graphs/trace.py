@@ -29,6 +29,7 @@ def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
     ``title`` is the array's name in messages.
     """
     return graph.tensor(
+        # A scalar is declared with one axis of extent 1.
         dim=list(layout.shape) or [1],
         stride=element_strides(title, layout) or [1],
         data_type=frontend.data_type(layout.dtype),
@@ -80,6 +81,7 @@ def match(tensor: FrontendTensor, layout: Layout, title: str) -> None:
         raise ArgumentError(f"{title} is of shape {layout.shape}; tensor {tensor.name!r} was declared with {tuple(tensor.dim)}")
     if not tensor.stride_assigned:
         tensor.set_stride(strides)
+    # Axes of extent 1 may have any stride.
     elif any(extent > 1 and a != b for extent, a, b in zip(layout.shape, strides, tensor.stride, strict=True)):
         raise ArgumentError(
             f"{title} has strides {tuple(strides)} elements; tensor {tensor.name!r} was declared with {tuple(tensor.stride)}"
@@ -176,6 +178,7 @@ def draft(recipe: Recipe, request: Request, new_graph: Callable[[], Any]) -> "Dr
     found = drafted.assignment()
     if found != assignment:
         drafted = Draft(recipe, request, new_graph(), found)
+        # The references may depend on the shapes, and then a third run might differ again.
         if drafted.assignment() != found:
             raise ArgumentError(
                 f"{recipe.name} names its tensors otherwise for other shapes, so its references cannot be resolved; name its "
@@ -202,6 +205,7 @@ def _guess(recipe: Recipe, request: Request) -> Assignment:
             raise ArgumentError(f"{name} takes {len(references)} arrays, for {listed}, and was called with {count}")
     names = signature.referred(name, references, options)
     assignment: Assignment = {parameter: references.index(parameter) if parameter in references else None for parameter in names}
+    # The remaining arrays fill the remaining parameters in order, until the first run shows the true assignment.
     rest = iter([place for place in range(count) if place not in assignment.values()])
     return {parameter: next(rest, None) if place is None else place for parameter, place in assignment.items()}
 
@@ -225,6 +229,7 @@ class Draft:
         self._request = request
         self._parameters: dict[str, Any] = {}
         for parameter, place in assignment.items():
+            # Without an array, any layout lets the function run, so that the error can name the missing array.
             layout = next(iter(request.layouts), UNKNOWN) if place is None else request.layouts[place]
             title = f"{recipe.name}: {parameter}" if place is None else self._title(place, parameter)
             self._parameters[parameter] = declare(graph, parameter, layout, title)
@@ -233,6 +238,7 @@ class Draft:
         self._made = made_by_nodes(graph)
         inputs = self._read(returned)
         self._sources = self._resolve_arrays(inputs)
+        # An array for a tensor that a node makes is an output, given by reference.
         self._inputs = [(place, tensor) for place, tensor in enumerate(self._sources) if id(tensor) not in self._made]
 
     # Results of the function
@@ -289,6 +295,7 @@ class Draft:
             self.outputs = [self._references.resolve(reference) for reference in wanted]
             self.single = len(wanted) == 1
         elif returned is None:
+            # Without a result, the outputs are the tensors marked with ``set_output(True)``.
             self.outputs = [tensor for tensor in self._made.values() if not tensor.is_virtual]
             self.single = len(self.outputs) == 1
         else:
@@ -373,6 +380,7 @@ class Draft:
     def _needed(self) -> Iterator[Any]:
         for node in self.graph.nodes:
             for port, tensor in node.inputs.items():
+                # A ragged offset is a tensor, and needs an array as well.
                 for source in (tensor, tensor.ragged_offset):
                     if source is None or source.is_virtual or id(source) in self._made or source.pass_by_value is not None:
                         continue

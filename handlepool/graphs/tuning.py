@@ -123,8 +123,8 @@ def tune(
     states : ParallelStates, optional
         The states to time side by side. The function uses their pool. Without states, one stream alone and the current pool.
     candidates : int or None
-        Most candidates to try for each plan, from the candidate that cuDNN ranks first. None tries all candidates. If the plan in
-        use has a lower rank, the plan in use is tried as well.
+        Most candidates to try for each plan, from the candidate that cuDNN ranks first. None tries all candidates. If the plan
+        in use has a lower rank, trying goes on until the plan in use is reached.
     **kwargs
         Keyword arguments of the function.
 
@@ -149,6 +149,7 @@ def tune(
     if not callable(function):
         raise ArgumentError(f"tune takes a function, not {shown(function)}")
     pool, pointer = _pool_of("handlepool", states)
+    # Watch before the call, so that the watch covers every plan of the call.
     watched = pool.plans.watch()
     function(*args, **kwargs)
     found = []
@@ -189,7 +190,7 @@ def tune_heaviest(
 ) -> tuple[Tuning, ...]:
     """Tune the plans that take most of the time, longest first.
 
-    Launches are timed one at a time. A plan that cannot be timed stays unchanged. The caller must check that
+    No other launch runs beside a timed launch. A plan that cannot be timed stays unchanged. The caller must check that
     there is a GPU, and that no capture is active.
 
     Parameters
@@ -220,11 +221,13 @@ def tune_heaviest(
             left = sum(weight for weight, _ in weights)
             enough = (1 - MOST_TIME) * left
             for weight, plan in sorted(weights, key=itemgetter(0), reverse=True):
+                # The remaining plans take too small a share of the time to be worth tuning.
                 if left <= enough or monotonic() > until:
                     break
                 left -= weight
                 if plan.candidates > 1:
                     show(f"other plans of {plan.name} are timed")
+                    # A plan that cannot be timed stays in use, and the other plans are still tuned.
                     with suppress(GraphNotSupportedError, MemoryError):
                         operands = [_random_operands(pool, plan)]
                         found.append(_tuned(pool, plan, slots, operands, False, pointer, monotonic(), MOST_CANDIDATES, until))
@@ -248,9 +251,9 @@ def _estimated(pool: PoolInternals, plan: Plan, slots: list[Slot], pointer: int)
 
 
 def tune_plan(name: str, arrays: tuple[Any, ...], states: SideStates | None, find: Callable[[PoolInternals], Plan]) -> Tuning:
-    """Time the candidates of a plan, and choose one of them.
+    """Time the candidates of a plan, and choose the best candidate.
 
-    The quickest candidate is chosen if the gain is large enough. ``find`` returns the plan for these arrays.
+    The plan in use stays unless the gain is large enough. ``find`` returns the plan for these arrays.
 
     See `GraphFunction.tune`.
     """
@@ -266,6 +269,7 @@ def tune_plan(name: str, arrays: tuple[Any, ...], states: SideStates | None, fin
             converted = convert(name, pool, arrays)
             if converted is not None:
                 arrays = converted.arrays
+                # The copies below read the arrays, so the current stream waits for the arrays' streams.
                 for caller in converted.callers:
                     order(pool, converted.device, caller, pointer)
             with side_slots(pool, f"{name}.tune", 1 if states is None else states.count) as slots:
@@ -330,6 +334,7 @@ def _check(pool: PoolInternals, name: str) -> int:
         raise CaptureError(f"{name} cannot be tuned inside a branch or a task, beside which others run: tune it outside")
     home = resolve(driver)
     check_foreign(driver, home)
+    # The legacy stream cannot be captured.
     if home.pointer != LEGACY_STREAM and driver.capture_id(home.pointer):
         raise CaptureError(f"{name} cannot be tuned while the current stream is being captured: tune it before")
     return home.pointer
@@ -357,11 +362,13 @@ def _random_operands(pool: PoolInternals, plan: Plan) -> tuple[Any, ...]:
     They serve where no arrays are given.
     """
     driver = pool.driver
+    # A fixed seed gives every state the same values.
     values = np.random.default_rng(0).standard_normal(MOST_VALUES)
     operands = []
     for layout in plan.inputs:
         array = driver.empty(layout.shape, layout.strides, layout.dtype)
         shape = [*layout.shape]
+        # An extent of 1 broadcasts in the copy, so a few values fill a large array.
         while prod(shape) > MOST_VALUES:
             shape[shape.index(max(shape))] = 1
         driver.copy(array, driver.asarray(np.resize(values, shape).astype(layout.dtype)))
