@@ -1,4 +1,7 @@
-"""What types are written with: arrays, graph tensors, and what a call of a graph function takes and gives. Nothing here runs."""
+"""Type annotations of arrays, graph tensors and calls of graph functions.
+
+The module runs nothing.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -6,7 +9,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 
 class Array(Protocol):
-    """An array of CuPy, torch, NumPy or another library, as far as they are alike."""
+    """An array of CuPy, torch, NumPy or another library.
+
+    The protocol has the attributes that these libraries share.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -28,16 +34,20 @@ if TYPE_CHECKING:
     Graph: TypeAlias = frontend_types.Graph
     Tensor: TypeAlias = frontend_types.GraphTensor
     GraphTensor: TypeAlias = Tensor | Any
-    """Of a parameter: the function has no other methods than a graph tensor's, and a call may pass an array."""
+    """Annotate a parameter that holds a graph tensor.
+
+    Inside the function, the parameter has the methods of a graph tensor. A call may pass an array for it.
+    """
 
     Q = ParamSpec("Q")
     Outs = TypeVar("Outs", bound=Array | Sequence[Array])
 
     class ArrayCall(partial[Any], Generic[P, R_co]):
-        """How a function is called over arrays that has the parameters P behind the graph, and returns R.
+        """The callable over arrays of a function ``P -> R``.
 
-        A new array has the type of the first one. It is Any where the function does not return what is output, and, for mypy, of
-        a function of any number of tensors. With ``out=`` other arguments are not checked: Python's types cannot say it.
+        P are the parameters after the graph, and R is the result. A new array has the type of the first array. The type is Any
+        where the function does not return its outputs. For mypy, the type is also Any where the function takes any number of
+        tensors. With ``out=``, type checkers do not check the other arguments, because Python's types cannot express that call.
         """
 
         @overload
@@ -50,7 +60,8 @@ if TYPE_CHECKING:
         ) -> tuple[ArrayT, ...]: ...
         @overload
         def __call__(self: "ArrayCall[P, Mapping[str, Any] | None]", *args: P.args, **options: P.kwargs) -> Any: ...
-        @overload  # of any number: no more than seven are written out
+        # Python's types cannot express any number of tensors, so the overloads spell out at most seven.
+        @overload
         def __call__(
             self: "ArrayCall[Concatenate[Any, Any, Any, Any, Any, Any, Any, Any, ...], Any]", *args: P.args, **options: P.kwargs
         ) -> Any: ...
@@ -60,7 +71,7 @@ if TYPE_CHECKING:
         def __call__(self: "ArrayCall[..., Tensor]", x: ArrayT, /, *arrays: object, out: None, **options: object) -> ArrayT: ...
         @overload
         def __call__(self, *arrays: object, out: None, **options: object) -> Any: ...
-        def __call__(self, *_: object, **__: object) -> Any:  # type: ignore[misc]  # it takes what the overloads take
+        def __call__(self, *_: object, **__: object) -> Any:  # type: ignore[misc]
             """Launch; see `GraphFunction`."""
 else:
     ArrayCall = partial
@@ -68,7 +79,13 @@ else:
     # The stub tensors/frontend_types.pyi has the methods, and Python cannot import a stub. Annotations such as
     # ``GraphTensor | None`` are evaluated when a function is defined, so both names are classes at run time.
     class Graph(Protocol):
-        """The graph that a graph function builds: type checkers know its methods, those of `cudnn.pygraph` that add nodes."""
+        """The graph that a graph function builds.
+
+        Type checkers know the methods of `cudnn.pygraph` that add nodes.
+        """
 
     class GraphTensor(Protocol):
-        """A tensor of a graph, as a graph function gets and returns it: type checkers know its attributes and methods."""
+        """A tensor of a graph.
+
+        Graph functions get and return such tensors. Type checkers know its attributes and methods.
+        """

@@ -1,4 +1,7 @@
-"""Arrays of other libraries: brought into the driver's form for one call. See `handlepool.foreign` for the call."""
+"""Convert arrays of other libraries to the driver's form for one call.
+
+See `handlepool.foreign` for the call.
+"""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -24,7 +27,10 @@ from handlepool.tensors.layout import HOST, Layout, Piece, View
 
 
 class ForeignCall(GraphCall):
-    """A `GraphCall` with arrays of other libraries: new outputs may be of the first array's kind only once it was launched."""
+    """A `GraphCall` with arrays of other libraries.
+
+    The launch may have to come before a new output can take the first array's kind.
+    """
 
     __slots__ = ("_call", "_converted", "callers", "stream")
 
@@ -35,23 +41,28 @@ class ForeignCall(GraphCall):
         self.stream, self.callers = converted.stream, converted.callers
 
     def submit(self, slot: Slot) -> Any:
-        """Launch where the call is made, in order with the callers and with branches; the outputs."""
+        """Launch in order with the callers and with branches; return the outputs.
+
+        The launch happens at the place of the call.
+        """
         converted = self._converted
         pointer = slot.pointer
+        # The callers' earlier work may still write the arrays, so the launch waits for that work.
         for caller in converted.callers:
             order(converted.pool, converted.device, caller, pointer)
         self._call.submit(slot)
+        # Work that the callers launch later may read the outputs, so that work waits for the launch.
         for caller in converted.callers:
             order(converted.pool, converted.device, pointer, caller)
         return self._finish(slot)
 
     def launch(self, slot: Slot) -> Any:
-        """Enqueue on the slot's stream, which is in order; the outputs."""
+        """Enqueue on the slot's stream, which is in order; return the outputs."""
         self._call.launch(slot)
         return self._finish(slot)
 
     def pieces(self) -> tuple[list[Piece], list[Piece]]:
-        """Return the memory that is read, and that is written."""
+        """Return the memory read and the memory written by the call."""
         return self._call.pieces()
 
     def _finish(self, slot: Slot) -> Any:
@@ -60,7 +71,7 @@ class ForeignCall(GraphCall):
             self._keep_until_run(slot)
         if converted.wrap is None or not converted.made:
             return self.result
-        # The library's stream is made to wait for the current one, which is to be the one that writes the outputs.
+        # The library makes its stream wait for the current stream. So make the stream that writes the outputs current.
         driver = converted.pool.driver
         previous = driver.current_stream()
         if previous.ptr == slot.pointer:
@@ -76,7 +87,9 @@ class ForeignCall(GraphCall):
         converted = self._converted
         if thread.recording is not None:
             thread.recording.keep(converted.kept)
+        # The legacy stream cannot be captured. On a capturing stream, an event would become a part of the capture.
         elif slot.pointer == LEGACY_STREAM or not converted.pool.driver.capture_id(slot.pointer):
+            # Release earlier arrays first, so that kept memory does not grow from call to call.
             if deferred:
                 deferred.run()
             defer(_Kept(converted.pool, converted.device, slot.pointer, converted.kept).release)
@@ -87,7 +100,8 @@ def _wrapped(wrap: Callable[[Any], Any], made: object) -> Any:
         return tuple([_wrapped(wrap, array) for array in made])
     try:
         return wrap(made)
-    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):  # a type or a layout that the library has not
+    # The library may lack the type or the layout. Then the caller gets the driver's array.
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
         return made
 
 
@@ -103,6 +117,7 @@ class _Kept:
 
     def release(self) -> bool:
         pool = self._pool
+        # In a forked child, or after a lost context, nothing may be destroyed.
         if pool.status.untouchable:
             abandon(self)
             return True
@@ -113,10 +128,12 @@ class _Kept:
                 if passed:
                     pool.device(self._device).edges.release(self._event)
                 return passed
-        except Exception:  # queued work failed, say
+        # The event query raises if queued work failed, for example.
+        except Exception:
             return False
 
 
+# JAX arrays are immutable, so no call may write them.
 _IMMUTABLE = ("jax", "jaxlib")
 
 
@@ -129,29 +146,29 @@ class ConvertedArguments:
     Parameters
     ----------
     name : str
-        Of the graph function, for messages.
+        Name of the graph function, for messages.
     pool : PoolInternals
     arrays : tuple of array
-        Of any kind, also mixed.
+        The inputs, of any kind, also mixed.
     outs : tuple of array, optional
-        To be written; of any kind.
+        The arrays to write, of any kind.
     operand : str, optional
-        What messages call the only array, where it is not the first argument.
+        Name of the only array in messages, if it is not the first argument.
 
     Attributes
     ----------
     arrays, outs : tuple
-        What the driver takes.
+        Arrays in the driver's form.
     stream : int or None
-        The stream to run on, where it is not the array library's current one.
+        Pointer of the stream to run on, if it is not the array library's current stream.
     callers : list of int
-        The streams that the arrays are in use on.
+        Pointers of the streams that use the arrays.
     kept : list
-        Memory that is to be kept until the GPU has passed the call.
+        Memory that this object keeps until the GPU has passed the call.
     made : list
-        The new outputs, in the driver's form or of torch.
+        New outputs, in the driver's form or as torch tensors.
     wrap : callable or None
-        Makes an output in the driver's form one of the first array's kind.
+        Converts an output from the driver's form to the first array's kind.
 
     Raises
     ------
@@ -206,10 +223,11 @@ class ConvertedArguments:
                     theirs = torch.current_stream(self.device)
             else:
                 rest = True
-        # While something is recorded, torch's stream is no part of it: the replay is ordered by its own stream.
+        # During a recording, torch's stream takes no part: the replay is ordered by its own stream.
         if theirs is not None and theirs != here and thread.recording is None:
             self.callers.append(theirs)
-            if thread.region is None:  # in a branch or a task, its stream wins
+            # In a branch or a task, that region's stream takes precedence.
+            if thread.region is None:
                 self.stream = theirs
                 if rest:
                     self.callers.append(here)
@@ -219,7 +237,8 @@ class ConvertedArguments:
         self._first = first = arrays[0] if arrays else None
         self._torch = torch
         if isinstance(first, tensor):
-            if thread.recording is not None:  # the recording's memory is what the graph may write to later
+            # The graph may write to the recording's memory again at a replay, so torch must adopt that memory.
+            if thread.recording is not None:
                 self.wrap, self._torch = torch.adopt_recorded, None
         else:
             self._torch = None
@@ -227,7 +246,7 @@ class ConvertedArguments:
                 self.wrap = _wrapper(first)
 
     def _convert_rest(self, operands: list[Any], stream: int) -> None:
-        """Convert what is no torch tensor."""
+        """Convert the arrays that are no torch tensors."""
         natives = self.pool.driver.array_types
         strict = self.pool.driver.name == "host" and np.ndarray not in natives
         for place, array in enumerate(operands):
@@ -253,7 +272,8 @@ class ConvertedArguments:
                     f"{self._name}: {self._called(place)} is a {kind_of(array)}; the {self.pool.driver.name} driver takes "
                     f"{taken(self.pool.driver)}, torch tensors, and arrays with __dlpack__ or __cuda_array_interface__"
                 )
-            if type(operands[place]) is View:  # what the host driver is given holds on to its arrays by itself
+            # An operand of the host driver keeps its arrays alive by itself.
+            if type(operands[place]) is View:
                 self.kept.append(operands[place])
 
     def _called(self, place: int) -> str:
@@ -278,7 +298,10 @@ class ConvertedArguments:
         return operand
 
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
-        """Allocate an output as `Driver.empty` does, in memory of the first array's library where that is torch."""
+        """Allocate an output as `Driver.empty` does.
+
+        If the first array is a torch tensor, the memory comes from torch.
+        """
         driver = self.pool.driver
         if self._torch is None:
             operand = made = driver.empty(shape, strides, dtype)
@@ -305,16 +328,20 @@ class ConvertedArguments:
         return ForeignCall(self, call, out)
 
     def call(self, call: GraphCall, written: Iterable[int]) -> ForeignCall:
-        """Make a call whose result is a tuple of the outputs that were made; ``written`` are the places of those given."""
+        """Make a call that returns a tuple of the new outputs.
+
+        ``written`` holds the places of the given arrays that the call writes.
+        """
         self._write(written)
         return ForeignCall(self, call, tuple(self.made))
 
     def _write(self, places: Iterable[int]) -> None:
-        """See to what is needed before arrays are written."""
+        """Prepare arrays for a write, and refuse arrays that cannot be written."""
         operands = self.arrays + self.outs
         for place in places:
             array, operand = self._given[place], operands[place]
             if _is_tensor(array):
+                # Autograd must know of the write.
                 integration().written(array)
                 continue
             if getattr(operand, "readonly", False) or type(array).__module__.partition(".")[0] in _IMMUTABLE:
@@ -325,15 +352,18 @@ class ConvertedArguments:
 
 
 def convert(name: str, pool: PoolInternals, arrays: tuple[Any, ...]) -> ConvertedArguments | None:
-    """Return the arrays of a call in the driver's form; None where they are its own."""
+    """Return the converted arrays of a call.
+
+    The result is None if all arrays are the driver's own.
+    """
     natives = pool.driver.array_types
     return None if all(type(array) in natives for array in arrays) else ConvertedArguments(name, pool, arrays)
 
 
 def layout_of(name: str, pool: PoolInternals, operand: str, array: DeviceArray) -> Layout:
-    """Return the layout of an array of any kind, or of what has a shape, strides and a type; for `GraphFunction.plan_for`.
+    """Return the layout of an array of any kind, for `GraphFunction.plan_for`.
 
-    ``operand`` is what messages call it.
+    Any object with a shape, strides and a type counts. ``operand`` is the array's name in messages.
 
     Raises
     ------
@@ -367,7 +397,7 @@ def layout_of_spec(name: str, operand: str, array: DeviceArray) -> Layout:
 
 
 def is_array(value: object) -> bool:
-    """Whether a value is an array of whatever library."""
+    """Whether a value is an array of any library."""
     return _is_tensor(value) or any(has_protocol(value, protocol) for protocol in ARRAY_PROTOCOLS)
 
 
@@ -376,11 +406,16 @@ def _is_tensor(array: object) -> bool:
 
 
 def _wrapper(array: object) -> Callable[[Any], Any] | None:
-    """Return what makes an array of another one's kind over the driver's; None where its library has nothing for that."""
+    """Return a function that converts the driver's arrays to another array's kind.
+
+    The result is None if that array's library has no such function.
+    """
     root = type(array).__module__.partition(".")[0]
     if root.startswith("numba"):
         as_cuda_array = getattr(sys.modules.get("numba.cuda"), "as_cuda_array", None)
+        # The pool has ordered the streams, so Numba need not synchronise.
         return None if as_cuda_array is None else lambda made: as_cuda_array(made, sync=False)
+    # Prefer the array API's namespace, and fall back to the library's top module.
     namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else sys.modules.get(root)
     return getattr(namespace, "from_dlpack", None)
 
@@ -388,4 +423,5 @@ def _wrapper(array: object) -> Callable[[Any], Any] | None:
 def _from_host_array(array: DeviceArray) -> View:
     values = np.asarray(array)
     address, readonly = values.__array_interface__["data"]
+    # The view keeps both objects alive, because the memory may belong to either object.
     return View(address, values.shape, values.strides, values.dtype, HOST, readonly, (values, array))

@@ -1,4 +1,7 @@
-"""Compares a new plan with the host driver's evaluator in float64, for pools that were made with ``check=True``."""
+"""Compare a new plan with the host driver's evaluator in float64.
+
+A pool compares its new plans if it was made with ``check=True``.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,35 +18,40 @@ from handlepool.tensors.graph_types import FrontendGraph
 from handlepool.tensors.layout import HOST, View
 
 TOLERANCE = {"float64": 1e-6, "float32": 1e-2, "float16": 3e-2, "bfloat16": 1e-1}
-"""Of the largest result, for the coarsest type of the operands; float32 may be TF32."""
+"""Largest allowed error, as a fraction of the largest result, by type.
+
+The coarsest type of the operands decides. cuDNN may compute float32 as TF32.
+"""
 COARSE = 0.3
-"""Of the types of 8 bits."""
+"""Largest allowed error for the types of 8 bits."""
 _JUMPS = ("ceil", "floor", "mod", "cmp", "logical", "binary_select")
 
 
 def compare(pool: PoolInternals, plan: Plan, graph: FrontendGraph, operands: Sequence[Any]) -> None:
-    """Launch a plan once on random data, on the current stream, and compare the outputs with what the evaluator gives.
+    """Launch a plan once on random data and compare its outputs.
 
-    The evaluator computes the graph as it was asked for, so that the copies are compared, too, which bring operands into a form.
-    Waits for the stream. Nothing is compared while something is captured, where nobody may wait, and of graphs that the evaluator
-    does not know.
+    The launch runs on the current stream, and this function waits for that stream. The evaluator computes the graph as the
+    function asked for it. The comparison therefore also covers the copies that bring operands into another form. Nothing is
+    compared during a capture, because a wait would break the capture. Nothing is compared for a graph that the evaluator does
+    not know.
 
     Parameters
     ----------
     pool : PoolInternals
     plan : Plan
-        Just built, on the current device.
+        The new plan, on the current device.
     graph : cudnn.pygraph
-        As it was asked for, before its operands were brought into a form.
+        The graph as asked for, before its operands were brought into a form.
     operands : sequence of graph tensor
         Inputs, then outputs.
 
     Raises
     ------
     ContractError
-        Where they differ.
+        If an output differs from the evaluator's result.
     """
-    from handlepool.drivers.host import evaluator  # needed here alone
+    # Only pools with ``check=True`` need the evaluator, so import it here.
+    from handlepool.drivers.host import evaluator
 
     driver = pool.driver
     stream = driver.current_stream()
@@ -53,6 +61,7 @@ def compare(pool: PoolInternals, plan: Plan, graph: FrontendGraph, operands: Seq
         evaluation = evaluator.plan(graph, operands, exact=True)
     except GraphNotSupportedError:
         return
+    # A fixed seed makes a failure repeatable.
     random = np.random.default_rng(0)
     inputs = len(plan.inputs)
     arrays, exact, kept = [], [], []
@@ -60,6 +69,7 @@ def compare(pool: PoolInternals, plan: Plan, graph: FrontendGraph, operands: Seq
         dtype, shape, steps = frontend.numpy_dtype(tensor.data_type), tuple(tensor.dim), tuple(tensor.stride)
         strides = tuple(step * dtype.itemsize for step in steps)
         memory = random.uniform(-1, 1, sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True)) + 1)
+        # Integers become -3 to 3, because values between -1 and 1 would all round to 0.
         memory = (memory if dtype.kind in "fV" else memory * 4).astype(dtype)
         there = driver.asarray(memory)
         kept.append(there)
@@ -70,12 +80,15 @@ def compare(pool: PoolInternals, plan: Plan, graph: FrontendGraph, operands: Seq
         plan.executable.launch(handle, arrays, slot.reserve(plan.workspace_size))
     evaluation.run(exact, np.zeros(evaluation.workspace_size, np.uint8))
     tolerance = max(TOLERANCE.get(str(layout.dtype), COARSE) for layout in plan.inputs + plan.outputs)
+    # A rounding error can move an element across a jump, so a few elements may differ there.
     jumps = any(str(node.params.get("mode", "")).startswith(_JUMPS) for node in graph.nodes)
     for place in range(inputs, len(operands)):
         got = driver.asnumpy(kept[place]).astype(np.float64)
         wanted = exact[place]
         result = as_strided(got, wanted.shape, wanted.strides)
+        # Infinite and undefined results have no error to measure.
         known = np.isfinite(wanted)
+        # The bound of 1 keeps tiny results from demanding a tiny error.
         largest = max(1.0, float(np.abs(wanted[known]).max(initial=0)))
         wrong = known & ~(np.abs(result - wanted) <= tolerance * largest)
         if wrong.sum() > wrong.size * 0.02 * jumps:

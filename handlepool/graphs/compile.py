@@ -1,4 +1,7 @@
-"""Builds plans: declares arrays as graph tensors, gives every tensor its geometry, and has the driver compile."""
+"""Build plans of graphs.
+
+The module declares arrays as graph tensors, gives every tensor its geometry, and has the driver compile the graph.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -31,14 +34,14 @@ UNKEPT = (
     "its graph has what no text tells from others, as a callback or an array of fractions, or an engine that cannot be written; "
     "give its operations plain numbers, or leave it to its first use"
 )
-"""Why a plan cannot be in a plan directory."""
+"""Reason that keeps a plan out of a plan directory."""
 _ENGINE = re.compile(r'^\{"engineId":(\d+)')
 _REASON = re.compile(r"Reason:\s*(.+)$")
 _PLAN = re.compile(r"^\s*\[\d+\]\s+(\S+?):\s+(.+)$")
 
 
 def refusal(name: str, graph: FrontendGraph, operands: list[Any], error: GraphNotSupportedError) -> GraphNotSupportedError:
-    """Return the error of a build that was refused."""
+    """Return the error of a build that cuDNN refused."""
     nodes = " -> ".join(map(_title, graph.nodes)) or "a graph without nodes"
     arrays = "; ".join(
         f"{tensor.name} {getattr(tensor.data_type, 'name', 'of no type')} {tuple(tensor.dim)} strides {tuple(tensor.stride)}"
@@ -48,13 +51,15 @@ def refusal(name: str, graph: FrontendGraph, operands: list[Any], error: GraphNo
 
 
 def shorten(answer: str) -> str:
-    """Bring cuDNN's answer of many lines to its first, and to the distinct reasons with the engines or plans that gave them.
+    """Shorten cuDNN's answer to its first line and the distinct reasons.
 
-    What an engine's own lines begin with is the cause; the others are where the cause was passed on.
+    Each reason names the engines or plans that gave it. The first reason among the lines of an engine is the cause. The later
+    lines only report where cuDNN passed the cause on.
     """
     head, *lines = [line.strip() for line in answer.splitlines() if line.strip()] or [""]
     reasons: dict[str, list[str]] = {}
-    engine: str | None = None  # whose lines these are; empty once its cause was read
+    # The engine of the current lines. The text is empty once the cause was read.
+    engine: str | None = None
     for line in lines:
         if found := _ENGINE.search(line):
             engine = f"engine {found[1]}"
@@ -81,12 +86,14 @@ DEFAULTS = {"intermediate_dtype": np.dtype(np.float32), "compute_dtype": np.dtyp
 
 
 class Builder(Protocol):
-    """What plans are built with: a device of a pool (`OnDevice`), or a described one.
+    """The device that plans are built for.
+
+    It is a device of a pool (`OnDevice`), or a described device.
 
     Attributes
     ----------
     device : int
-        Ordinal.
+        Device ordinal.
     """
 
     device: int
@@ -97,33 +104,43 @@ class Builder(Protocol):
     def compile(
         self, graph: FrontendGraph, operands: Sequence[Any], *, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> Executable:
-        """Plan and build it; see `handlepool.drivers.protocol.Driver.compile`."""
+        """Plan and build a graph; see `handlepool.drivers.protocol.Driver.compile`."""
 
     def zeros(self, name: str, output: Layout, title: str) -> Executable:
-        """Return a kernel that fills an array with zeros; name and title are for messages."""
+        """Return a kernel that fills an array with zeros.
+
+        ``name`` and ``title`` are for messages.
+        """
 
     def plan_environment(self) -> str:
-        """Return what plans depend on beside their graph; see `handlepool.drivers.protocol.Driver.plan_environment`."""
+        """Return the environment that plans depend on, beside their graph.
+
+        See `handlepool.drivers.protocol.Driver.plan_environment`.
+        """
 
 
 class OnDevice:
-    """The current device, whose builder handle graphs are planned with, as a `Builder`."""
+    """The current device as a `Builder`.
+
+    The device's builder handle plans the graphs.
+    """
 
     def __init__(self, slots: DeviceSlots, driver: Driver) -> None:
         self.device = slots.device
         self._slots = slots
         self._driver = driver
-        self._stream = driver.current_stream(slots.device)  # kept, so that this thread's slot on it stays this thread's
+        # Keep the stream alive, so that this thread's slot on the stream stays with this thread.
+        self._stream = driver.current_stream(slots.device)
 
     def new_graph(self, **settings: object) -> Any:
-        """As of the driver."""
+        """Return the driver's empty graph."""
         return self._driver.new_graph(**settings)
 
     def _own(self) -> Handle | None:
-        """Return this thread's handle of its current stream, or None: a saved plan is read with it, and needs it no longer.
+        """Return this thread's handle of its current stream, or None.
 
-        One more handle would take two milliseconds. A finaliser that launches meanwhile finds this one bound elsewhere, and binds
-        it anew.
+        Reading a saved plan needs a handle, and the plan needs no handle afterwards. Another handle would take 2 ms. A
+        finaliser that launches meanwhile finds this handle bound to another stream, and binds it again.
         """
         slot = slot_on_stream(self._stream)
         mine = slot is not None and slot.owner is self._slots.status and slot.device == self.device and slot.intact
@@ -135,17 +152,21 @@ class OnDevice:
         """Have the driver compile, without harm to a capture."""
         handles = self._slots.handles
         with handles.building(), self._driver.relaxed():
+            # Only reading a saved plan can do with this thread's handle. An existing builder handle costs nothing more.
             own = None if settings.get("saved") is None or handles.builder else self._own()
             handle = own or handles.for_building()
             return self._driver.compile(graph, operands, handle=handle, copies=copies, **settings)
 
     def zeros(self, name: str, output: Layout, title: str) -> Executable:
-        """Return a kernel that fills an array with zeros: a sum of no arrays."""
+        """Return a kernel that fills an array with zeros.
+
+        The kernel is a sum of no arrays.
+        """
         with self._slots.handles.build_lock, self._driver.relaxed():
             return self._driver.kernel(Add(), (output,), name=name, titles=(title,))
 
     def plan_environment(self) -> str:
-        """As of the driver."""
+        """Return the driver's environment."""
         return self._driver.plan_environment()
 
 
@@ -161,20 +182,22 @@ def build(
 ) -> Plan:
     """Build one plan.
 
-    ``index`` chooses among the candidates, and ``choose`` is the plan's own. ``compare`` is called with the plan, and with the
-    graph as it was asked for and its real tensors, to raise where the plan is wrong. Where ``files`` have the plan, it is not
-    built, but for ``anew``.
+    ``index`` chooses among the candidates, and ``choose`` belongs to the plan. ``compare`` gets the plan, the graph as asked for,
+    and the real tensors of that graph. It raises if the plan is wrong. If ``files`` have the plan, the plan is not built, except
+    with ``anew``.
     """
     name = recipe.name
     if recipe.check is not None:
         recipe.check(request.layouts, request.outs, **request.options)
     recipe.signature.check_options(name, request.options)
+    # The rightmost settings win: the request's, then the decorator's, then the defaults.
     settings = DEFAULTS | dict(recipe.settings) | dict(normalise(dict(request.settings)))
     own = {"name": name} | {key: value for key, value in settings.items() if key in GRAPH_SETTINGS}
     drafted = draft(recipe, request, lambda: builder.new_graph(**own))
     graph, outputs = drafted.graph, drafted.outputs
     inputs, given = drafted.operands()
-    scalar = all(not layout.shape for layout in request.layouts)  # declared as one element along one axis
+    # A scalar is declared as one element along one axis.
+    scalar = all(not layout.shape for layout in request.layouts)
     try:
         shapes = _measure(name, drafted, inputs, given, scalar, settings)
         layouts = tuple(_layout(tensor, scalar) for tensor in outputs)
@@ -193,6 +216,7 @@ def build(
             _choose=choose,
             asked=(recipe.function, recipe.settings, request),
         )
+        # No driver gets an extent of 0, so a graph with an empty array has a plan of its own.
         if any(0 in tensor.dim for tensor in operands):
             return made(without_empty(graph, len(inputs), layouts, name, titles, partial(builder.zeros, name)), in_place=())
         copies = conform(
@@ -211,7 +235,8 @@ def build(
             taken = scratch_of(copies)
             if taken > limit:
                 raise GraphNotSupportedError(f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}")
-            # Copies begin at a multiple behind the plan's own scratch, which is rounded up for that.
+            # Copies begin behind the plan's own scratch, at a multiple of the alignment. So the limit for the plan itself is
+            # rounded down to a multiple.
             asked["workspace_limit"] = (limit - taken) // ALIGNMENT * ALIGNMENT if taken else limit
         make = partial(builder.compile, graph, operands, copies=copies, name=name, titles=titles)
         key = "" if files is None else plan_key(graph, operands, asked, builder.plan_environment())
@@ -220,19 +245,23 @@ def build(
             try:
                 executable = make(saved=saved)
             except GraphNotSupportedError:
+                # The driver refused the saved plan, so drop the plan and build a new plan below.
                 files.reject(key)
         if executable is None:
             executable = make(**asked)
     except GraphNotSupportedError as error:
         raise refusal(name, graph, [*inputs, *outputs], error) from error
+    # Only a graph of pointwise nodes reads each input element for the output element at the same place alone.
     pointwise = all(node.node_type.name == "POINTWISE" for node in graph.nodes)
     in_place = at_their_places(drafted.taken(), layouts) if pointwise else ()
     plan = made(executable, in_place=in_place, copies=copies, key=key)
     if compare is not None:
-        original = draft(recipe, request, lambda: builder.new_graph(**own))  # `conform` has changed the first one
+        # `conform` has changed the first graph, so draft the graph again.
+        original = draft(recipe, request, lambda: builder.new_graph(**own))
         inputs, given = original.operands()
         _measure(name, original, inputs, given, scalar, settings)
         compare(plan, original.graph, [*inputs, *original.outputs])
+    # An untried plan comes from the directory, so it need not be saved again.
     if index is None and not executable.untried:
         save(plan, files)
     return plan
@@ -246,8 +275,11 @@ def _measure(
     scalar: bool,
     settings: Mapping[str, Any],
 ) -> dict[int, Shape]:
-    """Give every tensor of a graph a shape, and its outputs the strides of the arrays that they were given; the shapes."""
-    # The graph was made without a type for what leaves its type open, so that an array can give it.
+    """Give every tensor of a graph a shape; return the shapes.
+
+    An output takes the strides of its array, if it was given an array.
+    """
+    # A graph made without a type leaves tensors untyped. So the first array gives them their type.
     io_dtype = frontend.data_type(settings.get("io_dtype") or frontend.numpy_dtype(inputs[0].data_type))
     drafted.graph.context.io_data_type = io_dtype
     shapes = infer(drafted.graph, drafted.outputs, io_dtype=io_dtype)
@@ -259,7 +291,10 @@ def _measure(
 
 
 def save(plan: Plan, files: PlanDirectory | None) -> None:
-    """Keep a plan in a plan directory, in the place of the one that its graph had there."""
+    """Keep a plan in a plan directory.
+
+    The plan replaces the graph's earlier plan there.
+    """
     if files is not None and plan.key and (saved := plan.executable.save()) is not None:
         files.save(plan.key, saved)
 
@@ -267,8 +302,8 @@ def save(plan: Plan, files: PlanDirectory | None) -> None:
 def _multiplies_float32(graph: FrontendGraph) -> bool:
     """Whether a graph has a product of float32 matrices.
 
-    On an H200 with cuDNN 9.19 every plan of four such products had an error of 3e-4, also those without the note TENSOR_CORE.
-    Of a fifth, with one row, the plans without that note were exact; nothing tells such products from the others.
+    On an H200 with cuDNN 9.19, every plan of four such products had an error of 3e-4, even without the note TENSOR_CORE. For a
+    fifth product, with one row, the plans without that note were exact. No property tells such products apart.
     """
     single = frontend.data_type("float32")
     products = [node for node in graph.nodes if node.node_type.name == "MATMUL"]
@@ -281,12 +316,13 @@ def _layout(tensor: FrontendTensor, scalar: bool) -> Layout:
 
 
 def _number(operands: list[Any]) -> None:
-    """Make uids ascend in the order of the operands, since the raw entry takes its pointers in that order.
+    """Make uids ascend in the order of the operands.
 
-    Uids that a caller set stay where they ascend already.
+    The raw entry takes its pointers in the order of the uids. Uids that a caller set stay if they ascend already.
     """
     uids = [tensor.uid for tensor in operands]
     if uids != sorted(uids):
-        first = max(uids) + 1_000_000  # beyond every uid that the frontend gave in this graph
+        # This offset lies beyond every uid that the frontend gave in this graph.
+        first = max(uids) + 1_000_000
         for number, tensor in enumerate(operands):
             tensor.set_uid(first + number)

@@ -1,11 +1,11 @@
-"""Plans of calls with empty arrays, so that no driver gets an extent of 0.
+"""Plan calls with empty arrays.
 
-There is one rule for all that is launched:
+No driver then gets an extent of 0. Every launch follows the same rules:
 
 - A result without elements launches nothing.
 - A sum over no elements is 0, as in torch. So a convolution, a gradient or a matrix product over an empty axis writes zeros.
 - An empty array contributes nothing to a concatenation.
-- Any other result with elements of an empty array is refused.
+- The pool refuses any other empty array whose result has elements.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,22 +19,24 @@ from handlepool.tensors.inference import title
 from handlepool.tensors.layout import Layout
 
 _SUMS = ("CONV_FPROP", "CONV_DGRAD", "CONV_WGRAD", "MATMUL")
-"""Kinds of nodes that give zeros where they sum over nothing."""
+"""Kinds of nodes that give zeros for a sum over no elements."""
 _TYPES = ("float16", "bfloat16", "float32")
-"""Types that the kernel writes zeros of, by NumPy's names."""
+"""Types that the kernel can fill with zeros, by NumPy's names."""
 
 
 class WithoutEmpty:
-    """An executable that launches another one with some of its operands, or launches nothing.
+    """An executable that launches another executable, or nothing.
+
+    The inner executable gets only the operands that have elements.
 
     Parameters
     ----------
     name : str
-        Of the function, for messages.
+        Name of the function, for messages.
     titles : sequence of str
         Names of the operands, for messages.
     inner : Executable, optional
-        The launch, if there is one.
+        The executable to launch, if any.
     places : sequence of int
         Places of the operands that ``inner`` takes.
     """
@@ -60,6 +62,7 @@ class WithoutEmpty:
         if self._inner is None:
             return
 
+        # The plan's check expects an address for each operand, so an empty operand gets address 0.
         def check_all(addresses: Sequence[int]) -> None:
             every = [0] * len(operands)
             for place, address in zip(self._places, addresses, strict=False):
@@ -89,12 +92,12 @@ def without_empty(
     Parameters
     ----------
     graph : cudnn.pygraph
-        Its shapes were inferred, so that they fit.
+        The graph, with inferred shapes.
     inputs : int
         Number of inputs.
     outputs : sequence of Layout
     name : str
-        Of the function, for messages.
+        Name of the function, for messages.
     titles : sequence of str
         Names of the operands, for messages.
     zeros : callable
@@ -103,11 +106,12 @@ def without_empty(
     Raises
     ------
     GraphNotSupportedError
-        For a result with elements that is more than one sum over nothing.
+        For a result with elements that is more than a single sum over no elements.
     """
     if not any(layout.size for layout in outputs):
         return WithoutEmpty(name, titles)
     nodes = graph.nodes
+    # A later node may turn the zeros of a sum into other values, so only a single sum is certain to give zeros.
     if len(nodes) > 1 or nodes[0].node_type.name not in _SUMS or outputs[0].dtype.name not in _TYPES:
         raise GraphNotSupportedError(
             f"an array is empty, and the result of {title(nodes[-1])} is not, {outputs[0].shape}: only a convolution or a matrix "

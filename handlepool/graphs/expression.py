@@ -1,7 +1,7 @@
 """Trace Python functions over elements into expressions.
 
-A function is called once with `Traced` values, which note each operation in a `Trace`. Known are operators, the functions of
-`VOCABULARY` and NumPy's functions of the same names. Any other use of a traced value is a `TraceError`.
+The trace calls a function once with `Traced` values, which note each operation in a `Trace`. A function may use operators, the
+functions of `VOCABULARY`, and NumPy's functions of the same names. Any other use of a traced value raises a `TraceError`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MOST_STEPS = 2000
 FLOATING = ("float16", "bfloat16", "float32")
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32")
 TYPES = (*FLOATING, *INTEGERS, "bool")
-"""Types of arrays that are taken, by NumPy's names."""
+"""Types of the arrays that a function takes, by NumPy's names."""
 NUMBER = "number"
-"""The type of a value made of Python's numbers alone."""
+"""The type of a value made only of Python's numbers."""
 
 
 class Traced:
@@ -41,7 +41,7 @@ class Traced:
     """
 
     __slots__ = ("kind", "number", "shape", "trace")
-    # CuPy's arrays leave operators to the class of the higher priority.
+    # CuPy's arrays leave operators to the class with the higher priority.
     __array_priority__ = 1000
     __hash__ = None  # type: ignore[assignment]
 
@@ -252,7 +252,7 @@ class Trace:
     _known: dict[Step, int] = field(default_factory=dict)
 
     def apply(self, operation: str, values: Sequence[Any]) -> Traced:
-        """Take note of an operation on values, traced or Python's."""
+        """Record an operation on traced values or Python numbers."""
         takes, gives = OPERATIONS[operation]
         if len(values) != len(takes):
             raise TraceError(f"{self.name}: {operation} takes {len(takes)} values and was given {len(values)}")
@@ -268,18 +268,19 @@ class Trace:
         return self._step(Step(operation, tuple(operand.number for operand in operands)), self._shape(operation, operands), kind)
 
     def cast(self, value: Traced, name: str, asked: object) -> Traced:
-        """Take note of a change of type."""
+        """Record a change of type."""
         if name == "bool":
             return self._as_truth(value)
         if name not in FLOATING:
             raise TraceError(f"{self.name}: astype({shown(asked)}); it takes {', '.join(FLOATING)} and bool")
         number = self._as_number(value)
+        # Kernels compute in float32, so a change to float32 needs no step.
         if name != "float32":
             number = self._step(Step(f"as_{name}", (number.number,)), number.shape, name)
         return Traced(self, number.number, number.shape, name)
 
     def expression(self, result: object, titles: Sequence[str]) -> tuple[Expression, Traced]:
-        """Return the expression of a result, without unneeded steps, and the result."""
+        """Return the expression of a result without unneeded steps, and the result."""
         if not isinstance(result, Traced):
             raise TraceError(
                 f"{self.name} returned {shown(result)}; it must return one value that it computes from its arguments, so write a "
@@ -288,18 +289,21 @@ class Trace:
         traced = self._own(result)
         first, last = self.inputs + self.numbers, traced.number
         if last >= first and self._steps[last - first].operation == f"as_{traced.dtype.name}":
-            # The output is rounded to its type in any case.
+            # The kernel rounds the output to its type in any case, so the last rounding step is not needed.
             (last,) = self._steps[last - first].sources
         needed = {last}
+        # A step comes after its sources, so a single backward pass finds all needed steps.
         for place in reversed(range(len(self._steps))):
             if first + place in needed:
                 needed.update(self._steps[place].sources)
+        # A launch would wait for an unused array, so refuse such a function.
         unused = [title for place, title in enumerate(titles) if place not in needed]
         if unused:
             raise TraceError(
                 f"{self.name}: the result does not depend on {', '.join(unused)}, for which a launch would wait nevertheless; "
                 f"take it out of the function"
             )
+        # Without the unneeded steps, the remaining steps get consecutive numbers.
         kept = [place for place in range(len(self._steps)) if first + place in needed]
         numbers = {**{place: place for place in range(first)}, **{first + old: first + new for new, old in enumerate(kept)}}
         steps = [
@@ -309,6 +313,7 @@ class Trace:
         return Expression(self.inputs, self.numbers, tuple(steps), numbers[last]), traced
 
     def _step(self, step: Step, shape: tuple[int, ...], kind: str) -> Traced:
+        # Equal steps share a number, so that the kernel computes a repeated subexpression once.
         number = self._known.get(step)
         if number is None:
             if len(self._steps) == MOST_STEPS:
@@ -318,6 +323,7 @@ class Trace:
         return Traced(self, number, shape, kind)
 
     def _own(self, value: Traced) -> Traced:
+        # A function can store a traced value outside, for example in a global, and use it in a later call.
         if value.trace is not self:
             raise TraceError(
                 f"{self.name} uses a traced value that another call of {value.trace.name} left behind, and it stands for no "
@@ -362,12 +368,13 @@ def as_number(what: str, value: object) -> float:
     Raises
     ------
     TraceError
-        For anything else.
+        For any other value.
     """
     if isinstance(value, (int, float, np.floating, np.integer)):
         try:
             return float(value)
         except OverflowError:
+            # A Python integer can exceed the range of a float. It then counts as infinite.
             return float("inf") if value > 0 else float("-inf")
     if isinstance(value, (complex, np.complexfloating)):
         raise TraceError(f"{what} was given {shown(value)}: numbers are real here; compute the two parts apart")
@@ -377,12 +384,12 @@ def as_number(what: str, value: object) -> float:
 
 
 def broadcast(what: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape that shapes broadcast to.
+    """Return the shape that all given shapes broadcast to.
 
     Raises
     ------
     ArgumentError
-        For shapes that do not.
+        For shapes that do not broadcast.
     """
     try:
         return np.broadcast_shapes(*shapes)
@@ -394,10 +401,10 @@ def broadcast(what: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def promoted(kinds: Sequence[str]) -> str:
-    """Return the type of a result of values of these types.
+    """Return the type of a result, from the types of its values.
 
-    The only floating type decides, and float32 where two meet. Without a floating type the result is float32 where an array takes
-    part, and `NUMBER` otherwise.
+    A single floating type decides. Two different floating types give float32. Without a floating type, the result is float32 if
+    an array takes part, and `NUMBER` otherwise.
     """
     floating = {kind for kind in kinds if kind in FLOATING}
     if floating:
@@ -413,12 +420,12 @@ def trace(
     Parameters
     ----------
     name : str
-        For messages.
+        Name for messages.
     function : callable
     arguments : sequence of Layout or None
         The layout of each positional array. None stands for a number that a launch brings.
     options : dict
-        The keywords.
+        The keyword arguments.
 
     Returns
     -------
@@ -429,7 +436,7 @@ def trace(
     Raises
     ------
     ArgumentError
-        For shapes and types that cannot be taken.
+        For shapes or types that the trace does not take.
     TraceError
         For a function that does more than a kernel over elements can.
     """
@@ -451,7 +458,8 @@ def trace(
         value = function(*values, **options)
     except HandlePoolError:
         raise
-    except TypeError as error:  # as of CuPy's functions, which take arrays alone
+    # CuPy's functions raise TypeError, for example, because they take only arrays.
+    except TypeError as error:
         raise TraceError(f"{name}: {error}. {_known_functions()}") from error
     expression, result = made.expression(value, titles)
     dtype, shape = result.dtype, result.shape

@@ -1,27 +1,31 @@
-"""The forms of operands that cuDNN is known to compute rightly (guarantee 18), and the copies that bring the others into one.
+"""Choose forms of operands that cuDNN computes rightly (guarantee 18).
 
-cuDNN takes graphs that it computes wrongly, and some whose kernels end the context. What is right was measured: up to eight plans
-each of some thousand graphs against float64, by ``benchmarks/geometries.py``, with its tables in
-``benchmarks/results/geometries``. From them, for each kind of graph:
+Every form is known to be right from measurements. The module also plans the copies that bring other operands into such a form.
+cuDNN accepts graphs that it computes wrongly. The kernels of some graphs even end the context. Measurements show the right
+forms: up to eight plans each of some thousand graphs against float64, by ``benchmarks/geometries.py``. The tables are in
+``benchmarks/results/geometries``. They give these rules for each kind of graph:
 
-- *Pointwise nodes alone* are right over two axes without gaps, declared as (M, N, 1, 1) with N innermost, where an operand fills
-  both, repeats along either, or is one element. So the axes are merged to two, in the order of the first output's memory.
-- *A convolution alone*, or a gradient, takes images and filters without gaps, contiguous or channels-last in any mixture, and
-  images that are channels-last with gaps. With a bias alone, what has no gaps. With more behind it, what is channels-last without
-  gaps; addends fill the output, or are one for each channel, or one element. Contiguous arrays are right with a bias and relu.
-  Padding is the same on both sides. A loss is the whole result of the image; where its last rows or columns are missing, as they
-  may be in a transposed convolution, zeros are appended.
-- *A matrix product* has three axes; its factors are contiguous or transposed, and without anything behind it so is its output,
-  gaps allowed. With more behind it, the rest is contiguous; addends fill it, repeat along the batch, or are a row, a column, or
-  one element.
-- *Attention* takes queries, keys, values and outputs (N, H, L, E) whose last axis is innermost, behind N, H, L or N, L, H, gaps
-  allowed: the layouts that cuDNN's documentation names. A bias is contiguous and of the scores' whole shape.
-- Of *reductions* alone nothing wrong was seen without gaps, contiguous or channels-last. Reductions among other nodes, reshape,
-  transpose and concatenate were not measured, and are refused: the host driver would compute what a GPU may not. What it cannot
-  compute either (`docs/nodes.md`) was not measured, too: its operands are brought into such a form.
+- *Pointwise nodes alone* are right over two axes without gaps, declared as (M, N, 1, 1) with N innermost. An operand fills both
+  axes, repeats along one axis, or is one element. So the axes are merged to two, in the order of the first output's memory.
+- *A convolution alone*, or a gradient, takes images and filters without gaps, contiguous or channels-last in any mixture. It
+  also takes images that are channels-last with gaps. With a bias alone, operands have no gaps. With more nodes after it,
+  operands are channels-last without gaps. Addends then fill the output, or have one element for each channel, or one element.
+  Contiguous arrays are right with a bias and relu. Padding is the same on both sides. A loss is the whole result of the image.
+  The last rows or columns of a loss may be missing in a transposed convolution. Then zeros are appended.
+- *A matrix product* has three axes. Its factors are contiguous or transposed. Without nodes after it, the same holds
+  for its output, and gaps are allowed. With more nodes after it, the other operands are contiguous. Addends fill the output,
+  repeat along the batch, or are a row, a column, or one element.
+- *Attention* takes queries, keys, values and outputs (N, H, L, E) whose last axis is innermost. The other axes are in the order
+  N, H, L or N, L, H, gaps allowed. cuDNN's documentation names these layouts. A bias is contiguous and has the scores' whole
+  shape.
+- *Reductions* alone showed no error without gaps, contiguous or channels-last. Reductions among other nodes, reshape, transpose
+  and concatenate were not measured. The module refuses them, because the host driver would compute graphs that a GPU may not.
+  Nodes that the host driver cannot compute (`docs/nodes.md`) were not measured either. Their operands are brought into the form
+  for reductions.
 
-An operand in another form is copied into scratch before the launch, or out of it afterwards, on the launch's own stream, up to
-`operand_forms.MOST_COPIED` bytes. A larger operand is refused. Both drivers ask the rule when a geometry is first seen.
+A launch copies an operand in another form into scratch before, or out of scratch afterwards, on the launch's own stream. It
+copies up to `operand_forms.MOST_COPIED` bytes. A larger operand is refused. Both drivers apply the rule at the first call of a
+geometry.
 """
 
 import math
@@ -48,9 +52,15 @@ from handlepool.tensors.inference import Convolution, Shape, axis_order, dense_s
 
 _UNMEASURED = ("RESHAPE", "TRANSPOSE", "CONCATENATE")
 BEHIND_A_SUM = (None, "relu")
-"""Activations that were measured behind a convolution and an addend as large as the output, in one plan."""
+"""Activations measured after a convolution and an addend, in one plan.
+
+The addend is as large as the output.
+"""
 BEHIND_A_PRODUCT = (None, "relu", "sigmoid", "gelu", "swish")
-"""And behind a matrix product. Of tanh far from zero, which an engine for convolutions gets wrong, nothing was measured."""
+"""Activations measured after a matrix product.
+
+No measurement covers tanh far from zero, which an engine for convolutions computes wrongly.
+"""
 
 
 def conform(
@@ -62,24 +72,26 @@ def conform(
     copying: bool = True,
     misaligned: Iterable[int] = (),
 ) -> tuple[OperandCopy, ...]:
-    """Declare the operands of a graph in forms that cuDNN computes rightly, and say what is to be copied for that.
+    """Declare a graph's operands in right forms, and return the needed copies.
+
+    cuDNN is known to compute the declared forms rightly.
 
     Parameters
     ----------
     graph : cudnn.pygraph
-        Every tensor has its shape, and every real one strides and a type. Changed in place.
+        The graph, changed in place. Every tensor has its shape, and every real tensor has strides and a type.
     operands : sequence of graph tensor
         Inputs, then outputs.
     inputs : int
         Number of inputs.
     shapes : mapping
-        What `infer` returned.
+        The shapes that `infer` returned.
     called : callable
-        What messages call an operand, by its place.
+        Returns the name of an operand for messages, by its place.
     copying : bool
         Whether operands may be copied.
     misaligned : iterable of int
-        Places of the vectors that begin where no launch takes them: they are copied in any case.
+        Places of the vectors that begin where no launch takes them. They are copied in any case.
 
     Returns
     -------
@@ -88,9 +100,9 @@ def conform(
     Raises
     ------
     ArgumentError
-        For an operand that would have to be copied, and is too large for that.
+        For an operand that needs a copy, and is too large for a copy.
     GraphNotSupportedError
-        For a graph that has no form which is known to be right, or none without copies where there are to be none.
+        For a graph without a form known to be right. With ``copying=False``, also for a graph whose only such form needs copies.
     """
     for node in graph.nodes:
         if node.node_type.name in _UNMEASURED:
@@ -120,7 +132,8 @@ def conform(
     else:
         for place in range(len(operands)):
             forms.require(place, ("contiguous", "channels-last"))
-    for place in set(misaligned) - {copy.operand for copy in forms.copies}:  # in a form that is right, so without gaps
+    # A vector in a right form has no gaps, so one axis describes it.
+    for place in set(misaligned) - {copy.operand for copy in forms.copies}:
         forms.copy(place, (math.prod(forms.given[place][0]),), (1,), always=True)
     return tuple(forms.copies)
 
@@ -154,6 +167,7 @@ def _pointwise(forms: OperandForms) -> None:
         chosen = [parts(place, split) for place in range(len(steps))]
         return sum(math.prod(shape) * size for (shape, _, fits), size in zip(chosen, sizes, strict=True) if not fits)
 
+    # Choose the split of the axes whose copies take the fewest bytes.
     split = min(range(len(axes) + 1), key=cost)
     fills = []
     for place, each in enumerate(steps):
@@ -162,14 +176,16 @@ def _pointwise(forms: OperandForms) -> None:
             forms.copy(place, shape, along)
         fills.append((split > 0, split < len(axes)) if place in whole else (any(each[:split]), any(each[split:])))
     size, columns = math.prod(extents), math.prod(extents[split:])
-    if size == 1:  # cuDNN has no plan for one element: eight equal ones are computed
+    # cuDNN has no plan for one element, so compute eight equal elements.
+    if size == 1:
         size = columns = 8
         fills = [(False, True)] * len(fills)
+        # The copies planned above do not have eight elements, so plan them again.
         forms.copies.clear()
         for place in range(len(fills)):
             forms.copy(place, (1,) if place >= forms.inputs else (8,), (0,), elements=8)
     elif all(rows == its for rows, its in fills) or columns in (1, size):
-        # Rows of a length that vector loads and the kernel's tiles divide, where the size has such a divisor.
+        # Vector loads and the kernel's tiles divide rows of this length, if the size has such a divisor.
         fills = [(rows or its,) * 2 for rows, its in fills]
         columns = math.gcd(size, 256)
         if columns < 8:
@@ -178,21 +194,27 @@ def _pointwise(forms: OperandForms) -> None:
 
 
 def _operands_to_expand(forms: OperandForms, steps: Sequence[Sequence[int]]) -> set[int]:
-    """Return the operands to be copied to the whole extent, so that each node has an input of that.
+    """Return the operands that need a copy to the whole extent.
 
-    Where all of a node's repeat along some axis, cuDNN has no plan, or computes a node behind it wrongly.
+    Each node then has an input of the whole extent. If all inputs of a node repeat along some axis, cuDNN has no plan, or
+    computes a later node wrongly.
     """
     whole: set[int] = set()
     for node in forms.graph.nodes:
         places = [forms.places.get(tensor.uid) for tensor in node.inputs.values() if not tensor.is_pass_by_value]
         given = [place for place in places if place is not None]
         if len(given) == len(places) and not any(place in whole or all(steps[place]) for place in given):
+            # A single whole input is enough, so copy only the first input.
             whole.update(given[:1])
     return whole
 
 
 def _dense_axes(steps: Sequence[int], extents: Sequence[int], split: int) -> tuple[list[int], list[int], bool]:
-    """Find the axes along which an operand does not repeat on either side of a split, its steps, and whether it is dense so."""
+    """Return an operand's non-repeated extents and steps for a split.
+
+    The operand keeps a side of the split if it does not repeat along all axes of that side. The last result says whether the kept
+    axes are dense.
+    """
     shape: list[int] = []
     along: list[int] = []
     for part in (slice(None, split), slice(split, None)):
@@ -203,7 +225,10 @@ def _dense_axes(steps: Sequence[int], extents: Sequence[int], split: int) -> tup
 
 
 def _declare_rows(forms: OperandForms, fills: Sequence[tuple[bool, bool]], rows: int, columns: int) -> None:
-    """Declare every tensor as (rows, columns, 1, 1), with 1 where it repeats."""
+    """Declare every tensor as (rows, columns, 1, 1).
+
+    An extent is 1 where the tensor repeats.
+    """
     by_uid: dict[int, tuple[bool, bool]] = {}
     for tensor, fill in zip(forms.operands, fills, strict=True):
         by_uid[tensor.uid] = fill
@@ -247,7 +272,8 @@ def _convolution(forms: OperandForms, node: FrontendNode) -> None:
     result = forms.operands[forms.inputs :]
     full = tuple(result[0].dim)
     used_again(forms, node, full)
-    single = len(result) == 1 and max(full[2:]) > 1  # of an output of one pixel, contiguous and channels-last are the same
+    # For an output of one pixel, contiguous and channels-last are the same.
+    single = len(result) == 1 and max(full[2:]) > 1
     modes = [other.params.get("mode") for other in behind]
     added = [place for place in extras if place < forms.inputs]
     biased = single and modes[0] in ("bias", "add") and len(added) == 1 and is_per_channel(forms.operands[added[0]], full)
@@ -269,7 +295,10 @@ def _convolution(forms: OperandForms, node: FrontendNode) -> None:
 
 
 def _add_spatial_axis(forms: OperandForms, node: FrontendNode) -> None:
-    """Make one spatial axis two: with an activation cuDNN has no plans for one."""
+    """Turn one spatial axis into two.
+
+    cuDNN has no plans for one spatial axis with an activation.
+    """
     for name, fill in (("padding", 0), ("pre_padding", 0), ("post_padding", 0), ("stride", 1), ("dilation", 1)):
         value = node.params.get(name)
         if value is not None:
@@ -283,11 +312,13 @@ def _add_spatial_axis(forms: OperandForms, node: FrontendNode) -> None:
 
 
 def _symmetrise_padding(forms: OperandForms, node: FrontendNode) -> None:
-    """Pad alike on both sides, and give and take so much more: a padding that differs from side to side was not measured.
+    """Pad equally on both sides, and extend the output accordingly.
 
-    As far as the larger side needs it, in whole steps, so that what is wanted is a part of what comes out.
+    Unequal padding was not measured. The padding grows in whole steps until it covers the larger side. The wanted output is
+    then a part of the computed output.
     """
-    if node.params.get("pre_padding") is None:  # nor is the other: `infer` has checked them
+    # `post_padding` is then None as well: `infer` has checked both.
+    if node.params.get("pre_padding") is None:
         return
     first, second = (forms.shapes[tensor.uid] for tensor in list(node.inputs.values())[:2])
     how = Convolution.of(node, len(first))
@@ -320,9 +351,10 @@ def _symmetrise_padding(forms: OperandForms, node: FrontendNode) -> None:
 
 
 def _complete_loss(forms: OperandForms, node: FrontendNode) -> None:
-    """Append zeros to a loss that lacks rows or columns of the result that the image leads to; see `Convolution.transposes`.
+    """Append zeros to a loss that lacks rows or columns.
 
-    cuDNN was measured with losses of the whole result alone.
+    The image leads to a result with these rows or columns; see `Convolution.transposes`. cuDNN was measured only with losses of
+    the whole result.
     """
     if node.node_type.name != "CONV_DGRAD":
         return
@@ -346,11 +378,13 @@ def _matmul(forms: OperandForms, node: FrontendNode) -> None:
     full = tuple(forms.operands[forms.inputs].dim)
     alone = len(forms.graph.nodes) == 1
     again = used_again(forms, node, full)
+    # cuDNN computes the nodes after a single element per pair wrongly.
     if not alone and full[1:] == (1, 1):
         raise GraphNotSupportedError(
             f"{title(node)} makes one element of each pair, and cuDNN computes what comes behind that wrongly; make it a graph "
             f"function of its own"
         )
+    # A factor that a later node takes as well must also have the form that the later node needs.
     factors = {node.inputs["A"].uid, node.inputs["B"].uid} - again
     addends = (full, (1, *full[1:]), (1, 1, full[2]), (1, full[1], 1), (1, 1, 1))
     for place, tensor in enumerate(forms.operands):
@@ -367,13 +401,18 @@ def _matmul(forms: OperandForms, node: FrontendNode) -> None:
 
 
 def _one_matrix(forms: OperandForms, node: FrontendNode) -> None:
-    """Where the second factor is one for all, make one product of all rows; as far as memory allows, fewer and larger parts."""
+    """Merge all rows into one product.
+
+    All batches must share the second factor. The merge happens as far as the memory layout allows. It leaves fewer and larger
+    parts.
+    """
     full = tuple(forms.operands[forms.inputs].dim)
     rows = []
     for tensor in forms.operands:
         dim = tuple(tensor.dim)
         if tensor.uid != node.inputs["B"].uid and dim[:-1] == full[:-1]:
             axes = [(extent, step) for extent, step in zip(dim, tensor.stride[:-1], strict=False) if extent > 1]
+            # Gaps between the batches keep their rows from becoming the rows of a single product.
             if any(step != extent * inner for (_, step), (extent, inner) in pairwise(axes)):
                 return
             rows.append((tensor, axes[-1][1] if axes else dim[-1]))
@@ -387,9 +426,10 @@ def _one_matrix(forms: OperandForms, node: FrontendNode) -> None:
 
 
 def _three_axes(forms: OperandForms, node: FrontendNode) -> None:
-    """Declare every tensor with one batch axis: cuDNN has no plans for none, nor for two.
+    """Declare every tensor with exactly one batch axis.
 
-    What repeats along some batch axes alone is repeated by a copy; an addend, along rows and columns as well, as it then must.
+    cuDNN has no plans for tensors without a batch axis, nor with two. A copy repeats a factor that repeats along some batch axes
+    only. A copy repeats such an addend along rows and columns as well, because the measured forms of addends require it.
     """
     batches = [tuple(tensor.dim)[:-2] for tensor in forms.operands]
     batch, matrix = tuple(map(max, *batches)), tuple(forms.operands[forms.inputs].dim)[-2:]
@@ -406,6 +446,7 @@ def _three_axes(forms: OperandForms, node: FrontendNode) -> None:
             forms.expand(place, (*batch, *(dim[-2:] if factor else matrix)), "contiguous", factor)
             dim, steps = tuple(tensor.dim), tuple(tensor.stride)
             size, inner = math.prod(batch), [dim[-2] * dim[-1]]
+        # A tensor with a single matrix has no batch step, so choose a step beyond the matrix.
         reach = max(dim[-2] * steps[-2], dim[-1] * steps[-1], 1)
         tensor.set_dim([size, *dim[-2:]]).set_stride([inner[-1] if inner else reach, *steps[-2:]])
     forms.reshape(lambda shape: (math.prod(shape[:-2]), *shape[-2:]))

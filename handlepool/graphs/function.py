@@ -1,4 +1,7 @@
-"""Graph functions: Python functions that build a cuDNN graph, compiled once per geometry, callable from any thread and stream."""
+"""Graph functions: Python functions that build a cuDNN graph.
+
+The graph is compiled once per geometry. The function is callable from any thread and stream.
+"""
 
 from __future__ import annotations
 
@@ -43,43 +46,46 @@ from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import Layout
 
 MOST_VARIANTS = 64
-"""Variants of a graph function, by settings, that keep their plans from call to call."""
+"""Most variants of a graph function that keep their plans between calls.
+
+A variant has settings of its own.
+"""
 
 
 class GraphFunction(ArrayCall[P, R_co]):
-    """A function ``f(g, *tensors, **options)`` that builds with a `cudnn.pygraph`, as a callable over arrays. See `graph`.
+    """A callable over arrays from a function ``f(g, *tensors, **options)``.
+
+    The function builds a graph with a `cudnn.pygraph`. See `graph`.
 
     Parameters
     ----------
     function : callable
-        May be called by several threads at a time, and twice for one plan.
+        The function that builds the graph. Several threads may call it at a time, and twice for one plan.
     inputs, outputs : list of reference, optional
         As in `graph`.
     check : callable, optional
-        ``check(layouts, outs, **options)`` is called before a build, to raise what the graph could not say as clearly.
+        ``check(layouts, outs, **options)`` is called before a build, to raise clearer errors than the graph could.
     copies : bool
-        Whether operands that lie in no form which cuDNN is known to compute rightly are copied (`handlepool.graphs.forms`).
-        Without that the graph is refused, with `GraphNotSupportedError`.
+        Whether a launch may copy operands into a form that cuDNN is known to compute rightly (`handlepool.graphs.forms`). Without
+        copies, a graph with operands in another form is refused with `GraphNotSupportedError`.
     **settings
         As in `graph`.
 
-    Notes
-    -----
-    It is called with arrays, one for each tensor parameter, or for each of ``inputs=``, in that order. The keyword ``out`` is an
-    array, or a tuple of arrays: where all outputs go. Their strides decide how they lie. They share no element with each other
-    nor with an input. There is one exception: the output of a graph of pointwise nodes, if it is the only one, may be an input,
-    exactly. The other keywords are the function's own: static, hashable, a part of what a plan is compiled for. The call launches
-    on the current stream and returns ``out``, or new arrays, ready on that stream.
+    Notes ----- A call takes one array for each tensor parameter, or for each entry of ``inputs=``, in that order. The keyword
+    ``out`` is the array for the output, or a tuple of arrays for all outputs. Their strides decide the layout of the outputs.
+    They share no element with each other or with an input. There is one exception: the single output of a graph of pointwise
+    nodes may be an input, exactly. The other keywords are the function's own options. They are static, hashable, and a part of
+    the plan's key. The call launches on the current stream. It returns ``out``, or new arrays, ready on that stream.
 
-    A call raises `ArgumentError`, `ArrayTypeError` or `DeviceMismatchError` for what no call could succeed with, before anything
-    is launched. It raises `GraphNotSupportedError` when cuDNN has no plan.
+    A call raises `ArgumentError`, `ArrayTypeError` or `DeviceMismatchError` for arguments that no call could succeed with. It
+    raises them before any launch. It raises `GraphNotSupportedError` if cuDNN has no plan.
     """
 
     def __new__(cls, *_: object, **__: object) -> GraphFunction[P, R_co]:
         """Make the function that a call runs."""
 
-        # A partial of nothing: calling one is a C call that goes straight on to `call`, and calling an object with a method
-        # `__call__` costs 0.15 µs more, of the 2 that we have.
+        # The object is a `partial` without arguments. Calling a `partial` is a C call that goes straight on to `call`. An
+        # object with a method `__call__` costs 0.15 µs more per call, of a total of 2 µs.
         def call(*arrays: object, out: object = None, **options: object) -> Any:
             pool = current_pool()
             key = option_key(options) if options else ()
@@ -119,7 +125,8 @@ class GraphFunction(ArrayCall[P, R_co]):
         update_wrapper(self, recipe.function)
         self._recipe = recipe
         self._name = recipe.name
-        self.variants = variants  # one dictionary for all that `options` has made of one another
+        # All functions made from one another by `options` share this dictionary.
+        self.variants = variants
 
     def __repr__(self) -> str:
         settings = "".join(f", {name}={value}" for name, value in self._recipe.settings if name != "name")
@@ -133,21 +140,21 @@ class GraphFunction(ArrayCall[P, R_co]):
         Parameters
         ----------
         arrays : dict
-            By reference (see `graph`): an array for each input, and for outputs that are to be written where the caller says.
+            Arrays by reference (see `graph`): an array for each input, and for each output that the caller provides.
         **options
             As in a call.
 
         Returns
         -------
         dict
-            ``arrays`` itself, with the outputs that it did not have: under their reference in ``outputs=``, else the name that
-            was set, else ``node::port``.
+            ``arrays`` itself, with the missing outputs added. The key of an added output is its reference in ``outputs=``, else
+            its name, else ``node::port``.
 
         Raises
         ------
         ArgumentError
-            For a reference that means no tensor or several, two arrays for one tensor, an input without an array; and all that a
-            call raises.
+            For a reference that fits no tensor or several, two arrays for one tensor, or an input without an array. Also every
+            error of a call.
         """
         pool = current_pool()
         try:
@@ -181,9 +188,10 @@ class GraphFunction(ArrayCall[P, R_co]):
         converted: ConvertedArguments | None = None,
         key: tuple[Any, ...] | None = None,
     ) -> GraphCall:
-        """Find or build the plan, and allocate the outputs that are not given, on the current stream.
+        """Find or build the plan, and allocate the missing outputs.
 
-        ``key`` is the option key, by which a `hit` finds the plan from now on: whatever tells options and settings from others.
+        The outputs are allocated on the current stream. ``key`` is the option key, which identifies options and settings. A
+        `hit` finds the plan by it from now on.
         """
         try:
             outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
@@ -194,6 +202,7 @@ class GraphFunction(ArrayCall[P, R_co]):
             natives = pool.driver.array_types
             if converted is None and any(type(array) not in natives for array in arrays + outs):
                 return ConvertedArguments(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
+            # A `hit` compares only the driver's own arrays, and needs a key that identifies the options.
             if key is not None and (converted or not _tells(key, options)):
                 key = None
             plan = self.plan(pool, arrays, outs, options, settings, option_key=key)
@@ -225,7 +234,10 @@ class GraphFunction(ArrayCall[P, R_co]):
         references: tuple[Any, ...] | None = None,
         option_key: tuple[Any, ...] | None = None,
     ) -> Plan:
-        """Return the plan for these arrays, built when there is none yet; with ``option_key``, a `hit` finds it from now on."""
+        """Return the plan for these arrays, and build it if needed.
+
+        With ``option_key``, a `hit` finds the plan from now on.
+        """
         driver = pool.driver
         device = driver.current_device()
         try:
@@ -239,13 +251,16 @@ class GraphFunction(ArrayCall[P, R_co]):
                 copied := misaligned_vectors(driver, arrays) if references is None else (),
             )
             plan = cast("Plan | None", pool.plans.get(device, key))
+        # An object without a shape is no array. The check raises the clear error.
         except AttributeError:
             check_arrays(self._name, driver, device, arrays, outs)
             raise
+        # A value without a hash cannot be in a key. The checks raise the clear error.
         except TypeError:
             self._recipe.check_static(options, references is not None)
             normalise(dict(settings))
             raise
+        # A cached plan has passed these checks, so run them only before a build.
         if plan is None:
             self._recipe.check_static(options, references is not None)
             normalise(dict(settings))
@@ -256,22 +271,22 @@ class GraphFunction(ArrayCall[P, R_co]):
         return plan
 
     def plan_for(self, *arrays: object, out: object = None, **options: object) -> Plan:
-        """Return the plan that a call with these arguments uses, built when there is none yet; nothing is launched.
+        """Return the plan of a call with these arguments, without a launch.
 
-        Its ``engine``, ``workspace_size``, ``candidates`` and ``graph`` say what cuDNN chose for what, and `Plan.select` chooses
-        otherwise.
+        The plan is built if there is none yet. Its ``engine``, ``workspace_size``, ``candidates`` and ``graph`` describe
+        cuDNN's choice. `Plan.select` chooses another plan.
 
         Parameters
         ----------
         *arrays : array or ArraySpec
-            Arrays, of which only shape, strides and type matter, or anything that has the three.
+            Arrays, or any objects with a shape, strides and a type. Only these three matter.
         out, **options
             As in a call.
 
         Returns
         -------
         Plan
-            What calls with these arguments launch, as long as the pool's plan cache keeps it.
+            The plan that calls with these arguments launch, as long as the pool's plan cache keeps it.
 
         Raises
         ------
@@ -289,39 +304,39 @@ class GraphFunction(ArrayCall[P, R_co]):
         return self.plan(pool, tuple(views[: len(arrays)]), tuple(views[len(arrays) :]), options)
 
     def tune(self, *arrays: object, states: SideStates | None = None, out: object = None, **options: object) -> Tuning:
-        """Time the plans that cuDNN proposes while all states run them concurrently, and keep the quickest.
+        """Time the proposed plans while all states run them concurrently.
 
-        The quickest plan alone is not always the quickest beside others. The plan that was used before stays unless another one
-        is quicker by 3 %. Nothing is written to ``arrays`` or ``out``: each state has copies and outputs of its own. It waits for
-        the GPU, for seconds where there are many plans. Whatever else runs there meanwhile is timed as well.
+        The call keeps the quickest plan for these arguments. The quickest plan alone is not always the quickest beside other
+        plans. The plan used before stays unless another plan is quicker by 3 %. The call writes nothing to ``arrays`` or
+        ``out``, because each state has copies and outputs of its own. The call waits for the GPU, for seconds if there are many
+        plans. Any other work on the GPU affects the times.
 
         Parameters
         ----------
         *arrays : array
             As in a call.
         states : ParallelStates, optional
-            What to time side by side: all of them at a time, on the pool that they are of. One stream alone where none is given.
+            The states to time side by side, all at a time, on the pool that owns them. Without states, one stream alone.
         out, **options
-            As in a call: what is kept is the plan for calls with these arguments, so tune with ``out`` for calls with ``out``.
-            Only its shape, strides and type matter.
+            As in a call. The call keeps the plan for calls with these arguments, so tune with ``out`` for calls with ``out``.
+            Only the shape, strides and type of ``out`` matter.
 
         Returns
         -------
         Tuning
-            What was tried, how long each plan took alone and side by side, and which was chosen; ``print`` shows a table. Plans
-            are skipped that a setting excludes, that cannot be built, that find no room for their scratch, or that are far too
-            slow.
+            The plans tried, the time of each plan alone and side by side, and the chosen plan; ``print`` shows a table. A plan is
+            skipped if a setting excludes it, if it cannot be built, if its scratch finds no room, or if it is far too slow.
 
         Raises
         ------
         DriverNotAvailableError
-            On the host driver, and where there is no GPU.
+            On the host driver, and without a GPU.
         CaptureError
             Inside a capture, a recording, a branch or a task.
         StateBusyError
-            When not so many side streams are free.
+            If too few side streams are free.
         GraphNotSupportedError
-            When none of the plans can be timed. The plan stays what it was, as with any error.
+            If none of the plans can be timed. These arguments keep their plan, as with any error.
         ArgumentError, ArrayTypeError, DeviceMismatchError
             As in a call.
 
@@ -332,27 +347,29 @@ class GraphFunction(ArrayCall[P, R_co]):
         return tune_plan(self._name, arrays, states, lambda pool: self._plan_in(pool, arrays, out, options))
 
     def compile(self, *arrays: Any, out: Any = None, device: DeviceProperties | None = None, **options: Any) -> Plan:
-        """Build ahead what a call with these arguments will use: nothing is launched, and no array is needed or allocated.
+        """Build the plan of a call with these arguments ahead of time.
+
+        Nothing is launched, and no array is needed or allocated.
 
         Parameters
         ----------
         *arrays, out, **options
             As in `plan_for`.
         device : DeviceProperties, optional
-            Another device than the current one, which need not be here: no GPU is needed. The plan goes into the pool's plan
-            directory, where a process with such a device and the same versions of cuDNN and its frontend finds it. cuDNN hands
-            kernels that it compiles to CUDA's driver library, which takes none without a GPU: plans that have such are refused
-            there, and are built at their first use.
+            A device other than the current device. The device need not be here, and no GPU is needed. The plan goes into the
+            pool's plan directory. A process with such a device and the same versions of cuDNN and its frontend finds it there.
+            cuDNN hands kernels that it compiles to CUDA's driver library, which takes none without a GPU. Plans with such
+            kernels are refused here, and are built at their first use.
 
         Returns
         -------
         Plan
-            As from `plan_for`. One for a described device can be read, and not be launched.
+            As from `plan_for`. A plan for a described device can be read, but not launched.
 
         Raises
         ------
         ArgumentError
-            With ``device``, where the pool has no plan directory, where it cannot keep this plan, or where cuDNN refuses the
+            With ``device``: if the pool has no plan directory, if the directory cannot keep this plan, or if cuDNN refuses the
             properties.
         ArrayTypeError, DeviceMismatchError, GraphNotSupportedError
             As in a call.
@@ -366,7 +383,8 @@ class GraphFunction(ArrayCall[P, R_co]):
             return self.plan_for(*arrays, out=out, **options)
         if not isinstance(device, DeviceProperties):
             raise ArgumentError(f"{self._name}.compile was given device={shown(device)}; pass DeviceProperties")
-        from handlepool.drivers.cuda.planning import DescribedDevice  # loads the frontend
+        # The module loads the frontend, which a call on the current device may not need here.
+        from handlepool.drivers.cuda.planning import DescribedDevice
 
         files = current_pool().plan_files
         if files is None:
@@ -393,7 +411,7 @@ class GraphFunction(ArrayCall[P, R_co]):
 
     def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
         *_, settings, references, copied = key
-        # Layouts, not arrays: a plan that can be built anew keeps no memory of anybody's.
+        # Keep layouts instead of arrays: a plan that can be built again must hold no caller's memory.
         request = Request(tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), references, dict(options), settings, copied)
         recipe = self._recipe
         against = partial(compare, pool) if pool.checked else None
@@ -412,7 +430,8 @@ class GraphFunction(ArrayCall[P, R_co]):
                     save(plan, files)
             return plan
 
-        deferred.run_all()  # before locks are taken: a handle to build with may need the room
+        # Run the deferred work before taking locks: a handle for building may need the room that this work frees.
+        deferred.run_all()
         builder = OnDevice(pool.device(device), pool.driver)
         make = partial(build, recipe, request, builder, choose, compare=against, files=files)
         return cast("Plan", pool.plans.get_or_build(device, key, make))
@@ -420,7 +439,9 @@ class GraphFunction(ArrayCall[P, R_co]):
     # Variants
 
     def options(self, **settings: Unpack[Given]) -> GraphFunction[P, R_co]:
-        """Return this function with other settings; the same object for the same settings, so that its plans are found again.
+        """Return this function with other settings.
+
+        The same settings give the same object, so that its plans are found again.
 
         Parameters
         ----------
@@ -430,12 +451,12 @@ class GraphFunction(ArrayCall[P, R_co]):
         Returns
         -------
         GraphFunction
-            To be called as this one is.
+            The function with these settings, to be called as this function is.
 
         Raises
         ------
         ArgumentError
-            For a setting that there is not, or a value that it cannot have.
+            For an unknown setting, or a value that the setting cannot have.
 
         Examples
         --------
@@ -447,13 +468,18 @@ class GraphFunction(ArrayCall[P, R_co]):
         if variant is None:
             variant = GraphFunction.__new__(GraphFunction)
             GraphFunction._become(variant, replace(recipe, name=_name(recipe.function, checked), settings=checked), variants)
+            # Another thread may have added an equal variant meanwhile. Both threads then use that variant.
             variant = variants.setdefault(checked, variant)
+            # A dictionary keeps the order of insertion, so the oldest variants go first.
             while len(variants) > MOST_VARIANTS:
                 variants.pop(next(iter(variants)), None)
         return variant
 
     def __reduce__(self) -> Any:
-        """Go by name, as functions do: the function itself, or its settings and the function that is found there."""
+        """Pickle by name, as Python pickles functions.
+
+        The result names the function itself, or the function of that name and its settings.
+        """
         name = str(getattr(self, "__qualname__", self._name))
         try:
             found: Any = reduce(getattr, name.split("."), modules.get(self.__module__))
@@ -475,19 +501,25 @@ class GraphFunction(ArrayCall[P, R_co]):
         return self
 
     def cache_clear(self) -> None:
-        """Forget the plans of this function and of its variants by `options`; those in use live on with their users."""
+        """Forget the plans of this function and of its variants by `options`.
+
+        Plans in use live on with their users.
+        """
         mine = self.variants
         current_pool().plans.discard(lambda key: isinstance(key, tuple) and getattr(key[0], "variants", None) is mine)
 
 
 def _kind(value: object) -> Any:
-    """Return what tells an option from those that are equal and of other types."""
+    """Return a key that differs for equal options of other types."""
     kind = type(value)
     return (kind, typed_key(value)) if isinstance(value, tuple) and not of_integers(value) else kind
 
 
 def _tells(key: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether an option key has a hash, and says of what types the entries of tuples are: not of a class made of them."""
+    """Whether an option key has a hash, and identifies its options.
+
+    The key does not show the types of entries in a subclass of tuple.
+    """
     try:
         hash(key)
     except TypeError:
@@ -512,7 +544,8 @@ setattr(GraphFunction, LAUNCHES, _as_branch)
 
 
 def _variant(function: GraphFunction[..., Any], settings: Settings) -> GraphFunction[..., Any]:
-    """Return a function with these settings and no other."""
+    """Return a function with exactly these settings."""
+    # A setting that is None gets its default, so settings of the found function do not carry over.
     chosen: dict[str, Any] = dict.fromkeys(Given.__annotations__) | dict(settings)
     return function.options(**chosen)
 
@@ -532,43 +565,45 @@ def graph(
 def graph(
     *, inputs: None = None, outputs: object = None, **settings: Unpack[Given]
 ) -> Callable[[Callable[Concatenate[Graph, P], R]], GraphFunction[P, R]]: ...
+# Only ``inputs`` decides the number of arrays, so the type leaves the number open.
 @overload
 def graph(
     function: Callable[Concatenate[Graph, ...], R], *, inputs: object, outputs: object = None, **settings: Unpack[Given]
-) -> GraphFunction[Concatenate[Any, ...], R]: ...  # how many arrays there are, inputs alone says
+) -> GraphFunction[Concatenate[Any, ...], R]: ...
 @overload
 def graph(
     *, inputs: object, outputs: object = None, **settings: Unpack[Given]
 ) -> Callable[[Callable[Concatenate[Graph, ...], R]], GraphFunction[Concatenate[Any, ...], R]]: ...
 def graph(function: Callable[..., Any] | None = None, *, inputs: Any = None, outputs: Any = None, **settings: Any) -> Any:
-    """Decorate a function ``f(g, *tensors, **options)`` that builds a cuDNN graph: it becomes a callable over arrays.
+    """Decorate a function that builds a cuDNN graph.
 
-    Positional arguments are arrays. f gets a graph tensor for each, declared with its shape, strides and type, and named after
-    f's parameter. Keyword arguments are f's own, static and hashable; ``out`` alone is ours. The graph is compiled once for
-    (device, each array's shape, strides and type, options). It is launched on the current stream with this thread's handle and
-    scratch, from any thread.
+    The function is ``f(g, *tensors, **options)``. The decorated function is a callable over arrays. Positional arguments are
+    arrays. f gets a graph tensor for each array, declared with its shape, strides and type, and named after f's parameter.
+    Keyword arguments are f's own options, static and hashable. Only ``out`` belongs to the library. The graph is compiled once
+    for (device, each array's shape, strides and type, options). It is launched on the current stream with this thread's handle
+    and scratch, from any thread.
 
-    f returns the graph tensor to output, or a tuple of them, or a mapping with the references ``"inputs"`` and ``"outputs"``. It
-    returns nothing where ``outputs`` names them, or where it marks them with ``set_output(True)``. f may declare tensors itself
-    with ``g.tensor(name=…, dim=…, stride=…)``. The arrays for them are given by ``inputs`` or `GraphFunction.run`, and must be
-    what was declared.
+    f returns the graph tensor to output, or a tuple of graph tensors, or a mapping with the references ``"inputs"`` and
+    ``"outputs"``. It returns nothing if ``outputs`` names the outputs, or if f marks them with ``set_output(True)``. f may
+    declare tensors itself with ``g.tensor(name=…, dim=…, stride=…)``. ``inputs`` or `GraphFunction.run` gives the arrays for
+    these tensors, and the arrays must match the declarations.
 
     Parameters
     ----------
     function : callable, optional
     inputs : list of reference, optional
-        What the positional arrays are, in their order; f's parameters in their order by default. A reference is a graph tensor,
-        its uid, a name (of a parameter, or one that was set), or ``"node::port"`` with the port's name in cuDNN, the keyword of
-        the method that made the node, or the position of an input: ``"conv2d::image"``, ``"conv2d::0"``, ``"conv2d::Y"``. Nodes
-        without a name are called ``"conv_fprop.0"``, ``"relu.1"``.
+        The tensors of the positional arrays, in order; by default f's parameters in their order. A reference is a graph tensor,
+        its uid, a name, or ``"node::port"``. A name is a parameter's, or was set by f. The port is its name in cuDNN, the keyword
+        of the method that made the node, or the position of an input: ``"conv2d::image"``, ``"conv2d::0"``, ``"conv2d::Y"``.
+        Nodes without a name are called ``"conv_fprop.0"``, ``"relu.1"``.
     outputs : list of reference, optional
-        What is output, in order; a list of one gives an array, not a tuple.
+        The outputs, in order. A list with one entry gives an array, not a tuple.
     **settings
-        ``name`` for messages; ``io_dtype``, the type of real tensors that have none (the first array's by default),
-        ``intermediate_dtype`` of tensors between nodes and ``compute_dtype`` of the arithmetic (float32), each whatever NumPy
-        takes for a type, or "bfloat16"; ``workspace_limit``, most bytes of scratch of a plan; ``allow_tf32`` (True), whether
-        float32 may be rounded to TF32; ``deterministic`` (False), whether only plans that give the same bits each time are
-        taken; ``heuristics``, names of cuDNN's modes in the order to ask them ("A", "FALLBACK").
+        ``name`` is for messages. ``io_dtype`` is the type of real tensors without a type (the first array's by default).
+        ``intermediate_dtype`` is the type of tensors between nodes, and ``compute_dtype`` the type of the arithmetic (both
+        float32). Each type is any value that NumPy takes for a type, or "bfloat16". ``workspace_limit`` is the most bytes of
+        scratch of a plan. ``allow_tf32`` (True) allows rounding of float32 to TF32. ``deterministic`` (False) allows only plans
+        that give the same bits each time. ``heuristics`` names cuDNN's modes in the order to ask them ("A", "FALLBACK").
 
     Returns
     -------

@@ -1,4 +1,7 @@
-"""Kernels of our own as functions of arrays: planned, launched, ordered and recorded as graph functions are."""
+"""Our own kernels as functions of arrays.
+
+The pool plans, launches, orders and records them as it does graph functions.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -21,22 +24,27 @@ from handlepool.tensors.inference import axis_order, dense_strides
 from handlepool.tensors.layout import Layout
 
 Described = tuple[Kernel, Layout]
-"""What is computed, and how a new output lies."""
+"""The kernel to launch, and the layout of a new output."""
 MOST_OPERANDS = 64
-"""Of a launch, the output among them: what a slot's buffer holds."""
+"""Most operands of a launch, including the output.
+
+The limit is the capacity of a slot's buffer.
+"""
 
 
 class KernelFunction(GraphFunction[..., Any]):
-    """A `GraphFunction` whose plans are a kernel's instead of a graph's. Each has one input or more, and one output.
+    """A `GraphFunction` whose plans hold a kernel instead of a graph.
+
+    Each plan has at least one input, and one output.
 
     Parameters
     ----------
     describe : callable
         ``describe(layouts, **options)`` checks the inputs and returns a `Described`.
     name : str
-        For messages.
+        Name for messages.
     options : callable, optional
-        Checks the values that `call` is given, and returns them by name, as they key a plan.
+        Checks the values given to `call`, and returns them by name, as they enter the key of a plan.
     """
 
     def __init__(self, describe: Callable[..., Described], name: str, options: Callable[..., dict[str, Any]] = dict) -> None:
@@ -45,8 +53,12 @@ class KernelFunction(GraphFunction[..., Any]):
         self._options = options
 
     def call(self, arrays: tuple[Any, ...], out: object, pool: HandlePool | None, values: tuple[Any, ...]) -> Any:
-        """Launch for the public function that these are the arguments of; ``values`` are what ``options`` takes."""
+        """Launch with the arguments of the public function.
+
+        ``values`` are the arguments of ``options``.
+        """
         types = tuple(map(type, values))
+        # Without sequences, the values and their types already form a key, at less cost.
         key = typed_key(values) if tuple in types or list in types else (values, types)
 
         def prepare(chosen: PoolInternals) -> GraphCall:
@@ -55,7 +67,8 @@ class KernelFunction(GraphFunction[..., Any]):
         return run_known(self._name, pool, (self,), arrays, out, key, prepare)
 
     def _prepared(self, pool: PoolInternals, arrays: tuple[Any, ...], out: Any, values: tuple[Any, ...], key: Any) -> GraphCall:
-        told = all(type(value) is tuple or not isinstance(value, tuple) for value in values)  # else the key may be another one's
+        # The key does not show the type of a tuple subclass, so such a value must not enter a shortcut.
+        told = all(type(value) is tuple or not isinstance(value, tuple) for value in values)
         return self.prepare(pool, arrays, out, self._options(*values), key=key if told else None)
 
     def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
@@ -81,6 +94,7 @@ class KernelFunction(GraphFunction[..., Any]):
             operands = (*inputs, _with_axes(output, inputs[0].ndim))
             titles = [operand_name(place, len(inputs), len(given)) for place in range(len(operands))]
             executable: Executable
+            # A result without elements needs no kernel.
             if not output.size:
                 executable = WithoutEmpty(name, titles)
             else:
@@ -99,12 +113,16 @@ class KernelFunction(GraphFunction[..., Any]):
 
 
 def _in_place(kernel: Kernel, inputs: tuple[Layout, ...], output: Layout) -> tuple[int | None, ...]:
-    """Return where inputs may lie in the output: over elements all over it, in a concatenation where they are to be copied to."""
+    """Return the offsets at which inputs may lie in the output.
+
+    An elementwise input may cover the whole output. An input of a concatenation may lie at its destination.
+    """
     if isinstance(kernel, (Add, Elementwise)):
         return at_their_places(inputs, (output,))
     if isinstance(kernel, Normalise | Affine):
-        # Each row is read as a whole before it is written, by the threads that write it. Parameters are read all along.
+        # The threads that write a row read the whole row first. Every row reads the parameters, so these may not overlap.
         return (*at_their_places(inputs[:1], (output,)), *(None for _ in inputs[1:]))
+    # A depthwise convolution reads the neighbours of an element, so its output may not overlap with an input.
     if not isinstance(kernel, Concat):
         return ()
     firsts = kernel.firsts(inputs, output)
@@ -113,13 +131,13 @@ def _in_place(kernel: Kernel, inputs: tuple[Layout, ...], output: Layout) -> tup
 
 
 def _with_axes(layout: Layout, rank: int) -> Layout:
-    """Return a layout with axes of extent 1 behind the others."""
+    """Return a layout with axes of extent 1 appended."""
     more, itemsize = rank - layout.ndim, layout.dtype.itemsize
     return Layout((*layout.shape, *(1,) * more), (*layout.strides, *(itemsize,) * more), layout.dtype) if more else layout
 
 
 def check_strides(title: str, layout: Layout) -> None:
-    """Raise for strides that no kernel of ours takes."""
+    """Raise for strides that none of our kernels takes."""
     itemsize = layout.dtype.itemsize
     if any((stride < 0 or stride % itemsize) and extent > 1 for extent, stride in zip(layout.shape, layout.strides, strict=True)):
         raise ArgumentError(
@@ -129,10 +147,16 @@ def check_strides(title: str, layout: Layout) -> None:
 
 
 def dense(shape: tuple[int, ...], dtype: np.dtype[Any], order: Sequence[int] | None = None) -> Layout:
-    """Return the layout of a new array without gaps; its axes from the outermost to the innermost, row-major by default."""
+    """Return the layout of a new array without gaps.
+
+    ``order`` names its axes from the outermost to the innermost. The default is row-major.
+    """
     return Layout(shape, tuple(stride * dtype.itemsize for stride in dense_strides(shape, order)), dtype)
 
 
 def lying_as(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a new array that is contiguous or channels-last as another one of as many axes is."""
+    """Return the layout of a new array, ordered as another array.
+
+    The new array is contiguous or channels-last, as the other array of equal rank is.
+    """
     return dense(shape, layout.dtype, axis_order(layout.shape, layout.strides))

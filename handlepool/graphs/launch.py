@@ -1,4 +1,4 @@
-"""Calls of graph functions: what is launched, and the checks of its arrays."""
+"""Launch calls of graph functions, and check their arrays."""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -28,32 +28,35 @@ _log = logging.getLogger("handlepool")
 
 
 _PLAIN_OPTIONS = (int, bool, str, type(None))
-"""The types of most options."""
+"""Types of most options."""
 
 
 def hit(
     function: Hashable, pool: PoolInternals, begin: Begin | None, arrays: tuple[Any, ...], out: object, key: tuple[Any, ...]
 ) -> Any:
-    """Launch at once what these arrays led to before; `NOT_CACHED` where that cannot be told so quickly.
+    """Launch the cached plan for these arrays, or return `NOT_CACHED`.
 
     Parameters
     ----------
     function : GraphFunction
     pool : PoolInternals
     begin : callable, optional
-        Called with the operands before the launch, and returns the slot to launch on; this thread's on the current stream
-        without it.
+        Gets the operands before the launch, and returns the slot to launch on. Without it, the launch uses this thread's slot on
+        the current stream.
     arrays : tuple of array
     out : array or tuple of array, optional
     key : tuple
-        The option key that `GraphFunction.prepare` was given.
+        The option key, as given to `GraphFunction.prepare`.
     """
     try:
         attempts = pool.plans.shortcuts[function, key, arrays[0].shape]
-    except (AttributeError, IndexError, KeyError, TypeError):  # the first time so; or no arrays, or nothing that has a hash
+    # The key is new, there are no arrays, or a value has no hash.
+    except (AttributeError, IndexError, KeyError, TypeError):
         return NOT_CACHED
+    # A plain launch skips all the checks for regions and recordings: this path is hot.
     if active:
-        if recordings and (thread.recording or thread.rehearsal or thread.launched):  # or another thread records
+        # Another thread may be recording, so ask this thread's own state.
+        if recordings and (thread.recording or thread.rehearsal or thread.launched):
             return NOT_CACHED if begin is not None else _hit_node(pool, attempts, arrays, out)
         if begin is None:
             begin = begin_for(pool)
@@ -65,7 +68,10 @@ def hit(
 
 
 def _hit_node(pool: PoolInternals, attempts: Sequence[Shortcut], arrays: tuple[Any, ...], out: object) -> Any:
-    """Launch as a node of this thread's recording; `NOT_CACHED` where the call is none, or where plans are counted."""
+    """Launch as a node of this thread's recording, or return `NOT_CACHED`.
+
+    The result is `NOT_CACHED` if the call is no node, or if the thread counts plans.
+    """
     driver = pool.driver
     lanes = lanes_for(pool, driver.current_stream(pool.current_device()).ptr)
     if lanes is None or thread.launched is not None:
@@ -92,33 +98,35 @@ def run_known(
     key: tuple[Any, ...],
     prepare: "Callable[[PoolInternals], GraphCall]",
 ) -> Any:
-    """Launch the plan that an operation's arguments lead to, at the place where the operation is called.
+    """Launch the plan for an operation's arguments, where the operation is called.
 
     Parameters
     ----------
     name : str
-        The operation's, for messages.
+        Name of the operation, for messages.
     pool : HandlePool, optional
-        The operation's own argument.
+        The operation's own argument ``pool``.
     functions : sequence of GraphFunction
-        Whose plan it may be, for a `hit`; empty where the arguments do not say so quickly.
+        Functions that may own the plan, for a `hit`. Empty if the arguments do not name the function quickly.
     arrays, out, key
-        As for `hit`.
+        As in `hit`.
     prepare : callable
-        Returns the call where there was no hit.
+        Returns the call, if there was no hit.
     """
     branch, begin = None, None
     branches = thread.branches
     if not branches:
         chosen = current_pool() if pool is None else chosen_pool(name, pool)
-    else:  # a fork called the operation, and is its place
+    # A fork called the operation, so the launch belongs to the fork's branch.
+    else:
         branch = branches.pop()
         chosen = branch.pool if pool is None else chosen_pool(name, pool)
         begin = branch.begin
         if begin is None:
             return branch.run(prepare(chosen), (arrays, out))
     shortcuts = chosen.plans.shortcuts
-    for function in functions:  # as `hit` does, whose call would take as long as the look-up
+    # Repeat the look-up of `hit` here, because a call of `hit` would take as long as the look-up.
+    for function in functions:
         try:
             attempts = shortcuts[function, key, arrays[0].shape]
         except (AttributeError, IndexError, KeyError, TypeError):
@@ -137,13 +145,16 @@ def run_known(
 
 
 def launches(function: F) -> F:
-    """Decorate a function that ends in `run_known` and runs no Python of the user's before: a fork calls it as it is."""
+    """Mark an operation that a fork may call directly.
+
+    The function must end in `run_known`, and run no Python code of the user before.
+    """
     setattr(function, LAUNCHES, function)
     return function
 
 
 class _Prepared:
-    """Takes the place of a fork where a call is to be prepared, and not launched."""
+    """A stand-in for a fork that prepares a call without launching it."""
 
     begin = None
 
@@ -160,26 +171,31 @@ def prepared(function: Callable[..., Any], pool: PoolInternals, args: tuple[Any,
     branches = thread.branches
     outer = len(branches)
     try:
+        # The operation takes the stand-in for its branch, and hands the call to it.
         branches.append(_Prepared(pool))
         call: GraphCall = function(*args, **kwargs)
     finally:
+        # An operation that raised may have left its branch on the list.
         del branches[outer:]
     return call
 
 
 def launch_new(pool: PoolInternals, call: "GraphCall") -> Any:
-    """Launch a call where it is made: on the current stream, or on its own."""
+    """Launch a call on the current stream, or on its own stream."""
     return call.submit(pool.slot(call.stream))
 
 
 def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what tells options from others."""
+    """Return a key that identifies options."""
     types = tuple(map(type, options.values()))
     return (*options.items(), *types) if tuple not in types else (*options, *typed_key((*options.values(),)))
 
 
 def of_integers(values: tuple[Any, ...]) -> bool:
-    """Whether a tuple holds integers alone, of Python's own, or such tuples: as a key that tells itself from all others."""
+    """Whether a tuple holds only Python integers, or nested tuples of them.
+
+    Such a tuple needs no types in a key, because no equal value of another type exists.
+    """
     for value in values:
         if type(value) is int:
             continue
@@ -189,9 +205,10 @@ def of_integers(values: tuple[Any, ...]) -> bool:
 
 
 def typed_key(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a key that differs for equal values of other types: 1, True and 1.0 are equal, and may mean different things.
+    """Return a key that differs for equal values of different types.
 
-    Sequences are taken apart; a list, which has no hash, becomes a tuple.
+    The values 1, True and 1.0 are equal, and may mean different things. The key contains the types of the entries of sequences. A
+    list has no hash, so it becomes a tuple.
     """
     types = tuple(map(type, values))
     return types, *[
@@ -201,7 +218,10 @@ def typed_key(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry[Plan]) -> Shortcut | None:
-    """Make what `hit` finds: a function that launches a plan for arrays like these at once."""
+    """Make a function that launches a plan for arrays like these.
+
+    `hit` finds the function.
+    """
     plan, driver = entry.plan, pool.driver
     inputs, outputs = [Layout.of(array) for array in arrays], [Layout.of(out) for out in outs] or list(plan.outputs)
     names = {
@@ -224,7 +244,7 @@ def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...]
 
 
 def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], given: bool) -> Shortcut:
-    """Return what `Executable.shortcut` describes, for any driver."""
+    """Return the launch that `Executable.shortcut` describes, for any driver."""
     plan, natives, empty = entry.plan, pool.driver.array_types, pool.driver.empty
     copied = [copy.operand for copy in plan.copies]
     vectors = [place for place, layout in enumerate(plan.inputs) if layout.ndim == 1 and place not in copied]
@@ -241,12 +261,15 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
             for array, known in zip(arrays + outs, geometry, strict=True):
                 if type(array) not in natives or (array.shape, array.strides, array.dtype) != known:
                     return NOT_CACHED
-        except ValueError:  # another number of arrays
+        # The call has another number of arrays.
+        except ValueError:
             return NOT_CACHED
         if vectors and any(pointer(arrays[place]) % TENSOR_ALIGNMENT for place in vectors):
-            return NOT_CACHED  # which another plan copies
+            # Another plan copies such vectors.
+            return NOT_CACHED
         made = outs or fresh or new_outputs(pool, plan.outputs, empty)
         operands = arrays + made
+        # Mark the plan as used, as a look-up in the cache would.
         entry.used, pool.plans.recent = pool.plans.tick(), entry
         if begin is None:
             slot = pool.slot()
@@ -260,10 +283,12 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
 
 
 def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool, *, told: bool = False) -> None:
-    """Enqueue a plan on a slot's stream; ``given`` says that outputs are the caller's, which may lie where they must not.
+    """Enqueue a plan on a slot's stream.
 
-    With ``told`` the recording knows of the launch, if there is one.
+    ``given`` says that the caller gave the outputs, which may overlap with other operands. ``told`` says that a current
+    recording already knows of the launch.
     """
+    # A finaliser runs in the thread that it interrupts, so a lock could not keep the two launches apart.
     if slot.busy:
         raise OwnershipError(
             f"{plan.name} was called by a finaliser that Python runs while its thread makes another launch on stream "
@@ -272,6 +297,7 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
     try:
         slot.busy = True
         handle = slot.handle
+        # The handle may be bound to another stream meanwhile. Repairing the slot binds it again.
         if handle.stream is not slot.pointer:
             handle = pool.repaired(slot).handle
         executable = plan.executable
@@ -292,11 +318,13 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
         return
     except Exception as error:
         pool.status.diagnose(error)
+        # Only a plan from the plan directory at its first launch is built anew.
         if not plan.executable.untried or isinstance(error, HandlePoolError):
             raise
         _log.warning("%s: a plan of the plan directory failed at its first launch, and is built anew: %s", plan.name, error)
     finally:
         slot.busy = False
+    # Launch again only after ``finally``, because the second launch needs a slot that is not busy.
     if pool.plan_files is not None:
         pool.plan_files.reject(plan.key)
     launch(pool, plan.built_anew(), slot, operands, given)
@@ -323,20 +351,22 @@ def new_outputs(pool: PoolInternals, layouts: Sequence[Layout], empty: Callable[
 
 
 class GraphCall(Call):
-    """A call of a graph function with its outputs allocated, to be launched on a slot.
+    """A call of a graph function with allocated outputs.
+
+    The call is launched on a slot.
 
     Attributes
     ----------
     plan : Plan
-        What is launched, and first where more was added with `then`.
+        The plan to launch. It comes first if `then` added calls.
     operands : tuple of array
-        Inputs and outputs, of all that is launched.
+        Inputs and outputs of all launches.
     result : array or tuple of array
-        What `launch` will return.
+        Return value of `launch`.
     stream : int or None
-        The stream to run on, where it is not the array library's current one.
+        Pointer of the stream to run on, if it is not the array library's current stream.
     callers : sequence of int
-        Streams to be in order with; see `handlepool.graphs.arrays`.
+        Pointers of the streams that the call is ordered with. See `handlepool.graphs.arrays`.
     """
 
     __slots__ = ("_given", "_more", "_own", "_pieces", "_pool", "operands", "plan", "result")
@@ -354,11 +384,17 @@ class GraphCall(Call):
         self.result = result
 
     def submit(self, slot: Slot) -> Any:
-        """Launch where the call is made, in order with the callers and with branches; the outputs."""
+        """Launch in order with the callers and with branches; return the outputs.
+
+        The launch happens at the place of the call.
+        """
         return run(self._pool, self, slot) if self.plan.launches else self.launch(slot)
 
     def launch(self, slot: Slot) -> Any:
-        """Enqueue on the slot's stream, which is in order; the outputs. Nothing is launched for a result without elements."""
+        """Enqueue on the slot's stream, which is in order; return the outputs.
+
+        A result without elements launches nothing.
+        """
         if not self.plan.launches:
             if thread.recording is not None:
                 thread.recording.launches_nothing = True
@@ -370,27 +406,27 @@ class GraphCall(Call):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The plan's."""
+        """Name of the plan."""
         return self.plan.name
 
     @property
     def reads(self) -> list[Piece]:  # type: ignore[override]
-        """The memory of the inputs, of all that is launched."""
+        """Memory of the inputs of all launches."""
         return self.pieces()[0]
 
     @property
     def writes(self) -> list[Piece]:  # type: ignore[override]
-        """The memory of the outputs."""
+        """Memory of the outputs of all launches."""
         return self.pieces()[1]
 
     @property
     def keep(self) -> object:  # type: ignore[override]
-        """The operands."""
+        """Operands that the call keeps alive."""
         return self.operands
 
     @property
     def what(self) -> tuple[object, ...]:
-        """The plans."""
+        """Plans of all launches."""
         return (self.plan, *[call.plan for call in self._more])
 
     @property
@@ -399,7 +435,7 @@ class GraphCall(Call):
         return not self._given
 
     def pieces(self) -> tuple[list[Piece], list[Piece]]:
-        """Return the memory that is read, and that is written."""
+        """Return the memory read and the memory written by the launches."""
         pieces = self._pieces
         if pieces is None:
             inputs = len(self.plan.inputs)
@@ -412,7 +448,10 @@ class GraphCall(Call):
         return pieces
 
     def then(self, make: "Callable[[Any], GraphCall]") -> "GraphCall":
-        """Add a call that writes this one's result in place; ``make`` is given the result in the driver's form."""
+        """Add a call that writes this call's result in place.
+
+        ``make`` gets the result in the driver's form.
+        """
         call = make(self.result)
         self._more += (call,)
         self._pieces = None
@@ -421,7 +460,10 @@ class GraphCall(Call):
 
 
 def by_keyword(function: F) -> F:
-    """Decorate a function whose ``*extra`` is there to be refused by `misplaced`: its signature is shown without that."""
+    """Hide ``*extra`` in the shown signature of a function.
+
+    The function takes ``*extra`` only so that `misplaced` can refuse it.
+    """
     shown_as = signature(function)
     parameters = [p for p in shown_as.parameters.values() if p.kind is not p.VAR_POSITIONAL]
     function.__signature__ = shown_as.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -429,7 +471,7 @@ def by_keyword(function: F) -> F:
 
 
 def misplaced(function: Callable[..., Any], extra: Sequence[Any]) -> SignatureError:
-    """Return the error for what was given by position to a `by_keyword` function after all that it takes so."""
+    """Return the error for a surplus positional argument of a `by_keyword` function."""
     parameters = signature(function).parameters.values()
     taken = ", ".join(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -443,9 +485,11 @@ def misplaced(function: Callable[..., Any], extra: Sequence[Any]) -> SignatureEr
 def check_arrays(
     name: str, driver: Driver, device: int, arrays: tuple[Any, ...], outs: tuple[Any, ...], vectors: bool = True
 ) -> None:
-    """Check arguments, here alone: a hit has seen their like before. A `Layout` was looked at by `plan_for`.
+    """Check the arguments of a call.
 
-    Vectors may begin at any element, since a plan copies those that it cannot take as they lie; but for ``vectors=False``.
+    Only this function checks arguments, because a hit has already seen such arguments. `plan_for` has checked a `Layout` before.
+    Vectors may begin at any element, because a plan copies a vector that it cannot take in place. With ``vectors=False``, a
+    vector must be aligned.
     """
     if not arrays:
         raise ArgumentError(f"{name} was called without arrays")
@@ -456,7 +500,10 @@ def check_arrays(
 
 
 def misaligned_vectors(driver: Driver, arrays: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the places of vectors that begin where no launch takes them: a plan of their own copies them."""
+    """Return the places of vectors that begin where no launch takes them.
+
+    A plan of their own copies these vectors.
+    """
     return tuple(
         [
             place

@@ -1,4 +1,7 @@
-"""Hold the operands of a graph while their forms are chosen, and tell the forms apart."""
+"""Hold the operands of a graph during the choice of their forms.
+
+The module also tells the forms apart.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +20,7 @@ CONVOLUTIONS = {"CONV_FPROP": ("image", "weight"), "CONV_DGRAD": ("loss", "filte
 
 
 class OperandForms:
-    """Hold a graph's operands while their forms are chosen."""
+    """Hold a graph's operands during the choice of their forms."""
 
     def __init__(
         self,
@@ -38,9 +41,15 @@ class OperandForms:
         self.given = [(tuple(tensor.dim), tuple(tensor.stride)) for tensor in operands]
         self.places = {tensor.uid: place for place, tensor in enumerate(operands)}
         self.parts: dict[int, tuple[Shape, Shape]] = {}
-        """Operands of which cuDNN gives or takes more than there is: their shape, and where that begins."""
+        """Operands that cuDNN reads or writes in a larger shape.
+
+        The larger shape exceeds the array's. The values are the array's own shape, and its place within the larger shape.
+        """
         self.completed: set[int] = set()
-        """Those of these inputs whose rest is zeros."""
+        """Places of the inputs in ``parts`` whose larger shape needs zeros.
+
+        The zeros fill the rest of the larger shape.
+        """
 
     def virtual(self) -> list[Any]:
         """Return the tensors between nodes."""
@@ -62,11 +71,12 @@ class OperandForms:
         larger: Shape = (),
         zeros: bool = False,
     ) -> None:
-        """Have an operand copied.
+        """Plan a copy of an operand.
 
-        ``steps`` are in elements, of its memory along the axes of the copy. ``elements`` is how many the copy has, and ``part``
-        where in it the operand begins and with what steps, if they are not all of these and dense. ``larger`` is the shape that
-        it is repeated to, as messages tell it. ``zeros`` is as in `OperandCopy`.
+        ``steps`` are the steps of the operand's memory along the axes of the copy, in elements. ``elements`` is the number of
+        elements of the copy. ``part`` is the operand's offset in the copy, and its steps there. Both are needed only if the
+        operand does not fill the copy densely. ``larger`` is the shape that the operand is repeated to, for messages. ``zeros``
+        is as in `OperandCopy`.
         """
         assert all(each.operand != place for each in self.copies), "a copy reads the caller's memory, never another copy"
         tensor = self.operands[place]
@@ -99,11 +109,13 @@ class OperandForms:
             )
         strides = tuple(int(step) * itemsize for step in steps)
         first, within = part[0] * itemsize, tuple(int(step) * itemsize for step in part[1])
+        # Each copy gets its own place in the scratch, because all copies of a launch exist at once.
         offset = scratch_of(self.copies)
         self.copies.append(OperandCopy(place, place >= self.inputs, tuple(shape), strides, offset, nbytes, first, within, zeros))
 
     def _advice(self, larger: Shape) -> str:
         kinds = {node.node_type.name for node in self.graph.nodes}
+        # Recommend the form in which no graph of this kind needs a copy.
         if kinds & CONVOLUTIONS.keys():
             form = "channels-last without gaps"
         elif "MATMUL" in kinds:
@@ -113,12 +125,16 @@ class OperandForms:
         return f"{form}, repeated to the shape {larger}" if larger else form
 
     def require(self, place: int, forms: Sequence[str]) -> None:
-        """Take an operand in the first of the forms that it has, or copy it into the last; a vector also where none is copied."""
+        """Accept an operand as given, or copy it to the last form.
+
+        The operand takes the first of the forms that fits. A vector input is copied even where copies are not allowed.
+        """
         tensor = self.operands[place]
         dim, steps = tuple(tensor.dim), tuple(tensor.stride)
         shape, begin = self.parts.get(place, (dim, ()))
         for form in forms if shape == dim else ():
             strides = dense_strides(shape, order_of(form, len(shape)))
+            # Axes of extent 1 may have any step.
             if all(extent == 1 or a == b for extent, a, b in zip(shape, steps, strides, strict=True)):
                 tensor.set_stride(list(strides))
                 return
@@ -130,6 +146,7 @@ class OperandForms:
             [shape[axis] for axis in order],
             [steps[axis] if shape[axis] > 1 else 0 for axis in order],
             math.prod(dim),
+            # A vector input may be copied in any case.
             place < self.inputs and sum(extent > 1 for extent in dim) < 2,
             (first, [dense[axis] for axis in order]) if begin else (0, ()),
             zeros=place in self.completed,
@@ -137,17 +154,24 @@ class OperandForms:
         tensor.set_stride(list(dense))
 
     def expand(self, place: int, shape: Sequence[int], form: str, factor: bool = False) -> None:
-        """Copy an operand to a larger shape, repeated: that of the output, or of a factor of a product."""
+        """Copy an operand to a larger shape, repeated.
+
+        The shape is that of the output, or of a factor of a product.
+        """
         tensor = self.operands[place]
         order = order_of(form, len(shape))
         steps = [step if extent > 1 else 0 for extent, step in zip(tensor.dim, tensor.stride, strict=True)]
+        # Messages name a shape that the caller knows: the output's as given, except for a factor.
         larger = tuple(shape) if factor else self.given[self.inputs][0]
         self.copy(place, [shape[axis] for axis in order], [steps[axis] for axis in order], larger=larger)
         tensor.set_dim(list(shape)).set_stride(list(dense_strides(shape, order)))
 
 
 def used_again(forms: OperandForms, node: FrontendNode, full: Shape) -> set[int]:
-    """Return the inputs of a node, by uid, that something behind it takes, too; raises where they would repeat there."""
+    """Return the uids of inputs that a later node takes as well.
+
+    The function raises if such an input would repeat there.
+    """
     behind = {tensor.uid for other in forms.graph.nodes if other is not node for tensor in other.inputs.values()}
     again = {tensor.uid for tensor in node.inputs.values()} & behind
     for uid in again:
@@ -160,7 +184,11 @@ def used_again(forms: OperandForms, node: FrontendNode, full: Shape) -> set[int]
 
 
 def declare(tensor: FrontendTensor, dim: list[int], stride: list[int]) -> None:
-    """Give a tensor another shape. What nobody assigned stays a guess of the frontend's, which cuDNN is not told."""
+    """Give a tensor another shape.
+
+    An unassigned shape stays a guess of the frontend, and cuDNN does not get the guess.
+    """
+    # The setters mark a property as assigned, and cuDNN gets assigned properties.
     if tensor.dim_assigned or not tensor.is_virtual:
         tensor.set_dim(dim)
     else:
@@ -184,6 +212,7 @@ def itemsize_of(tensor: FrontendTensor) -> int:
 def has_form(tensor: FrontendTensor, form: str) -> bool:
     """Whether a tensor lies in a form, without gaps."""
     strides = dense_strides(tensor.dim, order_of(form, len(tensor.dim)))
+    # Axes of extent 1 may have any step.
     return all(extent == 1 or a == b for extent, a, b in zip(tensor.dim, tensor.stride, strides, strict=True))
 
 
@@ -193,15 +222,19 @@ def is_per_channel(tensor: FrontendTensor, full: Sequence[int]) -> bool:
 
 
 def spaced_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
-    """Whether an image is channels-last with gaps between pixels, rows or images, and none between channels."""
+    """Whether an image is channels-last with gaps outside the channels.
+
+    The gaps may lie between pixels, rows or images, but not between channels.
+    """
     return shape[1] > 1 and is_nested([(shape[axis], steps[axis]) for axis in (1, *reversed(range(2, len(shape))), 0)])
 
 
 def stepped_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
-    """Whether an image has its axes in the order of channels-last ones, forwards and without an element that is two.
+    """Whether an image has its axes in the channels-last order.
 
-    That is less than `spaced_channels_last`: every second column of an odd number leaves rows that begin within the step of the
-    last column, and every second channel is not innermost. Neither was measured enough, so both are copied.
+    The axes run forwards, and no two elements share memory. This condition is weaker than `spaced_channels_last`. Every second
+    column of an odd number leaves rows that begin within the step of the last column. Every second channel is not innermost.
+    Neither case was measured enough, so both are copied.
     """
     reach = 1
     for axis in (1, *reversed(range(2, len(shape))), 0):
@@ -213,7 +246,10 @@ def stepped_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
 
 
 def is_nested(axes: Iterable[tuple[int, int]]) -> bool:
-    """Whether axes, (extent, step) from the innermost to the outermost, begin with a step of 1 and lie one inside the other."""
+    """Whether axes are nested, beginning with a step of 1.
+
+    Nested axes lie inside one another. An axis is (extent, step). The axes run from the innermost to the outermost.
+    """
     reach = 0
     for extent, step in axes:
         if extent > 1:

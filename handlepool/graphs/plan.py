@@ -1,4 +1,7 @@
-"""A compiled plan: what cuDNN chose for a graph of one geometry on one device."""
+"""A compiled plan for a graph of one geometry on one device.
+
+cuDNN chooses the plan.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,35 +22,37 @@ class Plan:
     Attributes
     ----------
     name : str
-        Of the function that built the graph.
+        Name of the function that built the graph.
     device : int
-        Ordinal.
+        Device ordinal.
     engine : str
         cuDNN's name of the chosen engine and its knobs, or the host driver's.
     workspace_size : int
         Bytes of scratch that a launch needs.
     candidates : int
-        Number of plans that cuDNN proposed for the graph; 0 where an array is empty.
+        Number of plans that cuDNN proposed for the graph. 0 if an array is empty.
     graph : str
         The graph as text: JSON of its nodes and tensors, as the frontend writes it.
     inputs, outputs : tuple of Layout
-        What it takes and gives, in order.
+        Layouts of the inputs and of the outputs, in order.
     single : bool
-        Whether the function gave one tensor, not a tuple of them.
+        Whether the function returned one tensor instead of a tuple of tensors.
     in_place : tuple of int or None
-        How many bytes behind the output each input may begin all the same, since there is one output, and what is written there
-        depends on that input's element at the same place alone; None where nowhere. Empty where that holds for no input.
+        For each input, the offset in bytes from the start of the output at which the input may begin. The offset holds for a
+        single output whose elements each depend only on that input's element at the same place. None means that
+        the input may share no element with the output. An empty tuple means the same for every input.
     keys : tuple of str or int
-        What `GraphFunction.run` calls the outputs.
+        References of the outputs in `GraphFunction.run`.
     places : tuple of int
-        For each operand the place of its array in the arguments; -1 for an output that is to be allocated.
+        For each operand, the place of its array in the arguments. -1 means that the call allocates the output.
     copies : tuple of OperandCopy
-        Operands that each launch copies, since cuDNN is not known to compute rightly from where they lie: see
+        Operands that each launch copies, because cuDNN is not known to compute rightly from their layout. See
         `handlepool.graphs.forms`.
     key : str
-        What a plan directory has it by; "" where the pool has none, or nothing tells the graph from others.
+        The plan's key in a plan directory. "" if the pool has no plan directory, or if no text identifies the graph.
     asked : object
-        Equal for plans of one function, for the same arrays and options, whichever of the proposed plans they are.
+        A value that is equal for all plans of one function with the same arrays and options. The choice among the
+        proposed plans does not change the value.
     """
 
     name: str
@@ -67,8 +72,12 @@ class Plan:
 
     @cached_property
     def alias_pairs(self) -> tuple[AliasPair, ...]:
-        """Of each output and each operand before it."""  # found when it is first launched with ``out=``
+        """Pairs of each output with each operand before it.
+
+        The property is computed at the first launch with ``out=``.
+        """
         layouts, inputs = self.inputs + self.outputs, len(self.inputs)
+        # An empty array shares no element with any array.
         full = [place for place, layout in enumerate(layouts) if layout.size]
         pairs = [(one, other) for one in full if one >= inputs for other in full if other < one]
         return tuple(self._pair(layouts, one, other) for one, other in pairs)
@@ -79,20 +88,23 @@ class Plan:
         return AliasPair(one, other, output.reach, before.reach, same, meeting(output, before))
 
     def check_aliases(self, addresses: Sequence[int]) -> None:
-        """Raise where an output shares an element with an input or another output; slices of one block may share none.
+        """Raise if an output shares an element with another operand.
 
-        Elements are written before all that need the input have read it. Where there is one output, and each element depends on
-        those at its place alone, it may be an input, exactly.
+        Two slices of one block may share no element, and pass. The rule has a reason: a launch writes elements before every node
+        that needs the input has read it. A single output may be an input, exactly, if each element depends only on the elements
+        at its own place.
 
         Parameters
         ----------
         addresses : sequence of int
-            Of the operands, inputs before outputs.
+            Addresses of the operands, inputs before outputs.
         """
         for pair in self.alias_pairs:
             start, begin = addresses[pair.one], addresses[pair.other]
+            # Spans that do not overlap share no element. An input at its allowed offset passes as well.
             if begin >= start + pair.reach or start >= begin + pair.others or begin - start == pair.same:
                 continue
+            # Overlapping spans may interleave without a shared element.
             if pair.meet is None or pair.meet(begin - start):
                 what = f"argument {pair.other}" if pair.other < len(self.inputs) else "another output"
                 raise ArgumentError(f"out= of {self.name} shares memory with {what}; pass an array of its own")
@@ -114,7 +126,7 @@ class Plan:
 
     @cached_property
     def launches(self) -> bool:
-        """Whether it launches anything: a result without elements needs nothing."""
+        """Whether the plan launches anything: a result without elements needs no launch."""
         return any(layout.size for layout in self.outputs)
 
     @property
@@ -123,7 +135,9 @@ class Plan:
         return str(self._graph)
 
     def select(self, index: int) -> "Plan":
-        """Build another of the proposed plans, and make it the one that these arguments get from now on.
+        """Build another proposed plan, and use it from now on.
+
+        Calls with these arguments get the new plan.
 
         Parameters
         ----------
@@ -133,19 +147,19 @@ class Plan:
         Returns
         -------
         Plan
-            The other one.
+            The other plan.
 
         Raises
         ------
         ArgumentError
             For an index out of range.
         GraphNotSupportedError
-            When cuDNN cannot build it, or a setting excludes it. The plan stays what it was.
+            If cuDNN cannot build the plan, or a setting excludes it. These arguments then keep their plan.
         """
         return self._other(index, True)
 
     def build(self, index: int) -> "Plan":
-        """Build another of the proposed plans, and leave what these arguments get as it is.
+        """Build another proposed plan, and leave the plan in use unchanged.
 
         Parameters
         ----------
@@ -155,7 +169,7 @@ class Plan:
         Returns
         -------
         Plan
-            The other one.
+            The other plan.
 
         Raises
         ------
@@ -165,7 +179,9 @@ class Plan:
         return self._other(index, False)
 
     def keep(self) -> None:
-        """Make this plan, as `build` returned it, the one that these arguments get from now on: `select` without a second build.
+        """Use this plan, as `build` returned it, from now on.
+
+        Calls with these arguments get this plan. The effect is that of `select`, without a second build.
 
         Raises
         ------
@@ -175,7 +191,7 @@ class Plan:
         self._chooser()(self, True)
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied: what cuDNN built is of this process."""
+        """Refuse to be copied, because cuDNN's build belongs to this process."""
         raise TypeError(
             f"a plan of {self.name} cannot be copied or pickled; call the graph function in the other process, and give both a "
             f"plan directory"
@@ -187,6 +203,7 @@ class Plan:
                 f"{self.name}: plan {shown(index)} of none: an array is empty, and cuDNN computes nothing; select a plan for "
                 f"arrays with elements"
             )
+        # A value that is no integer becomes -1, which is out of range.
         number = as_integer(index, -1)
         if not 0 <= number < self.candidates:
             last = self.candidates - 1
@@ -194,12 +211,14 @@ class Plan:
         return self._chooser()(number, keep)
 
     def built_anew(self) -> "Plan":
-        """Build the plan that a saved one was of, and make it the one that these arguments get: the saved one is of no use.
+        """Replace a saved plan that failed by a newly built plan.
+
+        These arguments get the new plan from now on.
 
         Returns
         -------
         Plan
-            The new one.
+            The new plan.
 
         Raises
         ------
@@ -215,7 +234,11 @@ class Plan:
 
 
 def at_their_places(inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[int | None, ...]:
-    """Return `Plan.in_place` where each element depends on those at its own place alone."""
-    if len(outputs) != 1:  # of several, one is read again after another was written
+    """Return `Plan.in_place` for elements that depend only on their own place.
+
+    Each element of the output depends on the input elements at the same place alone.
+    """
+    # With several outputs, a launch may read an input again after it wrote another output.
+    if len(outputs) != 1:
         return ()
     return tuple(0 if layout.lies_as(outputs[0]) else None for layout in inputs)

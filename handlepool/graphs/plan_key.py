@@ -1,4 +1,7 @@
-"""What a plan is known by beyond its process: its graph, what was asked for, and what it was made for."""
+"""Keys that identify a plan beyond its process.
+
+A key covers the graph, the settings, and the environment that the plan was made for.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,22 +15,27 @@ from handlepool.tensors.graph_types import FrontendTensor
 _NO_MATTER = ("name", "owner", "uid_assigned")
 """Attributes of a tensor that no plan depends on."""
 _MOST_INTEGERS = 64
-"""Of one array among a graph's parameters, as a padding; a larger one is data."""
+"""Most integers of an array among a graph's parameters.
+
+Such an array is a padding, for example. A larger array counts as data.
+"""
 
 
 def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], plan_environment: str) -> str:
-    """Return the key of a graph's plan, as JSON; "" for a graph that cannot be told from others by text, as one with a callback.
+    """Return the key of a graph's plan, as JSON.
+
+    The key is "" for a graph that no text identifies, such as a graph with a callback.
 
     Parameters
     ----------
     graph : cudnn.pygraph
-        With every tensor's geometry, not compiled yet.
+        The graph, not compiled yet, with the geometry of every tensor.
     operands : sequence of graph tensor
-        In the order in which a launch gets them.
+        Operands in the order of a launch.
     settings : mapping
-        What the driver is asked for. Which of the candidates it is makes no difference: the key is that of the one in use.
+        Settings for the driver. The index of the candidate makes no difference: the key belongs to the plan in use.
     plan_environment : str
-        As of `handlepool.drivers.protocol.Driver.plan_environment`.
+        The result of `handlepool.drivers.protocol.Driver.plan_environment`.
     """
     places: dict[int, int] = {}
     tensors: list[list[Any]] = []
@@ -36,6 +44,7 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], p
         if id(tensor) not in places:
             index = places[id(tensor)] = len(tensors)
             tensors.append([])
+            # The tensor already has its number here, because the ragged offset is a tensor and takes the next number.
             behind = tensor.ragged_offset
             told = [value for name, value in vars(tensor).items() if name not in _NO_MATTER and name != "ragged_offset"]
             tensors[index] = [*told, None if behind is None else place(behind)]
@@ -55,22 +64,27 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], p
         ],
         "tensors": tensors,
         "types": [*vars(graph.context).values()],
-        # What the function that built the graph asked for by methods of the graph; the frontend tells it nowhere else.
+        # The graph-building function set these by methods of the graph. The frontend shows them only in private attributes.
         "excluded": [sorted(map(str, graph._barred_names)), graph._workspace_limit, graph._note_filters],  # noqa: SLF001
         "settings": {name: value for name, value in settings.items() if name != "plan_index"},
     }
     try:
         text = _AS_TEXT.encode(named)
+    # A value without a JSON form leaves the graph without a key.
     except (TypeError, ValueError):
         return ""
     return f'{text[:-1]},"made for":{plan_environment}}}'
 
 
 def _exactly(value: object) -> Any:
-    """Return what JSON can hold of a value that it does not know, and what tells it from every other one."""
+    """Return a JSON form of a value that JSON does not know.
+
+    The form differs for every two different values.
+    """
     if isinstance(value, Enum):
         return str(value)
-    if isinstance(value, np.generic) and isinstance(number := value.item(), (int, float)):  # whose texts leave digits out
+    # The text of a NumPy number leaves digits out, so encode the Python number.
+    if isinstance(value, np.generic) and isinstance(number := value.item(), (int, float)):
         return [type(value).__name__, number]
     if isinstance(value, slice):
         return ["slice", value.start, value.stop, value.step]

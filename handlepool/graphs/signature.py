@@ -1,4 +1,7 @@
-"""What a graph function is, apart from what it is called with: the function, its parameters, and how it was decorated."""
+"""The definition of a graph function, apart from its calls.
+
+The definition is the function, its parameters, and the arguments of its decorator.
+"""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,11 +25,14 @@ COMPILE_SETTINGS = ("workspace_limit", "allow_tf32", "deterministic", "heuristic
 HEURISTICS = ("A", "B", "FALLBACK", "OPENSOURCE")
 
 Settings = tuple[tuple[str, Any], ...]
-"""Sorted by name; what is not there, or None, has its default."""
+"""Settings sorted by name.
+
+A setting that is missing or None has its default.
+"""
 
 
 class Given(TypedDict, total=False):
-    """Settings as keywords, for type checkers; `graph` says what they are."""
+    """Settings as keywords, for type checkers; `graph` describes them."""
 
     name: str | None
     io_dtype: "DTypeLike"
@@ -39,19 +45,22 @@ class Given(TypedDict, total=False):
 
 
 def normalise(settings: Mapping[str, Any]) -> Settings:
-    """Check settings, and give those that are not None, sorted and hashable.
+    """Check settings, and return the given settings, sorted and hashable.
+
+    A setting that is None counts as not given.
 
     Raises
     ------
     ArgumentError
         For an unknown name or a value that no build could succeed with.
     ArrayTypeError
-        For a type that cuDNN has not.
+        For a type that cuDNN does not have.
     """
     unknown = settings.keys() - {*GRAPH_SETTINGS, *COMPILE_SETTINGS}
     if unknown:
         known = ", ".join((*GRAPH_SETTINGS, *COMPILE_SETTINGS))
         raise ArgumentError(f"no setting is named {', '.join(sorted(unknown))}; the settings are {known}")
+    # Sorting gives equal settings equal keys, in any order.
     return tuple((name, _CHECKS[name](name, value)) for name, value in sorted(settings.items()) if value is not None)
 
 
@@ -100,11 +109,11 @@ class Signature:
     Attributes
     ----------
     required, optional : tuple of str
-        Positional parameters, in order, without and with a default.
+        Positional parameters, in order: required without a default, optional with a default.
     variadic : str or None
         The name of ``*tensors``.
     keywords, needed : frozenset of str
-        Keyword-only parameters, and those without a default.
+        Keyword-only parameters, and the subset without a default.
     open : bool
         Whether the function takes any option.
     """
@@ -123,13 +132,15 @@ class Signature:
         Raises
         ------
         ArgumentError
-            For what cannot be called with a graph.
+            For an object that cannot be called with a graph.
         """
         if not callable(function):
             raise ArgumentError(f"{shown(function)} is no function; decorate one that takes a graph and graph tensors")
         try:
             parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):  # some of those written in C say nothing
+        # Some functions written in C have no signature.
+        except (TypeError, ValueError):
+            # Such a function counts as taking any arrays and options.
             return cls((), (), "tensor", frozenset(), frozenset(), True)
         kinds = inspect.Parameter
         positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
@@ -152,7 +163,7 @@ class Signature:
         )
 
     def check_options(self, name: str, options: Collection[str]) -> None:
-        """Raise for options that the function does not take, and for those that it needs."""
+        """Raise for unknown options, and for missing options."""
         takes = [*self.optional, *sorted(self.keywords)]
         unknown = [option for option in options if option not in (*self.required, *takes)]
         if unknown and not self.open:
@@ -166,7 +177,10 @@ class Signature:
             raise ArgumentError(f"{name} needs the option {', '.join(sorted(missing))}")
 
     def tensors(self, name: str, count: int, options: Collection[str]) -> list[str]:
-        """Return the parameters that ``count`` positional arrays are, in order; fewer than arrays where they run out."""
+        """Return the parameters of ``count`` positional arrays, in order.
+
+        The list is shorter than ``count`` if the parameters run out.
+        """
         names = [p for p in (*self.required, *self.optional) if p not in options]
         missing = [p for p in names[count:] if p in self.required]
         if missing:
@@ -178,7 +192,10 @@ class Signature:
         return names[:count]
 
     def referred(self, name: str, references: Sequence[Any], options: Collection[str]) -> list[str]:
-        """Return the parameters that are tensors where arrays are given by reference: the required, and those named."""
+        """Return the tensor parameters of a call by reference.
+
+        They are the required parameters, and the optional parameters named by a reference.
+        """
         if self.variadic is not None:
             raise ArgumentError(
                 f"{name} takes *{self.variadic}, of which no reference says how many: name its parameters, or call it in order"
@@ -196,7 +213,7 @@ class Recipe:
     inputs, outputs : tuple of reference or None
         As in `graph`.
     check : callable or None
-        ``check(layouts, outs, **options)`` is called before a build, to raise what the graph could not say as clearly.
+        ``check(layouts, outs, **options)`` is called before a build, to raise clearer errors than the graph could.
     copies : bool
         Whether operands may be copied; see `GraphFunction`.
     """
@@ -211,7 +228,7 @@ class Recipe:
     copies: bool = True
 
     def check_static(self, options: Mapping[str, Any], by_reference: bool) -> None:
-        """Raise for options that are arrays, and for those that cannot be a part of a plan's key."""
+        """Raise for options that a plan's key cannot hold, such as arrays."""
         name, signature = self.name, self.signature
         for option, value in options.items():
             if holds_values(value) or isinstance(value, ArraySpec):
@@ -227,6 +244,7 @@ class Recipe:
                     raise ArgumentError(f"{name}.run was given {option}= by keyword; arrays go into its dictionary, by reference")
                 which = f"{option} is parameter {order.index(option) + 1} of" if option in order else "they are"
                 raise ArgumentError(f"{name} was given {option}= by keyword: arrays are positional; {which} {', '.join(order)}")
+            # Raise the clear error here, before the plan cache raises a TypeError.
             try:
                 hash(value)
             except TypeError:
@@ -237,12 +255,16 @@ class Recipe:
 
 
 def as_references(what: str, references: object) -> References | None:
-    """Bring ``inputs=`` or ``outputs=`` into a tuple; one that is not in a list counts as a list of it."""
+    """Convert ``inputs=`` or ``outputs=`` to a tuple.
+
+    A single reference counts as a list of one reference.
+    """
     if references is None:
         return None
     entries = tuple(map(_plain, references)) if isinstance(references, (list, tuple)) else (_plain(references),)
     if not entries:
         raise ArgumentError(f"{what}= is empty; name the {what}, or leave it out")
+    # A graph tensor may define ``==``, so compare such references by identity.
     if len({id(entry) if not isinstance(entry, (str, int)) else entry for entry in entries}) < len(entries):
         raise ArgumentError(f"{what}={shown(list(entries))} names a tensor twice")
     return entries
@@ -250,6 +272,7 @@ def as_references(what: str, references: object) -> References | None:
 
 def _plain(reference: object) -> Any:
     try:
-        return reference if holds_values(reference) else as_integer(reference)  # a uid
+        # An integer is a uid.
+        return reference if holds_values(reference) else as_integer(reference)
     except TypeError:
         return reference

@@ -1,8 +1,8 @@
 """References: the ways of naming a tensor of a graph.
 
-A tensor object; its uid; a name that was set, or the parameter that declared it; ``node::port``, where the port is the
-frontend's own name of it, the keyword of the method that made the node, or a position among the node's inputs. A name that means
-two tensors is refused, never guessed.
+A reference is a tensor object, its uid, a name or ``node::port``. The name is the tensor's own, or the parameter that declared
+the tensor. The port is the frontend's own name, the keyword of the method that made the node, or a position among the node's
+inputs. A name that fits two tensors raises an error.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from handlepool.errors import ArgumentError
 from handlepool.tensors.graph_types import FrontendGraph, FrontendNode, FrontendTensor
 
 MOST_LISTED = 24
-"""Tensors that a message lists."""
+"""Most tensors that a message lists."""
 
 KEYWORDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("add", "add_square", "div", "logical_and", "logical_or", "mul", "sub"), ("a", "b")),
@@ -24,12 +24,14 @@ KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "scale": ("input", "scale"),
     "binary_select": ("input0", "input1", "mask"),
 }
-"""What the frontend's pointwise methods call their tensors; of those that are not here, ("input",), and for gradients
-("loss", "input"). Their nodes have the ports IN_0, IN_1 and IN_2."""
+"""Keywords of the tensors in the frontend's pointwise methods, by mode.
+
+Any other mode has ("input",), and a gradient has ("loss", "input"). Their nodes have the ports IN_0, IN_1 and IN_2.
+"""
 
 
 def is_tensor(value: object) -> bool:
-    """Whether this is a graph tensor."""
+    """Whether a value is a graph tensor."""
     return hasattr(type(value), "get_uid")
 
 
@@ -44,9 +46,9 @@ class References:
     Parameters
     ----------
     graph : cudnn.pygraph
-        With all its nodes.
+        The graph with all its nodes.
     parameters : mapping of str to graph tensor
-        What else names a tensor, whatever name was set since.
+        Tensors by the parameter that declared them. The parameter stays valid after the function sets another name.
     """
 
     def __init__(self, graph: Any, parameters: Mapping[str, Any]) -> None:
@@ -56,17 +58,18 @@ class References:
         self._tensors = {id(tensor): tensor for tensor in tensors}
 
     def resolve(self, reference: Any) -> Any:
-        """Return the tensor that a reference means.
+        """Return the tensor that a reference names.
 
         Raises
         ------
         ArgumentError
-            When it means none, or several; the message lists what there is.
+            If the reference fits no tensor, or several. The message lists the tensors.
         """
         if is_tensor(reference):
             if id(reference) in self._tensors:
                 return reference
-            found = self._named(reference.name)  # of another build of the same function
+            # The tensor belongs to another build of the same function, so look for its name here.
+            found = self._named(reference.name)
         elif isinstance(reference, str):
             found = self._named(reference)
         else:
@@ -86,27 +89,28 @@ class References:
         raise ArgumentError(f"{called} means {len(found)} tensors of the graph; name one by its uid or object. {self.listing()}")
 
     def name(self, tensor: FrontendTensor) -> str:
-        """Return the name that was set, of a node's output ``node::port`` where none was."""
+        """Return the tensor's own name, or ``node::port`` for an unnamed output."""
         for node, port, made in self._ports(inputs=False):
-            # The frontend's own name of an output says the node, and something like the port.
+            # The frontend names an output after its node, with a text that resembles the port. The function set no such name.
             if made is tensor and (not tensor.name or tensor.name.startswith(f"{node.name}::")):
                 return f"{node.name}::{port}"
         return str(tensor.name)
 
     def label(self, tensor: FrontendTensor) -> str:
-        """Return what messages call a tensor: the first of its ports, and the name that was set."""
+        """Return a tensor's first port and name, for messages."""
         for node, port, other in self._ports():
             if other is tensor:
                 return self._entry(node, port, tensor)
         return str(tensor.name)
 
     def listing(self) -> str:
-        """Return what there is, for messages."""
+        """Return a list of the graph's tensors, for messages."""
         entries = [self._entry(node, port, tensor) for node, port, tensor in self._ports()]
         more = len(entries) - MOST_LISTED
         return f"There is: {', '.join(entries[:MOST_LISTED]) or 'nothing'}" + (f" and {more} more" if more > 0 else "")
 
     def _named(self, name: str) -> list[Any]:
+        # A text can name the same tensor in several ways, so collect tensors by identity.
         found = {id(tensor): tensor for tensor in self._tensors.values() if tensor.name == name}
         if name in self._parameters:
             found[id(self._parameters[name])] = self._parameters[name]
@@ -133,7 +137,7 @@ def _position(node: FrontendNode, port: str) -> str | None:
 
 
 def _keyword(node: FrontendNode, port: str) -> str:
-    """Return what the method that made the node calls a port."""
+    """Return a port's keyword in the method that made the node."""
     if node.node_type.name != "POINTWISE" or port not in node.inputs:
         return port
     mode = node.params["mode"]

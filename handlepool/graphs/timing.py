@@ -1,4 +1,7 @@
-"""Timing of plans: candidates in turns on side streams, each launched many times in a graph, alone and side by side."""
+"""Time plans on side streams, alone and side by side.
+
+The candidates take turns. A graph launches each candidate many times.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,23 +22,29 @@ from handlepool.pool.pool import HandlePool
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 
 ROUNDS = 9
-"""Samples of each candidate, taken in turns, of which the median counts."""
+"""Samples of each candidate, taken in turns. The median counts."""
 MOST_LAUNCHES = 16
-"""Launches of each state in one sample, of plans that are quick."""
+"""Launches of each state in a sample, for quick plans."""
 ENOUGH = 500.0
-"""Microseconds that the launches of one state in a sample need not exceed."""
+"""Sufficient microseconds for the launches of one state in a sample."""
 TOO_SLOW = 4
-"""A plan that takes more than so many times as long as the quickest, or more than as many times as there are states, is not timed
-further: launches of the quickest are done sooner one after the other."""
+"""Factor over the quickest plan for a plan to be too slow.
+
+A plan that is too slow is not timed further. The number of states counts instead, if it is larger. Launches of the quickest
+plan one after the other would then finish sooner.
+"""
 SCREENING = 3
-"""Samples of each, after which those that are far behind get no more."""
+"""Samples of each candidate, before slow candidates get no more samples."""
 FAR_BEHIND = 1.5
-"""More than so many times the median of the quickest."""
+"""Factor over the quickest median for a candidate to be far behind.
+
+Such a candidate gets no more samples.
+"""
 
 
 @runtime_checkable
 class SideStates(Protocol):
-    """The states that run a plan side by side, as `handlepool.ParallelStates`.
+    """The states that run a plan side by side, such as `handlepool.ParallelStates`.
 
     Attributes
     ----------
@@ -49,22 +58,22 @@ class SideStates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlanCandidate:
-    """One plan that was proposed.
+    """A plan that cuDNN proposed.
 
     Attributes
     ----------
     index : int
-        For `Plan.select`.
+        Index for `Plan.select`.
     engine : str
-        cuDNN's name of the engine and its knobs; "" where the plan could not be built.
+        cuDNN's name of the engine and its knobs. "" if the plan could not be built.
     workspace_size : int
         Bytes of scratch that a launch needs.
     alone : float or None
-        Microseconds a launch on one stream with nothing beside it; None where it was not timed.
+        Microseconds for a launch on one stream, with no other work beside it. None if the plan was not timed.
     concurrent : float or None
-        Microseconds for one launch of every state, side by side; None where one state was timed alone, or it was not timed.
+        Microseconds for one launch of every state, side by side. None if one state was timed alone, or if the plan was not timed.
     skipped : str
-        Why it was not timed, or "".
+        Reason that the plan was not timed, or "".
     """
 
     index: int
@@ -76,22 +85,23 @@ class PlanCandidate:
 
     @property
     def time(self) -> float:
-        """What counts: ``concurrent``, else ``alone``; infinite where there is neither."""
+        """The time that counts: ``concurrent``, else ``alone``, else infinity."""
         return next((time for time in (self.concurrent, self.alone) if time is not None), float("inf"))
 
 
 @dataclass(slots=True)
 class _Trial:
-    """A candidate while it is timed; times in microseconds."""
+    """A candidate during its timing; times in microseconds."""
 
     index: int
     plan: Plan
     estimate: float = 0.0
-    graphs: list[RecordedGraph] = field(default_factory=list)  # alone, and side by side where there are several states
+    # The graph of one state alone, and with several states also the graph of all states side by side.
+    graphs: list[RecordedGraph] = field(default_factory=list)
     samples: list[list[float]] = field(default_factory=list)
 
     def result(self, skipped: str = "") -> PlanCandidate:
-        """Return what is told of it."""
+        """Return the public record of the candidate."""
         times = [] if skipped else [median(samples) for samples in self.samples]
         alone, concurrent = (*times, None, None)[:2]
         return PlanCandidate(self.index, self.plan.engine, self.plan.workspace_size, alone, concurrent, skipped)
@@ -99,14 +109,14 @@ class _Trial:
 
 @contextmanager
 def side_slots(pool: PoolInternals, what: str, count: int) -> Iterator[list[Slot]]:
-    """Lease so many side slots of the current device.
+    """Lease side slots of the current device.
 
-    They are released without scratch: of what was tried, the largest may be far more than the winner needs.
+    The slots are released without scratch, because the largest candidate may need far more scratch than the winner.
 
     Raises
     ------
     StateBusyError
-        When fewer are free.
+        If fewer slots are free.
     """
     device = pool.device(pool.driver.current_device())
     sides = device.sides
@@ -114,7 +124,8 @@ def side_slots(pool: PoolInternals, what: str, count: int) -> Iterator[list[Slot
 
     def release(slot: Slot) -> None:
         unbind(slot)
-        sides.release(slot, captured=True)  # until `release_captured` has seen that no capture was left open
+        # The slot counts as captured until `release_captured` has checked that no capture was left open.
+        sides.release(slot, captured=True)
 
     try:
         while len(slots) < count:
@@ -130,22 +141,26 @@ def side_slots(pool: PoolInternals, what: str, count: int) -> Iterator[list[Slot
         yield slots
     finally:
         if not pool.status.untouchable:
+            # A stream may still run a launch with the scratch, so wait for all streams before freeing the scratch.
             waits = [partial(pool.driver.synchronize_stream, slot.pointer) for slot in slots]
             frees = [*(slot.release_scratch for slot in slots), device.scratch.free_passed]
+            # `do_all` runs every step even after a failure, so every slot is released.
             do_all([*waits, *frees, *(partial(release, slot) for slot in slots), sides.release_captured])
 
 
 class TimingRig:
-    """Where candidates are timed: side slots, each with operands of its own. Used inside `Driver.relaxed`.
+    """Side slots with their own operands, on which candidates are timed.
+
+    Use the rig inside `Driver.relaxed`.
 
     Parameters
     ----------
     slots : list of Slot
-        From `side_slots`.
+        Side slots from `side_slots`.
     operands : list of tuple of array
-        For each slot the inputs and outputs to launch with, on the device by now.
+        For each slot, the inputs and outputs of its launches. They must be complete on the device.
     concurrent : bool
-        Whether to time what all slots run side by side, too, and not one alone.
+        Whether to time all slots side by side as well, and not only one slot alone.
     """
 
     def __init__(self, pool: PoolInternals, slots: list[Slot], operands: Sequence[tuple[Any, ...]], *, concurrent: bool) -> None:
@@ -159,29 +174,34 @@ class TimingRig:
         self._launches = 1
         self._skipped: list[PlanCandidate] = []
         self._graphs: list[RecordedGraph] = []
-        self._events: list[Any] = []  # before and after what is timed
+        # Events before and after the timed launches.
+        self._events: list[Any] = []
         self._start = monotonic()
         self.building = 0.0  # seconds
 
     def close(self) -> None:
-        """Give graphs and events back."""
+        """Destroy the graphs and events."""
         if not self._pool.status.untouchable:
             destroy = self._pool.device(self._slots[0].device).scratch.destroy_event
             wait = partial(self._driver.synchronize_stream, self._pointer)
             do_all([wait, *(graph.destroy for graph in self._graphs), *(partial(destroy, event) for event in self._events)])
 
     def estimate(self, plan: Plan) -> float:
-        """Return roughly how many microseconds a launch takes; 0 where that cannot be told."""
+        """Return a rough time of a launch in microseconds.
+
+        The time is 0 if the plan cannot be launched.
+        """
         self._make_events()
         return sum(trial.estimate for trial in self._tried(self._reserved([_Trial(0, plan)]), self._warm))
 
     def time(
         self, plan: Plan, most: int | None = None, until: float = float("inf")
     ) -> tuple[list[PlanCandidate], dict[int, Plan]]:
-        """Return every candidate of a plan in cuDNN's order, with times or the reason for none; and by index the plans timed.
+        """Time the candidates of a plan.
 
-        With ``most``, so many are tried, or more until that plan itself was met. ``until`` is when to try no more of them, in
-        the same way.
+        Return every candidate in cuDNN's order, with times or the reason for no times, and the timed plans by index. ``most``
+        limits the number of candidates, but trying goes on until the plan itself was reached. ``until`` is the time that ends
+        trying, in the same way.
         """
         self._make_events()
         trials = self._built(plan, most, until)
@@ -196,21 +216,23 @@ class TimingRig:
 
     def _make_events(self) -> None:
         while len(self._events) < 2:
+            # Only events made for timing can tell the time between them.
             self._events.append(self._driver.create_event(timing=True))
 
     def _sample(self, trials: list[_Trial]) -> None:
-        """Time graphs in turns: all of them first, and then those that may yet be the quickest."""
+        """Time graphs in turns: first all graphs, then only the promising graphs."""
         for turn in range(ROUNDS + 1):
             for trial in trials:
                 for samples, graph in zip(trial.samples, trial.graphs, strict=True):
                     sample = self._time(graph.launch, self._pointer) / self._launches
-                    if turn:  # the first one warms up
+                    # The first turn only warms up.
+                    if turn:
                         samples.append(sample)
             if turn == SCREENING:
                 most = FAR_BEHIND * min((median(trial.samples[-1]) for trial in trials), default=0.0)
                 trials = [trial for trial in trials if median(trial.samples[-1]) <= most]
 
-    # What can be timed
+    # Candidates that can be timed
 
     def _built(self, plan: Plan, most: int | None, until: float) -> list[_Trial]:
         trials: list[_Trial] = []
@@ -229,19 +251,24 @@ class TimingRig:
         return trials
 
     def _reserved(self, trials: list[_Trial]) -> list[_Trial]:
-        """Those for which there is scratch on every stream at a time."""
+        """Return the trials whose scratch fits on every stream at a time."""
 
         def reserve(trial: _Trial) -> None:
             for slot in self._slots:
                 slot.reserve(trial.plan.workspace_size)
 
+        # Reserve in ascending order, so that a plan without room leaves room for all smaller plans.
         trials = self._tried(sorted(trials, key=lambda trial: trial.plan.workspace_size), reserve)
         most = max((trial.plan.workspace_size for trial in trials), default=0)
-        self._spaces = [slot.reserve(most) for slot in self._slots]  # only now: scratch that grows moves
+        # Take the addresses only now, because scratch that grows moves.
+        self._spaces = [slot.reserve(most) for slot in self._slots]
         return sorted(trials, key=lambda trial: trial.index)
 
     def _worthwhile(self, trials: list[_Trial]) -> list[_Trial]:
-        """Those that are not much too slow; and how many launches a sample is to have."""
+        """Return the trials that are not far too slow.
+
+        The method also sets the number of launches of a sample.
+        """
         least = min((trial.estimate for trial in trials), default=0.0)
         self._launches = max(1, min(MOST_LAUNCHES, int(ENOUGH / max(least, 1.0))))
         most = least * max(len(self._slots), TOO_SLOW)
@@ -252,7 +279,7 @@ class TimingRig:
         return [trial for trial in trials if trial.estimate <= most]
 
     def _tried(self, trials: list[_Trial], attempt: Callable[[_Trial], None]) -> list[_Trial]:
-        """Those that an attempt succeeds with."""
+        """Return the trials for which an attempt succeeds."""
         kept = []
         for trial in trials:
             try:
@@ -277,10 +304,14 @@ class TimingRig:
         plan.executable.launch(slot.handle, self._operands[number], space)
 
     def _warm(self, trial: _Trial) -> None:
-        """Launch on every stream, which loads the kernels, and see roughly how long it takes, the host's time included."""
+        """Launch on every stream, and estimate the time of a launch.
+
+        The first launch loads the kernels. The estimate includes the host's time.
+        """
         for number, slot in enumerate(self._slots):
             self._launch(trial.plan, number)
             self._driver.synchronize_stream(slot.pointer)
+        # The least of three times is the least disturbed time.
         trial.estimate = min(self._time(self._launch, trial.plan, 0) for _ in range(3))
 
     def _capture_all(self, trial: _Trial) -> None:
@@ -288,16 +319,21 @@ class TimingRig:
         trial.samples = [[] for _ in self._counts]
 
     def _capture(self, plan: Plan, count: int) -> RecordedGraph:
-        """Return a graph with a chain of launches for each of the first ``count`` slots, side by side."""
+        """Return a graph with a chain of launches for each slot.
+
+        The first ``count`` slots take part. Their chains run side by side.
+        """
         driver, (first, *others) = self._driver, self._slots[:count]
         driver.begin_capture(first.pointer)
         try:
+            # The wait for the first stream brings the other streams into the capture.
             driver.record_event(first.start_event, first.pointer)
             for slot in others:
                 driver.wait_event(slot.pointer, first.start_event)
             for number in range(count):
                 for _ in range(self._launches):
                     self._launch(plan, number)
+            # A capture must end with all its streams joined to the first stream.
             for slot in others:
                 driver.record_event(slot.end_event, slot.pointer)
                 driver.wait_event(first.pointer, slot.end_event)
@@ -305,13 +341,18 @@ class TimingRig:
             self._graphs.append(graph)
             graph.instantiate()
         except BaseException:
+            # A capture left open would make the stream unusable for launches.
             abort_capture(driver, first.pointer)
             raise
+        # Upload the graph now, so that no timed launch includes the upload.
         graph.upload(self._pointer)
         return graph
 
     def _time(self, run: Callable[..., object], *args: object) -> float:
-        """Microseconds of something on the first stream, queued while the same runs before it."""
+        """Return the microseconds of a call on the first stream.
+
+        The same call runs on the stream before, so that the timed call is queued behind it.
+        """
         driver, (start, end) = self._driver, self._events
         run(*args)
         driver.record_event(start, self._pointer)

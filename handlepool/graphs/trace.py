@@ -1,7 +1,8 @@
-"""Runs a graph function on an empty graph, and finds the tensor that each array is.
+"""Run a graph function on an empty graph, and identify its arrays.
 
-Which parameter an array given by reference belongs to is known only once the function has run, and it cannot run before its
-tensors have a geometry. So it runs with the arrays assigned by guess, and once more where the references say otherwise.
+The module finds the tensor of each array. The parameter of an array given by reference is known only after the function has
+run. But the function cannot run before its tensors have a geometry. So the function runs with a guessed assignment of the
+arrays. It runs again if the references disagree.
 """
 
 import math
@@ -23,8 +24,12 @@ from handlepool.tensors.layout import Layout, overlaps_itself
 
 
 def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
-    """Return a graph tensor for an array; ``title`` is what messages call the array."""
+    """Return a graph tensor for an array.
+
+    ``title`` is the array's name in messages.
+    """
     return graph.tensor(
+        # A scalar is declared with one axis of extent 1.
         dim=list(layout.shape) or [1],
         stride=element_strides(title, layout) or [1],
         data_type=frontend.data_type(layout.dtype),
@@ -33,7 +38,10 @@ def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
 
 
 def element_strides(title: str, layout: Layout) -> list[int]:
-    """Strides in elements; those of axes of extent 1, which say nothing, as a dense array would have them."""
+    """Return strides in elements.
+
+    Strides of axes of extent 1 carry no information, so they become the strides of a dense array.
+    """
     shape, itemsize = layout.shape, layout.dtype.itemsize
     if any((stride < 0 or stride % itemsize) and extent > 1 for extent, stride in zip(shape, layout.strides, strict=True)):
         raise ArgumentError(
@@ -53,24 +61,27 @@ def element_strides(title: str, layout: Layout) -> list[int]:
 
 
 def layout_of(tensor: FrontendTensor) -> Layout:
-    """How the array of a declared tensor lies."""
+    """Return the layout of the array for a declared tensor."""
     dtype = frontend.numpy_dtype(tensor.data_type)
     return Layout(tuple(tensor.dim), tuple(step * dtype.itemsize for step in tensor.stride), dtype)
 
 
 def match(tensor: FrontendTensor, layout: Layout, title: str) -> None:
-    """Check an array against a tensor that the function declared; what it left open is taken from the array.
+    """Check an array against a tensor that the function declared.
+
+    The array provides every property that the declaration left open.
 
     Raises
     ------
     ArgumentError, ArrayTypeError
-        For another shape or strides, and for another type.
+        For another shape, other strides or another type.
     """
     strides = element_strides(title, layout)
     if tuple(tensor.dim) != layout.shape:
         raise ArgumentError(f"{title} is of shape {layout.shape}; tensor {tensor.name!r} was declared with {tuple(tensor.dim)}")
     if not tensor.stride_assigned:
         tensor.set_stride(strides)
+    # Axes of extent 1 may have any stride.
     elif any(extent > 1 and a != b for extent, a, b in zip(layout.shape, strides, tensor.stride, strict=True)):
         raise ArgumentError(
             f"{title} has strides {tuple(strides)} elements; tensor {tensor.name!r} was declared with {tuple(tensor.stride)}"
@@ -83,12 +94,14 @@ def match(tensor: FrontendTensor, layout: Layout, title: str) -> None:
 
 
 def check_redeclared(tensor: FrontendTensor, layout: Layout, title: str) -> None:
-    """Check what the function may have made of an array's tensor: other axes over the same elements, as of a vector, and no more.
+    """Check the changes that the function made to an array's tensor.
+
+    The function may declare other axes over the same elements, as for a vector. It may change nothing else.
 
     Raises
     ------
     ArgumentError, ArrayTypeError
-        For another number of elements, for more memory than the array's, and for another type.
+        For another number of elements, more memory than the array has, or another type.
     """
     if tensor.data_type != frontend.data_type(layout.dtype):
         raise ArrayTypeError(f"{title} is {layout.dtype}, and the function set its tensor's type to {tensor.data_type.name}")
@@ -104,7 +117,10 @@ def check_redeclared(tensor: FrontendTensor, layout: Layout, title: str) -> None
 
 
 def check_out(name: str, layout: Layout, out: Layout) -> None:
-    """Raise where an array cannot take an output: the frontend would write past it without a word."""
+    """Raise if an array cannot take an output.
+
+    The frontend would silently write past such an array.
+    """
     if (layout.shape, layout.dtype) != (out.shape, out.dtype):
         raise ArgumentError(
             f"out= of {name} is {out.dtype} of shape {out.shape}; the output is {layout.dtype} of shape {layout.shape}"
@@ -114,28 +130,34 @@ def check_out(name: str, layout: Layout, out: Layout) -> None:
 
 
 Assignment = dict[str, int | None]
-"""The array of each parameter, by its place in the request; None where there is none."""
+"""Place of each parameter's array in the request.
+
+The place is None for a parameter without an array.
+"""
 
 UNKNOWN = Layout((1, 1, 1, 1), (4, 4, 4, 4), np.dtype(np.float32))
-"""Stands in for a missing array, so that the function can run and the message say what is missing."""
+"""Layout that stands in for a missing array.
+
+With the layout, the function can run, and the message can name the missing array.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a plan is asked for.
+    """The request for a plan.
 
     Attributes
     ----------
     layouts : tuple of Layout
-        Of the arrays, in the order given.
+        Layouts of the arrays, in the order given.
     outs : tuple of Layout
-        Of ``out=``; empty where outputs are to be allocated.
+        Layouts of ``out=``. Empty if the call allocates the outputs.
     references : tuple of reference or None
-        Where arrays were given by reference: what each of them is, outputs among them.
+        The reference of each array, outputs included, if the arrays were given by reference.
     options, settings
-        Of this call.
+        Options and settings of this call.
     copied : tuple of int
-        Places of the vectors that are copied however they lie, since they begin at no multiple of 16 bytes.
+        Places of the vectors that do not begin at a multiple of 16 bytes. They are copied in any layout.
     """
 
     layouts: tuple[Layout, ...]
@@ -147,12 +169,16 @@ class Request:
 
 
 def draft(recipe: Recipe, request: Request, new_graph: Callable[[], Any]) -> "Draft":
-    """Run the function, and once more where arrays turn out to be for other parameters than guessed."""
+    """Run the function, and run it again after a wrong guess.
+
+    The guess assigns the arrays to parameters.
+    """
     assignment = _guess(recipe, request)
     drafted = Draft(recipe, request, new_graph(), assignment)
     found = drafted.assignment()
     if found != assignment:
         drafted = Draft(recipe, request, new_graph(), found)
+        # The references may depend on the shapes, and then a third run might differ again.
         if drafted.assignment() != found:
             raise ArgumentError(
                 f"{recipe.name} names its tensors otherwise for other shapes, so its references cannot be resolved; name its "
@@ -162,7 +188,10 @@ def draft(recipe: Recipe, request: Request, new_graph: Callable[[], Any]) -> "Dr
 
 
 def _guess(recipe: Recipe, request: Request) -> Assignment:
-    """Assign arrays to parameters: by their order, or by the references that are parameters' names and then by their order."""
+    """Assign arrays to parameters.
+
+    Without references, the order decides. With references, names of parameters decide first, and then the order.
+    """
     name, signature, options = recipe.name, recipe.signature, request.options
     count = len(request.layouts)
     references = request.references
@@ -176,6 +205,7 @@ def _guess(recipe: Recipe, request: Request) -> Assignment:
             raise ArgumentError(f"{name} takes {len(references)} arrays, for {listed}, and was called with {count}")
     names = signature.referred(name, references, options)
     assignment: Assignment = {parameter: references.index(parameter) if parameter in references else None for parameter in names}
+    # The remaining arrays fill the remaining parameters in order, until the first run shows the true assignment.
     rest = iter([place for place in range(count) if place not in assignment.values()])
     return {parameter: next(rest, None) if place is None else place for parameter, place in assignment.items()}
 
@@ -188,7 +218,7 @@ class Draft:
     graph : cudnn.pygraph
     outputs : list of graph tensor
     keys : tuple of str or int
-        What `GraphFunction.run` calls the outputs.
+        References of the outputs in `GraphFunction.run`.
     single : bool
         Whether the outputs are one array, not a tuple.
     """
@@ -199,6 +229,7 @@ class Draft:
         self._request = request
         self._parameters: dict[str, Any] = {}
         for parameter, place in assignment.items():
+            # Without an array, any layout lets the function run, so that the error can name the missing array.
             layout = next(iter(request.layouts), UNKNOWN) if place is None else request.layouts[place]
             title = f"{recipe.name}: {parameter}" if place is None else self._title(place, parameter)
             self._parameters[parameter] = declare(graph, parameter, layout, title)
@@ -207,9 +238,10 @@ class Draft:
         self._made = made_by_nodes(graph)
         inputs = self._read(returned)
         self._sources = self._resolve_arrays(inputs)
+        # An array for a tensor that a node makes is an output, given by reference.
         self._inputs = [(place, tensor) for place, tensor in enumerate(self._sources) if id(tensor) not in self._made]
 
-    # Reading what the function did
+    # Results of the function
 
     def _run(self) -> Any:
         recipe, request = self._recipe, self._request
@@ -217,7 +249,7 @@ class Draft:
         in_order: list[Any] = []
         named = dict(request.options)
         for place, (parameter, tensor) in enumerate(self._parameters.items()):
-            # From the first parameter that is left out on, the others are passed by name.
+            # After the first omitted parameter, the remaining parameters can only be passed by name.
             if recipe.signature.variadic is not None or (len(in_order) == place and order[place : place + 1] == (parameter,)):
                 in_order.append(tensor)
             else:
@@ -235,7 +267,10 @@ class Draft:
             ) from error
 
     def _read(self, returned: Any) -> tuple[Any, ...] | None:
-        """Take the outputs from what the function returned, and give the references of its inputs where it named them."""
+        """Read the outputs from the function's result; return its input references.
+
+        The references are None if the function named no inputs.
+        """
         recipe = self._recipe
         inputs, wanted = None, recipe.outputs
         if isinstance(returned, Mapping):
@@ -260,6 +295,7 @@ class Draft:
             self.outputs = [self._references.resolve(reference) for reference in wanted]
             self.single = len(wanted) == 1
         elif returned is None:
+            # Without a result, the outputs are the tensors marked with ``set_output(True)``.
             self.outputs = [tensor for tensor in self._made.values() if not tensor.is_virtual]
             self.single = len(self.outputs) == 1
         else:
@@ -315,7 +351,10 @@ class Draft:
         return sources
 
     def assignment(self) -> Assignment:
-        """Which array each parameter turned out to be; raises where one is missing, or is for no input."""
+        """Return the array of each parameter, after the run.
+
+        The method raises if an array is missing, or belongs to no input.
+        """
         found: Assignment = {}
         for parameter, tensor in self._parameters.items():
             found[parameter] = next((place for place, source in enumerate(self._sources) if source is tensor), None)
@@ -341,6 +380,7 @@ class Draft:
     def _needed(self) -> Iterator[Any]:
         for node in self.graph.nodes:
             for port, tensor in node.inputs.items():
+                # A ragged offset is a tensor, and needs an array as well.
                 for source in (tensor, tensor.ragged_offset):
                     if source is None or source.is_virtual or id(source) in self._made or source.pass_by_value is not None:
                         continue
@@ -351,10 +391,10 @@ class Draft:
                         )
                     yield source
 
-    # What the plan takes
+    # Operands of the plan
 
     def operands(self) -> tuple[list[Any], list[Layout | None]]:
-        """Return the input tensors, matched with their arrays, and the array that each output was given."""
+        """Return the matched input tensors, and the array given for each output."""
         request = self._request
         own = {id(tensor) for tensor in self._parameters.values()}
         inputs = []
@@ -381,12 +421,15 @@ class Draft:
         return tuple(self._request.layouts[place] for place, _ in self._inputs)
 
     def places(self) -> tuple[int, ...]:
-        """For each operand the place of its array in the request; -1 for an output that is to be allocated."""
+        """Return the place of each operand's array in the request.
+
+        The place is -1 for an output that the call allocates.
+        """
         by_tensor = {id(tensor): place for place, tensor in enumerate(self._sources)}
         return tuple(place for place, _ in self._inputs) + tuple(by_tensor.get(id(tensor), -1) for tensor in self.outputs)
 
     def titles(self) -> list[str]:
-        """Return what messages call the operands, in order."""
+        """Return the names of the operands for messages, in order."""
         references, inputs = self._request.references, self._inputs
         named = [f"argument {place} ({tensor.name})" for place, tensor in inputs]
         titles = named + [operand_name(place, 0, len(self.outputs)) for place in range(len(self.outputs))]
@@ -397,7 +440,7 @@ class Draft:
         return titles
 
     def _title(self, place: int, parameter: str | None = None) -> str:
-        """Return what messages call an array."""
+        """Return the name of an array for messages."""
         name, references = self._recipe.name, self._request.references
         if references is not None:
             return f"{name}: the array for {self._shown(references[place])}"

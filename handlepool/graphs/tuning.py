@@ -1,7 +1,7 @@
-"""Tuning: which of cuDNN's candidate plans is the quickest while several states run it side by side.
+"""Find the quickest of cuDNN's candidate plans.
 
-The quickest plan alone need not be the quickest side by side with others: one that spreads over the whole GPU leaves its
-neighbours nothing.
+Several states run the plans side by side. The quickest plan alone need not be the quickest plan side by side. A plan that
+spreads over the whole GPU leaves no room for its neighbours.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,36 +36,42 @@ from handlepool.pool.stream import check_foreign, resolve
 from handlepool.tensors.layout import Layout
 
 MOST_VALUES = 1 << 16
-"""Random values; larger arrays have them repeated along their longest axes."""
+"""Most random values. Larger arrays repeat them along their longest axes."""
 MOST_CANDIDATES = 10
-"""Of each of the heaviest plans."""
+"""Most candidates of each of the heaviest plans."""
 MOST_TIME = 0.9
-"""The part of the time that the heaviest plans take."""
+"""Share of the total time that the tuned plans cover."""
 GAIN = 1.03
-"""How many times as long as the quickest plan the one that was used before must take to be replaced."""
+"""Least ratio of the used plan's time to the quickest time.
+
+A smaller ratio is no reason to replace the used plan.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What `GraphFunction.tune` tried and found; as text a table, the quickest first.
+    """The result of `GraphFunction.tune`.
+
+    Its text is a table, with the quickest plan first.
 
     Attributes
     ----------
     name : str
-        Of the graph function.
+        Name of the graph function.
     states : int
-        How many ran side by side; 1 where one stream was timed alone.
+        Number of states that ran side by side. 1 if one stream was timed alone.
     candidates : tuple of PlanCandidate
-        Every plan that was proposed, in cuDNN's order: ``index``, ``engine``, ``workspace_size`` (bytes), ``alone`` and
-        ``concurrent`` (microseconds, or None), and ``skipped``, why it was not timed.
+        Every proposed plan, in cuDNN's order: ``index``, ``engine``, ``workspace_size`` (bytes), ``alone`` and ``concurrent``
+        (microseconds, or None), and ``skipped``, the reason that the plan was not timed.
     winner : PlanCandidate
-        The plan that these arguments get from now on.
+        The plan for these arguments from now on.
     previous : PlanCandidate or None
-        The plan that they got before, where it is among the candidates. It stays the winner unless another one is quicker by 3 %.
+        The plan for these arguments before, if it is among the candidates. It stays the winner unless another plan is quicker by
+        3 %.
     seconds, building : float
-        How long all of it took, and the part of it that plans were built in.
+        Total time in seconds, and the part of it that built plans.
     inputs : tuple of Layout
-        Shape, strides and type of the arrays that it was tuned for.
+        Shape, strides and type of the arrays in the tuning.
     """
 
     name: str
@@ -101,37 +107,39 @@ def tune(
     candidates: int | None = MOST_CANDIDATES,
     **kwargs: object,
 ) -> tuple[Tuning, ...]:
-    """Call a function once, and tune every plan that it used: those of a network's convolutions, say.
+    """Call a function once, and tune every plan that it used.
 
-    Each plan is tuned as by `GraphFunction.tune`, but over random arrays. So it is for all calls of the same form, and the
-    function's own arrays are read by its one call alone.
+    The function may be a network with convolutions, for example. Each plan is tuned as by `GraphFunction.tune`, but over
+    random arrays. The result therefore holds for all calls of the same form. Only the single call reads the function's own
+    arrays.
 
     Parameters
     ----------
     function : callable
-        Of graph functions, `conv2d` and the like, on the current device. Replays of programs are not seen.
+        A function that calls graph functions, `conv2d` and the like, on the current device. The tuning does not see replays of
+        programs.
     *args
-        For the function.
+        Positional arguments of the function.
     states : ParallelStates, optional
-        What to time side by side, and whose pool the function uses. One stream alone, and the current pool, where none is given.
+        The states to time side by side. The function uses their pool. Without states, one stream alone and the current pool.
     candidates : int or None
-        How many plans to try of those that cuDNN proposes, from the one that it ranks first; all of them for None. Where the plan
-        in use is further behind, as many as it takes to meet it.
+        Most candidates to try for each plan, from the candidate that cuDNN ranks first. None tries all candidates. If the plan
+        in use has a lower rank, trying goes on until the plan in use is reached.
     **kwargs
-        For the function.
+        Keyword arguments of the function.
 
     Returns
     -------
     tuple of Tuning
-        For each plan that has alternatives, in the order of their last use. `Tuning.inputs` says what it was for. What other
-        threads use on the same pool meanwhile is among them.
+        A result for each plan that has alternatives, in the order of their last use. `Tuning.inputs` identifies the plan's
+        arrays. Plans that other threads use on the same pool meanwhile are included.
 
     Raises
     ------
     DriverNotAvailableError, CaptureError, StateBusyError, GraphNotSupportedError
-        As in `GraphFunction.tune`. Plans that were tuned before an error stay so.
+        As in `GraphFunction.tune`. Plans that were tuned before an error stay tuned.
     Exception
-        Whatever the function raised; then nothing was tuned.
+        Any exception of the function. Then no plan was tuned.
 
     Examples
     --------
@@ -141,6 +149,7 @@ def tune(
     if not callable(function):
         raise ArgumentError(f"tune takes a function, not {shown(function)}")
     pool, pointer = _pool_of("handlepool", states)
+    # Watch before the call, so that the watch covers every plan of the call.
     watched = pool.plans.watch()
     function(*args, **kwargs)
     found = []
@@ -158,7 +167,7 @@ def tune(
 
 
 def check_gpu(driver: Driver, what: str) -> None:
-    """Refuse to time plans where none runs on a GPU.
+    """Refuse to time plans on a driver without a GPU.
 
     Raises
     ------
@@ -179,28 +188,29 @@ def tune_heaviest(
     seconds: float,
     show: Callable[[str], object],
 ) -> tuple[Tuning, ...]:
-    """Tune the plans that take most of the time, one launch at a time, those that take longest first.
+    """Tune the plans that take most of the time, longest first.
 
-    What cannot be timed stays as it is. The caller has seen to it that there is a GPU, and that nothing is captured.
+    No other launch runs beside a timed launch. A plan that cannot be timed stays unchanged. The caller must check that
+    there is a GPU, and that no capture is active.
 
     Parameters
     ----------
     pool : PoolInternals
     what : str
-        Whoever asks, for messages.
+        Name of the caller, for messages.
     launched : sequence of (Plan, int)
-        How often each plan is launched.
+        Plans, each with its number of launches.
     pointer : int
-        The current stream.
+        Pointer of the current stream.
     seconds : float
-        After which no more plans are tried.
+        Time in seconds after which no more plans are tried.
     show : callable
-        Told how far it is.
+        Gets texts that report the progress.
 
     Raises
     ------
     StateBusyError
-        When no side stream is free.
+        If no side stream is free.
     """
     until = monotonic() + seconds
     found: list[Tuning] = []
@@ -211,11 +221,13 @@ def tune_heaviest(
             left = sum(weight for weight, _ in weights)
             enough = (1 - MOST_TIME) * left
             for weight, plan in sorted(weights, key=itemgetter(0), reverse=True):
+                # The remaining plans take too small a share of the time to be worth tuning.
                 if left <= enough or monotonic() > until:
                     break
                 left -= weight
                 if plan.candidates > 1:
                     show(f"other plans of {plan.name} are timed")
+                    # A plan that cannot be timed stays in use, and the other plans are still tuned.
                     with suppress(GraphNotSupportedError, MemoryError):
                         operands = [_random_operands(pool, plan)]
                         found.append(_tuned(pool, plan, slots, operands, False, pointer, monotonic(), MOST_CANDIDATES, until))
@@ -228,7 +240,8 @@ def tune_heaviest(
 def _estimated(pool: PoolInternals, plan: Plan, slots: list[Slot], pointer: int) -> float:
     with suppress(MemoryError):
         operands = [_random_operands(pool, plan)]
-        pool.driver.synchronize_stream(pointer)  # they are there
+        # The side stream is not ordered after the current stream, so wait until the operands are complete.
+        pool.driver.synchronize_stream(pointer)
         rig = TimingRig(pool, slots, operands, concurrent=False)
         try:
             return rig.estimate(plan)
@@ -238,7 +251,9 @@ def _estimated(pool: PoolInternals, plan: Plan, slots: list[Slot], pointer: int)
 
 
 def tune_plan(name: str, arrays: tuple[Any, ...], states: SideStates | None, find: Callable[[PoolInternals], Plan]) -> Tuning:
-    """Time the candidates of the plan that ``find`` gives for these arrays, and use the quickest if it is worth the change.
+    """Time the candidates of a plan, and choose the best candidate.
+
+    The plan in use stays unless the gain is large enough. ``find`` returns the plan for these arrays.
 
     See `GraphFunction.tune`.
     """
@@ -254,6 +269,7 @@ def tune_plan(name: str, arrays: tuple[Any, ...], states: SideStates | None, fin
             converted = convert(name, pool, arrays)
             if converted is not None:
                 arrays = converted.arrays
+                # The copies below read the arrays, so the current stream waits for the arrays' streams.
                 for caller in converted.callers:
                     order(pool, converted.device, caller, pointer)
             with side_slots(pool, f"{name}.tune", 1 if states is None else states.count) as slots:
@@ -275,7 +291,8 @@ def _tuned(
     most: int | None = None,
     until: float = float("inf"),
 ) -> Tuning:
-    pool.driver.synchronize_stream(pointer)  # the operands are there
+    # The side streams are not ordered after the current stream, so wait until the operands are complete.
+    pool.driver.synchronize_stream(pointer)
     rig = TimingRig(pool, slots, operands, concurrent=concurrent)
     try:
         candidates, plans = rig.time(plan, most, until)
@@ -286,6 +303,7 @@ def _tuned(
     if winner.skipped:
         reasons = "; ".join(f"plan {each.index}: {each.skipped}" for each in candidates[:3])
         raise GraphNotSupportedError(f"{plan.name}: none of {len(candidates)} plans could be timed: {reasons}")
+    # A smaller gain may be noise, so the plan in use stays.
     if previous is not None and previous.time < GAIN * winner.time:
         winner = previous
     else:
@@ -304,7 +322,10 @@ def _pool_of(name: str, states: SideStates | None) -> tuple[PoolInternals, int]:
 
 
 def _check(pool: PoolInternals, name: str) -> int:
-    """Check what can be checked before anything is done, and return the caller's stream."""
+    """Check the conditions of a tuning; return the caller's stream.
+
+    The check comes before any work.
+    """
     driver = pool.driver
     check_gpu(driver, f"{name}.tune")
     if thread.recording is not None:
@@ -313,13 +334,17 @@ def _check(pool: PoolInternals, name: str) -> int:
         raise CaptureError(f"{name} cannot be tuned inside a branch or a task, beside which others run: tune it outside")
     home = resolve(driver)
     check_foreign(driver, home)
+    # The legacy stream cannot be captured.
     if home.pointer != LEGACY_STREAM and driver.capture_id(home.pointer):
         raise CaptureError(f"{name} cannot be tuned while the current stream is being captured: tune it before")
     return home.pointer
 
 
 def _operands(pool: PoolInternals, plan: Plan, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what one state launches with: copies of the arrays, and outputs. Other libraries' arrays are read where they are."""
+    """Return the operands of one state: copies of the arrays, and outputs.
+
+    A state reads other libraries' arrays in place.
+    """
     driver = pool.driver
     operands = []
     for array in arrays:
@@ -332,13 +357,18 @@ def _operands(pool: PoolInternals, plan: Plan, arrays: Sequence[Any]) -> tuple[A
 
 
 def _random_operands(pool: PoolInternals, plan: Plan) -> tuple[Any, ...]:
-    """Return what one state launches with where there are no arrays: inputs of random values, and outputs."""
+    """Return random operands of one state: inputs and outputs.
+
+    They serve where no arrays are given.
+    """
     driver = pool.driver
+    # A fixed seed gives every state the same values.
     values = np.random.default_rng(0).standard_normal(MOST_VALUES)
     operands = []
     for layout in plan.inputs:
         array = driver.empty(layout.shape, layout.strides, layout.dtype)
         shape = [*layout.shape]
+        # An extent of 1 broadcasts in the copy, so a few values fill a large array.
         while prod(shape) > MOST_VALUES:
             shape[shape.index(max(shape))] = 1
         driver.copy(array, driver.asarray(np.resize(values, shape).astype(layout.dtype)))
