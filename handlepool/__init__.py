@@ -1,6 +1,7 @@
-"""cuDNN handles and workspaces per thread, device and stream, and concurrent cuDNN calls on side streams.
+"""Provide cuDNN handles and workspaces, and concurrent cuDNN calls on side streams.
 
-Importing this imports neither CuPy nor torch and makes nothing; the driver is loaded at the first use.
+Handles and workspaces belong to a thread, a device and a stream. The import imports neither CuPy nor torch and makes nothing.
+The driver is loaded at the first use.
 """
 
 from typing import Any
@@ -172,7 +173,9 @@ def __dir__() -> list[str]:
 
 
 def with_cudnn_state(index: int, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Run ``function(state, *args, **kwargs)`` on one of four states of the whole process, forked and joined at once.
+    """Run ``function(state, *args, **kwargs)`` on a shared state.
+
+    The whole process shares four states. The call forks and joins at once.
 
     Parameters
     ----------
@@ -186,7 +189,7 @@ def with_cudnn_state(index: int, function: Any, /, *args: Any, **kwargs: Any) ->
     Returns
     -------
     object
-        What the function returned, ready on the caller's stream.
+        The function's return value, ready on the caller's stream.
 
     Raises
     ------
@@ -195,6 +198,7 @@ def with_cudnn_state(index: int, function: Any, /, *args: Any, **kwargs: Any) ->
     """
     pool = default_pool()
     states = _states.get(pool)
-    if states is None:  # of two threads that come here at once both get the first one's: the states exclude each other
+    # Two threads that come here at once both get the first thread's states, because the states exclude each other.
+    if states is None:
         states = _states.setdefault(pool, ParallelStates(CAFFE2_STATES, pool=pool))
     return states.with_state(index, function, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""``python -m handlepool``."""
+"""Run ``python -m handlepool``."""
 
 import argparse
 import os
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command; return the exit status."""
     options = parser().parse_args(arguments)
     if options.command == "info":
         from handlepool.cli import info
@@ -75,17 +75,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run() -> int:
-    """Run the command of this process: an error of the system is a line, and a reader that has had enough, as ``head``, none."""
+    """Run the command of this process; return the exit status.
+
+    An error of the system prints one line. A reader that closes the pipe early, such as ``head``, causes no error.
+    """
     try:
         status = main()
-        if sys.stdout is not None:  # closed by whoever started us
+        # The parent process may have closed the stream.
+        if sys.stdout is not None:
             sys.stdout.flush()
         return status
     except OSError as error:
         enough = isinstance(error, BrokenPipeError)
         if not enough:
             print(f"handlepool: {error}", file=sys.stderr)
-        if sys.stdout is not None:  # or the interpreter complains as it flushes at its end
+        # Otherwise the interpreter complains as it flushes the stream at its end.
+        if sys.stdout is not None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0 if enough else 2
 

@@ -1,7 +1,7 @@
-"""Every error that handlepool raises on purpose.
+"""Define every error that handlepool raises on purpose.
 
-Each derives from `HandlePoolError` and from the built-in that a person would catch; each message says what happened, for
-which key, and what to do.
+Each error derives from `HandlePoolError` and from the built-in error that a person would catch. Each message says the event,
+the key, and the remedy.
 """
 
 
@@ -10,15 +10,15 @@ class HandlePoolError(Exception):
 
 
 class DeviceMismatchError(HandlePoolError, ValueError):
-    """A stream, an array or a handle belongs to another device than the current one."""
+    """A stream, array or handle belongs to another than the current device."""
 
 
 class StreamError(HandlePoolError, TypeError):
-    """An object that was passed as a stream is none, or cannot be used as one here."""
+    """An object passed as a stream is not usable as a stream."""
 
 
 class CaptureError(HandlePoolError, RuntimeError):
-    """Something was asked for that cannot be done while a stream is being captured."""
+    """A call is impossible while a stream is being captured."""
 
 
 class ForkedProcessError(HandlePoolError, RuntimeError):
@@ -29,7 +29,10 @@ class ForkedProcessError(HandlePoolError, RuntimeError):
 
 
 class PoisonedContextError(HandlePoolError, RuntimeError):
-    """An earlier error, as an illegal address in a kernel, cost the process its CUDA context; restart the process."""
+    """An earlier error cost the process its CUDA context.
+
+    An example is an illegal address in a kernel. Restart the process.
+    """
 
 
 class PoolClosedError(HandlePoolError, RuntimeError):
@@ -37,15 +40,24 @@ class PoolClosedError(HandlePoolError, RuntimeError):
 
 
 class OutOfMemoryError(HandlePoolError, MemoryError):
-    """Device memory, or the pool's scratch limit, does not allow what was asked for, also after what was idle was destroyed."""
+    """Device memory or the scratch limit is too small for a request.
+
+    The request failed also after idle resources were destroyed.
+    """
 
 
 class OwnershipError(HandlePoolError, RuntimeError):
-    """A fork, a handle or a workspace was used by a thread or a stream that does not own it."""
+    """A thread or stream used a resource of another owner.
+
+    The resource is a fork, a handle or a workspace.
+    """
 
 
 class StateBusyError(HandlePoolError, RuntimeError):
-    """A state was asked for by index that is busy, by a thread that holds a state: waiting could deadlock."""
+    """A thread that holds a state asked for a busy state.
+
+    The thread asked by index. Waiting could deadlock.
+    """
 
 
 class StateIndexError(HandlePoolError, IndexError):
@@ -53,11 +65,14 @@ class StateIndexError(HandlePoolError, IndexError):
 
 
 class ArgumentError(HandlePoolError, ValueError):
-    """A value that no call could succeed with: a size, a count, an option, a shape or a type."""
+    """A value with which no call could succeed.
+
+    Examples are a size, a count, an option, a shape or a type.
+    """
 
 
 class SignatureError(ArgumentError, TypeError):
-    """An argument was given by position that is taken by keyword alone."""
+    """A keyword-only argument was given by position."""
 
 
 class TraceError(ArgumentError, AttributeError, TypeError):
@@ -69,19 +84,22 @@ class ArrayTypeError(HandlePoolError, TypeError):
 
 
 class GraphNotSupportedError(HandlePoolError, RuntimeError):
-    """cuDNN, or the host driver's evaluator, has no way to run this graph."""
+    """cuDNN, or the host driver's evaluator, cannot run this graph."""
 
 
 class DriverNotAvailableError(HandlePoolError, RuntimeError):
-    """The driver that was asked for cannot run here: no GPU, or a package is missing (the message names the extra)."""
+    """The requested driver cannot run here.
+
+    There is no GPU, or a package is missing. The message names the extra.
+    """
 
 
 class PackageMissingError(HandlePoolError, ImportError):
-    """A package that only this needs is not installed; the message says which."""
+    """An optional package is not installed; the message names the package."""
 
 
 class ContractError(HandlePoolError, RuntimeError):
-    """A rule that cuDNN and CUDA leave unchecked was broken, and a check was on to see it."""
+    """A check found a broken rule that cuDNN and CUDA leave unchecked."""
 
 
 class ItemError(HandlePoolError, RuntimeError):
@@ -90,7 +108,7 @@ class ItemError(HandlePoolError, RuntimeError):
     Attributes
     ----------
     index, device : int
-        The item's place among the items, and the ordinal of the device that it was given to.
+        The item's place among the items, and the ordinal of its device.
     """
 
     index: int = -1

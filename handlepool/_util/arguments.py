@@ -18,15 +18,19 @@ TO_RUN = frozenset([GeneratorType, CoroutineType, AsyncGeneratorType, map, filte
 
 
 def check_ran(function: object, value: object) -> None:
-    """Refuse what a function returned where its work is still to be done, which nobody would put in order.
+    """Refuse a returned generator or coroutine, whose work has not run yet.
+
+    No part of the library could order such late work.
 
     Raises
     ------
     ArgumentError
     """
-    if type(value) in TO_RUN and not getattr(value, "gi_suspended", False):  # one that has begun is of a use of its own
+    # A generator that has already started is used on purpose.
+    if type(value) in TO_RUN and not getattr(value, "gi_suspended", False):
         if isinstance(value, (GeneratorType, CoroutineType)):
-            value.close()  # or Python warns that nobody awaited it
+            # Without the close, Python warns that the coroutine was never awaited.
+            value.close()
         raise ArgumentError(
             f"{name_of(function)} returned a {kind_of(value)}, of which nothing has run: pass a function that does the work and "
             f"returns arrays"
@@ -34,12 +38,14 @@ def check_ran(function: object, value: object) -> None:
 
 
 def as_integer(value: Any, otherwise: int | None = None) -> int:
-    """Return the integer that a value is, or ``otherwise`` for what is none, where that is given.
+    """Return a value as an integer, or ``otherwise`` for any other value.
+
+    Without ``otherwise``, a value that is no integer is an error.
 
     Raises
     ------
     TypeError
-        For what is none.
+        For a value that is no integer.
     """
     if type(value) is int:
         return value
@@ -54,12 +60,12 @@ def as_integer(value: Any, otherwise: int | None = None) -> int:
 
 
 def at_least(least: int, what: str, value: object, unit: str = "") -> int:
-    """Return the integer that an argument is, which must not be below ``least``.
+    """Return an argument as an integer of at least ``least``.
 
     Raises
     ------
     ArgumentError
-        Naming the argument, ``what``, and what it may be.
+        Naming the argument, ``what``, and its legal values.
     """
     number = as_integer(value, least - 1)
     if number < least:
@@ -68,7 +74,7 @@ def at_least(least: int, what: str, value: object, unit: str = "") -> int:
 
 
 def flag(what: str, value: object) -> bool:
-    """Return the bool that an argument is.
+    """Return an argument as a bool.
 
     Raises
     ------
@@ -81,16 +87,16 @@ def flag(what: str, value: object) -> bool:
 
 
 MOST_DEEP = 100
-"""Containers inside each other, which a recursion over them still takes."""
+"""Nesting depth of containers that a recursion over them still takes."""
 
 
 def check_ends(what: str, *values: object) -> None:
-    """Refuse lists, tuples and dictionaries that contain themselves, and those that lie too deep in others.
+    """Refuse lists, tuples and dictionaries with cycles or too much nesting.
 
     Raises
     ------
     ArgumentError
-        That begins with ``what``, as "f was given".
+        With a message that begins with ``what``, as "f was given".
     """
     left: list[tuple[object, Iterator[object]]] = [(values, iter(values))]
     within: set[int] = set()

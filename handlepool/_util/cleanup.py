@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 def do_all(steps: Iterable[Callable[[], object]]) -> None:
-    """Do every step, also after one has failed; raise the first failure then."""
+    """Run every step, also after a failure; then raise the first failure."""
     failure: BaseException | None = None
     for step in steps:
         try:
@@ -18,16 +18,19 @@ def do_all(steps: Iterable[Callable[[], object]]) -> None:
         if failure is not None:
             raise failure
     finally:
-        del failure  # or it, its traceback and this frame would keep each other, and all that the callers had
+        # Otherwise the error, its traceback and this frame would keep each other alive, with all objects of the callers.
+        del failure
 
 
 def take_each(things: list[T]) -> Iterator[T]:
-    """Take what a list holds, the first first; other threads append to it and pop from it, too.
+    """Pop and yield the items of a list, from the front.
 
-    One at a time, so that an interrupt costs what is in hand at most.
+    Other threads append to the list and pop from it meanwhile. The items are popped singly, so that an interrupt loses at most
+    the item in hand.
     """
     for _ in range(len(things)):
         try:
             yield things.pop(0)
-        except IndexError:  # another thread was faster
+        # Another thread was faster.
+        except IndexError:
             return

@@ -1,23 +1,33 @@
-"""Find the first frame outside of this package: the line that an error, a warning or a node of a recording names."""
+"""Find the caller's line that an error, warning or node names.
+
+It is the line of the first frame outside of this package.
+"""
 
 import sys
 from functools import cache
 
 LIBRARIES = ("handlepool", "numpy", "cupy", "cupy_backends", "torch")
-"""Packages that call each other. A frame of them is not a caller's own code."""
+"""Packages that call each other; their frames are not a caller's code."""
 
 
 def place_of_call() -> str:
-    """Return the file and the line that called into this package, or into an array library that calls it."""
+    """Return the file and line that called into this package.
+
+    An array library that calls this package counts as this package.
+    """
     frame = sys._getframe(1)  # noqa: SLF001 - public in all but its name
-    # The outermost frame is taken even where it is a library's. Recording a node searches once, so the loop is written out.
+    # The search stops at the outermost frame, even if it is a library's. Recording a node searches once, so the loop is written
+    # out.
     while _is_library(frame.f_globals.get("__name__", "")) and (outer := frame.f_back) is not None:
         frame = outer
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def place_of_error(error: BaseException) -> str:
-    """Return the file and the line of the caller's own code that an error came from, whichever library raised the error."""
+    """Return the file and line of the caller's code behind an error.
+
+    Any library may have raised the error.
+    """
     place, trace = "", error.__traceback__
     while trace is not None:
         if not place or not _is_library(trace.tb_frame.f_globals.get("__name__", "")):
@@ -27,7 +37,10 @@ def place_of_error(error: BaseException) -> str:
 
 
 def frames_inside() -> int:
-    """Return the ``stacklevel`` at which a warning names the line that called into this package."""
+    """Return the ``stacklevel`` of a warning that names the caller's line.
+
+    That line called into this package.
+    """
     frame, depth = sys._getframe(1), 1  # noqa: SLF001 - public in all but its name
     while frame.f_globals.get("__name__", "").partition(".")[0] == "handlepool" and frame.f_back is not None:
         frame, depth = frame.f_back, depth + 1

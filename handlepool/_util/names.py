@@ -13,25 +13,31 @@ import numpy as np
 from handlepool._util.protocols import holds_values
 
 MOST_SHOWN = 100
-"""Characters of a value."""
+"""Most characters of a value in a message."""
 
 _SCALARS = (str, bytes, int, float, complex, Enum, np.bool_, np.number)
 _PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFunctionType)
 
 
 def kind_of(value: object) -> str:
-    """Return the name of a type, or of a value's type, with its module's where it is not built in."""
+    """Return the name of a type, or of a value's type.
+
+    The module's name comes first unless the type is built in.
+    """
     kind = value if isinstance(value, type) else type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def name_of(function: object) -> str:
-    """Return what messages call a function."""
+    """Return the name of a function for messages."""
     return str(getattr(function, "__qualname__", None) or f"a {kind_of(function)}")
 
 
 def shown(value: object) -> str:
-    """Show a value in a message: an array by kind, shape and type, what may show one by its kind, all else as it shows itself."""
+    """Return the text of a value for a message.
+
+    An array shows its kind, shape and type. A value that may contain arrays shows its kind. Any other value shows its repr.
+    """
     return _shortened.repr(value)
 
 
@@ -46,7 +52,8 @@ class _Shortened(reprlib.Repr):
         kind: Any = type(x)
         harmless = (
             kind.__repr__ is object.__repr__ or kind.__name__ == "dtype" or hasattr(kind, "__cuda_stream__")
-        )  # torch's dtype
+            # The name "dtype" covers torch's dtype.
+        )
         if not (harmless or isinstance(x, _PLAIN)):
             return f"<{kind_of(x)} object>"
         text = repr(x)
@@ -59,6 +66,7 @@ _shortened = _Shortened()
 def _described(array: Any) -> str:
     try:
         geometry = f" of shape {tuple(map(int, array.shape))}, {array.dtype}"
-    except Exception:  # its library calls them otherwise, or does not tell
+    # The array's library may name these attributes otherwise, or raise.
+    except Exception:
         geometry = ""
     return f"<{kind_of(array)}{geometry}>"

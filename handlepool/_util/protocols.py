@@ -1,4 +1,4 @@
-"""Look for the protocols by which other libraries show their arrays, and by which ours shows the function inside a callable."""
+"""Look for the protocols of other libraries' arrays, and unwrap our callables."""
 
 from typing import Any
 
@@ -6,17 +6,26 @@ import numpy as np
 
 
 class Wrapper:
-    """A callable of this package that stands for a function: whoever looks for arrays or state looks into the function."""
+    """A callable of this package that stands for a function.
+
+    A search for arrays or state looks into the wrapped function.
+    """
 
     __wrapped__: Any
 
     def _at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the value of a call that is made now, since it cannot be made in a task; nothing where that can be."""
+        """Return the value of a call that cannot run in a task.
+
+        The call is made now, and the value is the list's only entry. The list is empty where a task can make the call.
+        """
         return []
 
 
 def has_protocol(value: object, name: str) -> bool:
-    """Whether an object has an attribute, its type's or its own; one that is made for any name asked, as by a proxy, is none."""
+    """Return whether an object, or its type, has an attribute.
+
+    Unlike `hasattr`, it ignores ``__getattr__`` of instances, so that proxies that answer to any name do not match.
+    """
     if hasattr(type(value), name):
         return True
     own = getattr(value, "__dict__", None)
@@ -27,7 +36,10 @@ ARRAY_PROTOCOLS = ("__dlpack__", "__cuda_array_interface__", "__array_interface_
 
 
 def holds_values(value: object) -> bool:
-    """Whether a value is an array, of whatever library; a NumPy scalar is none."""
+    """Return whether a value is an array of any library.
+
+    A NumPy scalar is not an array.
+    """
     if isinstance(value, (type, np.generic)):
         return False
     return any(has_protocol(value, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))

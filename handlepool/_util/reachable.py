@@ -1,4 +1,4 @@
-"""Find the arrays and objects that a function can reach from its arguments."""
+"""Find the arrays and objects that a function's arguments lead to."""
 
 import gc
 import sys
@@ -38,41 +38,65 @@ from handlepool._util.protocols import ARRAY_PROTOCOLS, Wrapper, holds_values
 
 _BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _WITHOUT_ARRAYS = ("builtins", "numpy", "cupy", "handlepool")
-"""Packages whose objects are arrays, hold them as containers do, or have no attribute that is an array."""
+"""Packages whose objects need no search of their attributes.
+
+Their objects are arrays, hold arrays as containers do, or have no attribute that is an array.
+"""
 _PROXIES = (ProxyType, CallableProxyType)
-"""Of objects that may be gone."""
+"""Proxies of objects that may be gone."""
 CACHE = type(lru_cache(len))
 _OF_OBJECTS = (np.ndarray, np.void)
 """Types whose data type says whether they hold objects."""
-# A traceback leads to frames, and a frame to all that its function and its callers had.
+# A traceback leads to frames, and a frame leads to all objects of its function and its callers.
 _HOLD_NO_ARRAYS = (type, ModuleType, CodeType, FrameType, TracebackType)
 _WEAK_CONTAINERS = (WeakSet, WeakValueDictionary, WeakKeyDictionary)
 _without_attributes: set[type] = {CACHE, methodcaller, ReferenceType, WeakMethod, *_WEAK_CONTAINERS}
-"""Types that are looked into in another way, and those of these packages that were met."""
+"""Types that the walk searches in another way.
+
+The walk adds types of the packages above when it finds them.
+"""
 _NO_ARRAY = (int, float, complex, str, bytes)
 _NO_ARRAY_TYPES = frozenset(_NO_ARRAY)
 _ends: set[type] = {*_NO_ARRAY, bool, type(None)}
-"""Types whose objects hold no other objects: plain values, and those types of the packages above that were met."""
+"""Types whose objects hold no other objects.
+
+These are plain values, and types of the packages above that the walk has found.
+"""
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HEAP_TYPE = 1 << 9
-"""The bit of ``__flags__`` that classes written in Python have, `exec`'s among them, whose module is "builtins"."""
+"""The bit of ``__flags__`` of classes written in Python.
+
+Classes made by `exec` have it too, though their module is "builtins".
+"""
 _IMMUTABLE_TYPE = 1 << 8
 """The bit of ``__flags__`` that only types written in C have."""
 _COLLECTED_TYPE = 1 << 14
-"""The bit of ``__flags__`` that types have whose objects tell Python's collector which objects they hold."""
+"""The bit of ``__flags__`` of types that Python's collector traverses.
+
+Their objects tell the collector which objects they hold.
+"""
 MOST_PLAIN = 1000
 MOST_OBJECTS = 10_000
-"""Objects that a walk enters, or yields, before it takes what is left for opaque."""
+"""Most objects that a walk enters or yields.
+
+The walk takes the remaining objects for opaque.
+"""
 ATTRIBUTE_LEVELS = 2
-"""Attributes, and attributes of these."""
+"""Levels of attributes: attributes, and their attributes."""
 _COMPUTING = ("__getitem__", "__iter__", "__next__")
 _LIBRARIES = {*_WITHOUT_ARRAYS, *sys.stdlib_module_names, "torch", "cudnn"} - {"__main__"}
 _computing: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
-"""Whether classes compute. Weak, so that a class that its user has dropped can end."""
+"""Whether a class computes, by class.
+
+The keys are weak, so that a class that its user has dropped can end.
+"""
 
 
 def content(cell: CellType) -> Any:
-    """Return what a closure's cell holds; None for a name of the enclosing function that has no value yet."""
+    """Return the contents of a closure's cell; None for an empty cell.
+
+    The cell of a name of the enclosing function is empty until the name has a value.
+    """
     try:
         return cell.cell_contents
     except ValueError:
@@ -95,33 +119,35 @@ class Opaque:
 
 
 def leaves(*values: object, calls: bool = False, keys: bool = False, owners: list[Any] | None = None) -> Iterator[Any]:
-    """Yield the objects that values lead to through lists, tuples and dictionaries, in order.
+    """Yield the objects that values lead to through containers, in order.
 
-    Each container is entered once. ``keys`` adds the keys of dictionaries. ``calls`` adds them as well, and sets, deques,
-    dataclasses, arrays of objects and weak references. Any object of a type written in C leads to the objects that it holds, as a
-    view, an iterator, a generator, a cache or an exception does. Nothing is taken from iterators. Functions lead to their
-    defaults, closures and attributes, partial functions and methods to their bound objects, and a ``torch.nn.Module`` to its
-    parameters and buffers. A container of more than `MOST_PLAIN` entries that begins with numbers or text, or with lists and
-    tuples of these, is taken to hold nothing else.
+    Lists, tuples and dictionaries are such containers.
+
+    Each container is entered once. ``keys`` adds the keys of dictionaries. ``calls`` adds the keys as well, and sets, deques,
+    dataclasses, arrays of objects and weak references. Any object of a type written in C leads to the objects that it holds, as
+    a view, an iterator, a generator, a cache or an exception does. The walk takes nothing from iterators. Functions lead to
+    their defaults, closures and attributes, partial functions and methods to their bound objects, and a ``torch.nn.Module`` to
+    its parameters and buffers. The walk assumes that a container of more than `MOST_PLAIN` entries is plain if it begins with
+    numbers or text, or with lists and tuples of these.
 
     After all these come the `attribute_leaves` of the objects among them. With ``owners`` these objects are put there instead.
-    Globals are not reached. Behind more than `MOST_OBJECTS` objects an `Opaque` stands for the others.
+    Globals are not reached. After `MOST_OBJECTS` objects an `Opaque` stands for the remaining objects.
     """
     if not calls:
         return _walk(values, keys, None)
     if owners is not None:
         return _walk(values, keys, owners)
-    # A list is quicker than generators one inside the other.
+    # A list is quicker than nested generators.
     found: list[Any] = []
     direct = [*_walk(values, keys, found)]
     return iter(direct + attribute_leaves(found)) if found else iter(direct)
 
 
 def attribute_leaves(owners: Iterable[Any]) -> list[Any]:
-    """Return the leaves of objects' attributes, `ATTRIBUTE_LEVELS` deep, and an `Opaque` for each object that computes.
+    """Return the leaves of objects' attributes, `ATTRIBUTE_LEVELS` deep.
 
-    An object computes the values that it gives if its class has one of `_COMPUTING`, written in Python, and no array is found in
-    the object.
+    The list has an `Opaque` for each object that computes. An object computes its values if its class has a method of
+    `_COMPUTING` that is written in Python, and the object holds no array.
     """
     computing: list[Any] = []
     found = _attribute_leaves(owners, computing)
@@ -154,7 +180,10 @@ def _is_array(value: object) -> bool:
 
 
 def _computes(kind: type) -> bool:
-    """Whether a class has a method, written in Python, that may give arrays which no object holds."""
+    """Return whether a class has a method that may compute arrays.
+
+    The method is written in Python, and no object need hold the arrays that it returns.
+    """
     known = False
     for each in kind.__mro__:
         package = str(each.__module__).partition(".")[0]
@@ -166,12 +195,15 @@ def _computes(kind: type) -> bool:
 
 
 def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Iterator[Any]:
-    """Yield the leaves of values but for attributes; objects that have such go to ``owners``. See `leaves`."""
+    """Yield the leaves of values without their attributes, see `leaves`.
+
+    Objects with attributes go to ``owners``.
+    """
     calls = owners is not None
     budget = MOST_OBJECTS
     left: list[Any] = [*values][::-1]
     entered: dict[int, object] = {}
-    # The owners, once each.
+    # The dictionary holds each owner once.
     found: dict[int, Any] = {}
     torch = sys.modules.get("torch") if calls else None
     module = getattr(getattr(torch, "nn", None), "Module", ())
@@ -188,7 +220,8 @@ def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Ite
         if calls and type(value) not in _without_attributes:
             if type(value) in _PROXIES:
                 try:
-                    value = value.__repr__.__self__  # what it stands for
+                    # The bound method leads to the proxy's object.
+                    value = value.__repr__.__self__
                 except ReferenceError:
                     continue
             if not isinstance(value, module) and _has_attributes(value):
@@ -250,7 +283,7 @@ def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Ite
             entered[id(value)] = value
             if not calls or len(inside) <= MOST_PLAIN or not _begins_plain(inside):
                 if calls and len(inside) > MOST_OBJECTS:
-                    # So that the branch keeps these objects, though the caller empties the container meanwhile.
+                    # The `Opaque` makes the branch keep these objects, even if the caller empties the container meanwhile.
                     yield Opaque([*inside])
                     continue
                 left += reversed([*inside])
@@ -261,7 +294,8 @@ def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Ite
 def _begins_plain(values: Iterable[Any]) -> bool:
     try:
         first = [*islice(values, 16)]
-    except RuntimeError:  # another thread has just changed it
+    # Another thread has just changed the container.
+    except RuntimeError:
         return False
     if _NO_ARRAY_TYPES.issuperset(map(type, first)):
         return True
@@ -270,7 +304,10 @@ def _begins_plain(values: Iterable[Any]) -> bool:
 
 
 def bound_call(function: object) -> Any:
-    """Return what leads to all that a call of a function reads: of an object that can be called its bound method, else itself."""
+    """Return the object to walk for a call's inputs.
+
+    For a callable object it is the bound ``__call__``, otherwise the function itself.
+    """
     if isinstance(function, Wrapper):
         return bound_call(function.__wrapped__)
     if isinstance(function, (FunctionType, partial, type, *_BOUND)) or not callable(function):
@@ -279,7 +316,10 @@ def bound_call(function: object) -> Any:
 
 
 def _has_attributes(value: object) -> bool:
-    """Whether a function that is given an object may read arrays in its attributes: neither an array nor a library's own."""
+    """Return whether a function may read arrays in an object's attributes.
+
+    Arrays and objects of the libraries do not count.
+    """
     kind = type(value)
     heap = kind.__flags__ & _HEAP_TYPE
     if str(kind.__module__).partition(".")[0] in _WITHOUT_ARRAYS and not (kind.__module__ == "builtins" and heap):
@@ -297,7 +337,10 @@ def _has_attributes(value: object) -> bool:
 
 
 def _is_looked_into(value: object) -> bool:
-    """Whether an object's type is written in C, or derives from such a type, and may hold objects; an array holds none."""
+    """Return whether an object of a C type may hold objects.
+
+    The object's type is written in C or derives from such a type. An array holds no objects.
+    """
     kind: Any = type(value)
     base = _type_of_c(kind)
     if not base.__flags__ & _COLLECTED_TYPE or isinstance(value, _HOLD_NO_ARRAYS) or str(base.__module__).startswith("cupy"):
@@ -306,9 +349,9 @@ def _is_looked_into(value: object) -> bool:
 
 
 def _type_of_c(kind: Any) -> Any:
-    """Return the first type written in C among a type and its bases.
+    """Return the first C type among a type and its bases.
 
-    `copyreg` tells them in the same way: a class written in Python has no ``__new__`` of C's for itself.
+    `copyreg` tells such types in the same way: a class written in Python has no ``__new__`` of C's for itself.
     """
     while kind.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE:
         if getattr(getattr(kind, "__new__", None), "__self__", None) is kind:
@@ -318,9 +361,11 @@ def _type_of_c(kind: Any) -> Any:
 
 
 def _referents(value: object) -> list[Any]:
-    """Return the objects that an object of a type written in C holds, by Python's collector.
+    """Return the referents of an object of a C type.
 
-    Left out are attributes, which come after all else, and the names of a module, which are globals.
+    Python's collector lists them.
+
+    Attributes are left out, because they come last. The names of a module are left out, because they are globals.
     """
     kind, own = type(value), list[Any]()
     if kind not in _without_attributes:
@@ -337,7 +382,10 @@ def _referents(value: object) -> list[Any]:
 
 
 def attributes(*owners: object) -> list[Any]:
-    """Return the values of objects' own attributes; what raises an error has none."""
+    """Return the values of objects' own attributes.
+
+    An object that raises an error has no attributes.
+    """
     found: list[Any] = []
     for owner in owners:
         try:
@@ -348,6 +396,7 @@ def attributes(*owners: object) -> list[Any]:
                     if isinstance(slot, MemberDescriptorType):
                         with suppress(AttributeError):
                             found.append(slot.__get__(owner, kind))
-        except Exception:  # whatever a user's class does there
+        # The code of a user's class may raise any error here.
+        except Exception:
             continue
     return [each for each in found if type(each) not in _PROXIES]

@@ -1,11 +1,13 @@
-"""Checks of what cuDNN and CuPy leave unchecked, for pools that were made with ``check=True``.
+"""Check rules that cuDNN and CuPy leave unchecked.
 
-They cost nothing elsewhere: such a pool has another class of slots and a driver around its driver, which no other pool meets.
+The checks are for pools with ``check=True``.
 
-- A handle knows the thread that owns it: cuDNN's binding reads ``backend_handle`` at each use, which is a property here.
-- A workspace that is used after its time is an error on the host driver, which sees each use of its arrays.
-- A graph function's arrays are compared with the workspaces that were handed out on other streams.
-- CuPy reports uses of what its streams share; two uses in branches that run beside each other are an error.
+Other pools pay nothing for these checks. A checking pool has its own class of slots, and a driver around its driver.
+
+- A handle knows the thread that owns it. cuDNN's binding reads ``backend_handle`` at each use, which is a property here.
+- Using a workspace after its time is an error on the host driver, which sees each use of its arrays.
+- The checks compare a graph function's arrays with the workspaces that were handed out on other streams.
+- CuPy reports uses of state that its streams share. Two uses in concurrent branches are an error.
 """
 
 import functools
@@ -29,7 +31,7 @@ from handlepool.tensors.layout import Layout
 @functools.cache
 def _guarded(kind: Any) -> Any:
     class Guarded(kind):  # type: ignore[misc]
-        """A handle that is used by the thread that owns it, or by none."""
+        """A handle that its owning thread alone may use."""
 
         @property
         def backend_handle(self) -> int | None:
@@ -61,7 +63,7 @@ def _guard(handle: Handle) -> None:
 
 
 def _claim(handle: Handle) -> None:
-    """Let this thread use a handle that is in nobody's use, or its own."""
+    """Let this thread use a handle that has no owner."""
     own = handle.__dict__
     if own.get("_thread", 0) is None:
         own["_thread"] = thread.token
@@ -72,7 +74,7 @@ def _this_thread() -> str:
 
 
 class CheckedSlot(Slot):
-    """A slot that says so when another than its owner uses it or its handle."""
+    """A slot that reports use by another thread than its owner."""
 
     __slots__ = ("_given", "_status", "_thread", "_who")
 
@@ -87,14 +89,16 @@ class CheckedSlot(Slot):
         self._status = status
         self._thread: ThreadToken | None = None
         self._who = "nobody"
-        self._given: Any = None  # the last workspace; none of a capture, which a graph may use at any time
+        # The last workspace that was handed out. Workspaces of a capture are not noted, because a graph may use them at any
+        # time.
+        self._given: Any = None
         super().__init__(status, driver, scratch, handle, workspaces)
         _guard(handle)
         if isinstance(driver, CheckedDriver):
             driver.remember(self)
 
     def begin(self, pointer: int) -> None:
-        """As `Slot.begin`."""
+        """Begin as `Slot.begin`, and note the owner."""
         super().begin(pointer)
         self._thread = thread.token
         self._who = f"{_this_thread()} for stream {pointer:#x} of device {self.device}"
@@ -104,7 +108,7 @@ class CheckedSlot(Slot):
         handle.__dict__.update(_thread=self._thread, _owner=self._who)
 
     def end(self) -> None:
-        """As `Slot.end`."""
+        """End as `Slot.end`, and end the workspace that was handed out."""
         if self.owner is not None:
             own = self.handle.__dict__
             own.update(_thread=None, _owner=f"{self._who}, whose thread, stream or fork has ended")
@@ -112,7 +116,7 @@ class CheckedSlot(Slot):
         self._end_given("the thread, stream or fork that it was for ended")
 
     def release_unless_busy(self, closed: object) -> Slot | None:
-        """As `Slot.release_unless_busy`."""
+        """Release as `Slot.release_unless_busy`, and let no thread own the handle."""
         heir = super().release_unless_busy(closed)
         if heir is not None:
             heir.handle.__dict__.update(_thread=None, _owner=f"{self._who}, whose pool was closed")
@@ -120,17 +124,17 @@ class CheckedSlot(Slot):
 
     @property
     def intact(self) -> bool:
-        """As `Slot.intact`."""
+        """Return `Slot.intact`, without the check of the owner."""
         return self.handle.__dict__["backend_handle"] is not None
 
     def replace_handle(self, handle: Handle) -> None:
-        """As `Slot.replace_handle`."""
+        """Replace as `Slot.replace_handle`, and guard the new handle."""
         super().replace_handle(handle)
         _guard(handle)
         self._own(handle)
 
     def workspace(self, nbytes: int) -> Any:
-        """As `Slot.workspace`."""
+        """Return `Slot.workspace`, and end the workspace of the call before."""
         self._check_mine()
         array = super().workspace(nbytes)
         if not self._capture:
@@ -144,13 +148,13 @@ class CheckedSlot(Slot):
             self._driver.end_scratch(array, why)
 
     def reserve(self, nbytes: int) -> int:
-        """As `Slot.reserve`."""
+        """Reserve as `Slot.reserve`, for the owner only."""
         self._check_mine()
         return super().reserve(nbytes)
 
     def _check_mine(self) -> None:
         if self.owner is None or self._thread is not thread.token:
-            # A close ends the slots of all threads, whose calls are refused as the pool's.
+            # A close ends the slots of all threads. Their calls must raise the pool's error, not this check's error.
             self._status.check()
             ended = "" if self.owner is not None else ", whose thread, stream or fork has ended"
             raise OwnershipError(
@@ -158,20 +162,24 @@ class CheckedSlot(Slot):
             )
 
     def handed_out(self, pointer: int) -> bool:
-        """Whether an address lies in what `workspace` gave last, and the slot is somebody's."""
+        """Return whether an address lies in the owner's last `workspace`."""
         block, capture, scratch = self._handed.block, self._capture, self._scratch
         if self.owner is None or not block.pointer <= pointer < block.pointer + block.nbytes:
             return False
-        # What a capture was given goes when that is forgotten, or its program closed, and not when the slot is used next.
+        # The memory of a capture ends when the pool forgets the capture or its program is closed, not when the slot is used
+        # next.
         return not capture or any(block in known.get(capture, ()) for known in (scratch.captured, scratch.recorded))
 
     def who(self) -> str:
-        """Its owner, in words."""
+        """Return the owner in words."""
         return self._who
 
 
 class _Use:
-    """A use of what streams share, by a branch; gone with its region's join."""
+    """A branch's use of state that streams share.
+
+    The use ends with the join of its region.
+    """
 
     __slots__ = ("__weakref__", "region", "stream", "who")
 
@@ -182,12 +190,17 @@ class _Use:
 
 
 class CheckedDriver:
-    """A driver with checks around the calls that need them; everything else is the driver's own."""
+    """A driver with checks around some calls of the inner driver.
+
+    All other attributes are the inner driver's.
+    """
 
     def __init__(self, driver: Driver) -> None:
         self.checked_driver = self._driver = driver
-        self._slots: dict[int, weakref.ref[CheckedSlot]] = {}  # by identity; each change and each copy is one atomic step
-        self._mine = threading.local()  # this thread's last use of what it shares between its streams
+        # The keys are identities. Each change and each copy of the dictionary is one atomic step, so it needs no lock.
+        self._slots: dict[int, weakref.ref[CheckedSlot]] = {}
+        # CuPy keeps FFT plans per thread, so this thread's last use of such state is kept per thread too.
+        self._mine = threading.local()
         self._everybodys: dict[str, weakref.ref[_Use]] = {}
         self.close: Callable[[], None] = driver.watch_shared_state(self.note)
 
@@ -195,34 +208,37 @@ class CheckedDriver:
         return getattr(self._driver, name)
 
     def remember(self, slot: CheckedSlot) -> None:
-        """Know a slot, to compare its workspace with the arrays of launches on other streams."""
+        """Note a slot, to compare its workspace with arrays on other streams."""
         slots, key = self._slots, id(slot)
         slots[key] = weakref.ref(slot, lambda _: slots.pop(key))
 
     def bind_handle(self, handle: Handle, pointer: int) -> None:
-        """As `Driver.bind_handle`; the handle may be in nobody's use."""
+        """Bind as `Driver.bind_handle`; the handle may have no owner."""
         _claim(handle)
         self._driver.bind_handle(handle, pointer)
 
     def destroy_handle(self, handle: Handle) -> None:
-        """As `Driver.destroy_handle`; the handle may be in nobody's use."""
+        """Destroy as `Driver.destroy_handle`; the handle may have no owner."""
         _claim(handle)
         self._driver.destroy_handle(handle)
 
     def compile(
         self, graph: object, operands: Sequence[Any], *, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> Executable:
-        """As `Driver.compile`; launches check their arrays."""
+        """Compile as `Driver.compile`; launches check their arrays."""
         executable: Executable = CheckedExecutable(self, self._driver.compile(graph, operands, copies=copies, **settings))
         return executable
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> Executable:
-        """As `Driver.kernel`; launches check their arrays."""
+        """Make a kernel as `Driver.kernel`; launches check their arrays."""
         executable: Executable = CheckedExecutable(self, self._driver.kernel(kernel, operands, name=name, titles=titles))
         return executable
 
     def check_workspaces(self, executable: Executable, handle: Handle, operands: Sequence[Any]) -> None:
-        """Raise for an array that lies in the workspace of another stream than the handle's."""
+        """Raise for an array in the workspace of another stream.
+
+        The handle is bound to the launch's own stream.
+        """
         slots = [slot for known in list(self._slots.values()) if (slot := known()) is not None]
         device = self._driver.current_device()
         for index, array in enumerate(operands):
@@ -236,12 +252,13 @@ class CheckedDriver:
                     )
 
     def note(self, name: str) -> None:
-        """Something that streams share is used: raise when a branch used it on another stream, before the outermost join.
+        """Note a use of state that streams share; raise on a race.
 
-        Forks inside a branch may order the two streams. That is not looked at.
+        It is a race if a branch used the state on another stream before the outermost join. Forks inside a branch may order the
+        two streams, but this check ignores such forks.
         """
         stream = self._driver.current_stream().ptr
-        # CuPy keeps FFT plans for each thread, and the generator for all of a device's.
+        # CuPy keeps FFT plans for each thread, and one random generator for all threads of a device.
         uses = self._everybodys if name == "cupy.random" else self._mine.__dict__
         former = uses.get(name)
         use = None if former is None else former()
@@ -274,10 +291,11 @@ class CheckedExecutable:
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """As `Executable.launch`."""
-        _ = handle.backend_handle  # raises in another thread than the handle's
+        """Launch as `Executable.launch`, after the checks."""
+        # Reading the attribute raises in any thread but the handle's owner.
+        _ = handle.backend_handle
         self._driver.check_workspaces(self._executable, handle, operands)
         self._executable.launch(handle, operands, workspace, check)
 
     def shortcut(self, *_: object) -> None:
-        """None: the driver's own would check nothing."""
+        """Return None, because the inner driver's shortcut would check nothing."""

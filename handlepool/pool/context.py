@@ -1,4 +1,7 @@
-"""What a thread is in the middle of: the branch or task that it runs, the recording that it makes; and how a branch is run."""
+"""Hold the state of a thread: its branch, task and recording.
+
+The module also runs a branch.
+"""
 
 import os
 import threading
@@ -14,7 +17,7 @@ T = TypeVar("T")
 
 
 class BranchRegion(Protocol):
-    """The region of a branch or a task, as far as what stands below regions knows it."""
+    """The region of a branch or a task, for modules below regions."""
 
     stream: Stream
     device: int
@@ -25,25 +28,25 @@ class BranchRegion(Protocol):
     allocator: Any
 
     def prepare(self) -> Any:
-        """Return what branches allocate with, made where ``allocator`` is None."""
+        """Return the allocator of branches; make it where ``allocator`` is None."""
 
     @property
     def over(self) -> bool:
-        """Whether all that ran in it is waited for by whatever is outside of regions."""
+        """Return whether code outside waits for all work of the region."""
 
 
 class Keeper(Protocol):
-    """What keeps values for a program."""
+    """A container that keeps values for a program."""
 
     def add(self, *values: object) -> None:
-        """Keep what can be reached from values."""
+        """Keep the objects that values lead to."""
 
 
 class CallRecorder(Protocol):
-    """The lanes of a recording, or its rehearsal, for the rooms below recordings."""
+    """The lanes of a recording, or its rehearsal, for modules below recordings."""
 
     def takes(self, pool: object, pointer: int) -> bool:
-        """Whether a call of a pool on a stream becomes a node."""
+        """Return whether a pool's call on a stream becomes a node."""
 
     def run(
         self,
@@ -59,90 +62,120 @@ class CallRecorder(Protocol):
     ) -> T:
         """Record ``call(slot)`` as a node, and return its value.
 
-        The node reads and writes this memory, and the memory that ``new`` returns for the value. ``what`` is the operation with
-        its options. The second call of the function must give the same. While nothing is recorded yet, the slot is None, and the
-        call launches on the current stream.
+        The node reads and writes the given memory, and also the memory that ``new`` returns for the value. ``what`` is the
+        operation with its options. The second call of the function must give the same ``what``. Before recording starts, the
+        slot is None, and the call launches on the current stream.
         """
 
     def accessed(self, reads: Sequence[Any], writes: Sequence[Any]) -> None:
-        """Note the memory that a call reads and writes that is no node, or is inside one."""
+        """Note the reads and writes of a call that is no node.
+
+        The call may run inside a node.
+        """
 
     def expect(self, reads: Callable[[], Sequence[Any]] | None) -> None:
-        """Note a function that gives the memory that the next node reads, before its outputs are allocated; None afterwards."""
+        """Note a function that returns the memory the next node reads.
+
+        The caller sets it before the node's outputs are allocated, and passes None afterwards.
+        """
 
     def made(self, arrays: object) -> None:
-        """Note new arrays that a node has made."""
+        """Note the new arrays of a node."""
 
     def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: object) -> Any:
-        """Record the launch of a shortcut as a node, and return its value."""
+        """Record a shortcut's launch as a node, and return its value."""
 
 
 class ActiveRecording(Protocol):
-    """A recording under way, for the rooms below recordings."""
+    """A recording under way, for modules below recordings."""
 
     launches_nothing: bool
-    """Whether a call had a result without elements, for which nothing is launched."""
+    """bool: a call had a result without elements, so nothing was launched."""
 
     @property
     def scratch(self) -> set[Any]:
-        """Where slots were given scratch under its capture."""
+        """Return the `DeviceScratch` objects that gave slots scratch during this capture."""
 
     @property
     def lanes(self) -> CallRecorder | None:
-        """The lanes, where calls become nodes that are ordered by their data."""
+        """Return the lanes, where data orders calls as nodes; else None."""
 
     @property
     def kept(self) -> Keeper:
-        """What the graph reads."""
+        """Return the keeper of all objects that the graph reads."""
 
     @property
     def held(self) -> list[Any]:
-        """What is held until the recording has ended: other libraries' memory, which they might give to others before."""
+        """Return the objects that the recording holds until it ends.
+
+        They are other libraries' memory, which these libraries might reuse earlier.
+        """
 
     def keep(self, plan: object) -> None:
         """Keep a plan that was launched."""
 
     def accessed(self, reads: Sequence[Any], writes: Sequence[Any]) -> None:
-        """Take note of the memory that a recorded call reads, and that it writes."""
+        """Note the memory that a recorded call reads and writes."""
 
     def take(self, sides: Any, slot: Any) -> bool:
-        """Take over a side slot that a fork has joined, if it is to be kept to the recording's end; whether it is."""
+        """Take over a joined side slot, and return whether it did.
+
+        A fork has joined the slot. The recording takes the slot only if it must keep the slot until its end.
+        """
 
     def check(self, what: str, pointer: int, driver: Driver, fork: object = None) -> None:
-        """Raise for work on a stream that is no part of what is recorded; ``fork`` stands for the one that makes a branch."""
+        """Raise for work on a stream outside of the recording.
+
+        ``fork`` is the fork that makes a branch.
+        """
 
     def lack(self, fork: object, states: int, wanted: int) -> None:
-        """Be told of a fork that has fewer states than it wanted, since no more side slots are free."""
+        """Note a fork that got fewer states than it wanted.
+
+        No more side slots are free.
+        """
 
 
 Begin = Callable[[tuple[Any, ...], Any, tuple[int, ...], tuple[object, ...]], Any]
-"""Starts the launch of a known plan: told the operands, what launches them, their addresses and blocks, it returns the slot to
-launch on."""
+"""Start the launch of a known plan.
+
+The function returns the slot to launch on. The arguments are the operands, the object that launches them, their addresses and
+blocks.
+"""
 
 
 class BranchPlace(Protocol):
-    """A fork as the place of the call that is its next branch, as far as what stands below regions knows it."""
+    """A fork as the place of its next branch.
+
+    Modules below regions know only this part of the fork.
+    """
 
     @property
     def pool(self) -> Any:
-        """The internals of the fork's pool."""
+        """Return the internals of the fork's pool."""
 
     @property
     def begin(self) -> Begin | None:
-        """What starts the launch of a known plan as a branch; None where no known plan may be launched at once."""
+        """Return the function that starts a known plan's launch as a branch.
+
+        It is None where no known plan may be launched at once.
+        """
 
     def run(self, call: Any, kept: object) -> Any:
-        """Run a call as the branch, and keep what it was given; its value."""
+        """Run a call as the branch, and return its value.
+
+        The branch keeps the arguments of the call.
+        """
 
 
 class RunningPool(Protocol):
-    """The pool of a branch or a task, as far as what stands below pools knows it: its internals."""
+    """The internals of a branch's or task's pool, for modules below pools."""
 
     is_default: bool
 
     @property
     def driver(self) -> Driver:
-        """The driver."""
+        """Return the driver."""
 
 
 class ThreadToken:
@@ -160,7 +193,7 @@ class ThreadToken:
 
     @property
     def over(self) -> bool:
-        """Whether the thread has ended."""
+        """Return whether the thread has ended."""
         return self._life() is None
 
     def __repr__(self) -> str:
@@ -172,7 +205,10 @@ class ThreadToken:
 
 
 class _Life:
-    """Die with the locals of a thread. A token refers to it weakly, so whoever holds a token keeps no thread's locals."""
+    """Die with the locals of a thread.
+
+    A token refers to this object weakly, so a token keeps no thread's locals alive.
+    """
 
     __slots__ = ("__weakref__",)
 
@@ -181,59 +217,79 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self._life = _Life()
         self.token = ThreadToken(self._life)
-        """The calling thread's identity."""
+        """ThreadToken: the calling thread's identity."""
         self.branches: list[BranchPlace] = []
-        """The forks that call a function of ours just now, which takes the last of them as its place."""
+        """list of BranchPlace: forks that call a function of ours now.
 
-    pool: RunningPool | None = None  # of the branch or task that this thread runs
-    region: BranchRegion | None = None  # of the branch or task that this thread runs
+        The function takes the last fork as its place.
+        """
+
+    # Both attributes belong to the branch or task that this thread runs.
+    pool: RunningPool | None = None
+    region: BranchRegion | None = None
     recording: ActiveRecording | None = None
-    """The recording of `handlepool.record` while it captures the work of this thread."""
+    """ActiveRecording or None: the `handlepool.record` that captures this thread's work."""
     rehearsal: CallRecorder | None = None
-    """It notes the calls while a function is called for the first time to be recorded with lanes."""
+    """CallRecorder or None: notes the calls of a function's first call.
+
+    It is set while a function is called for the first time to be recorded with lanes.
+    """
     launched: Callable[[Any, Any, Any], None] | None = None
-    """It gets each plan, and the new arrays, while a function is called to be recorded without lanes."""
+    """callable or None: gets each launched plan and its new arrays.
+
+    It is set while a function is called to be recorded without lanes.
+    """
     told: list[Any] | None = None
-    """The memory that calls inside of a measured call write, and `UNSURE`, while that call runs."""
-    states_held: int = 0  # how many explicit states this thread holds (guarantee 15)
+    """list or None: memory that calls inside a measured call write.
+
+    It may also hold `UNSURE`. It is set while the measured call runs.
+    """
+    # Number of explicit states that this thread holds (guarantee 15).
+    states_held: int = 0
 
 
 thread = _Thread()
 
 
 def tell(told: list[Any] | None) -> list[Any] | None:
-    """Let this thread's calls tell another list of their writes; return the former list."""
+    """Replace this thread's list of writes; return the former list."""
     outer, thread.told = thread.told, told
     return outer
 
 
 class BranchPools(list[RunningPool]):
-    """The pools of the branches and tasks under way, in any thread, that are not the default pool; repeated for each branch.
+    """The pools of branches and tasks under way, in any thread.
 
-    Where there is none, the current pool is the default pool, and no call asks `thread`, which costs half a hit. No lock: a
-    thread appends its pool before it looks, so it always sees its own, and an append and a removal are one atomic step each.
+    The default pool is left out, and a pool is repeated for each branch.
+
+    Where the list is empty, the current pool is the default pool, and no call asks `thread`, which costs half a hit. The list
+    needs no lock. A thread appends its pool before it looks, so it always sees its own pool. An append and a removal are one
+    atomic step each.
     """
 
 
 class Recordings(list[object]):
-    """The recordings under way, and the watchers of calls before a recording, in any thread.
+    """The recordings and the watchers of first calls, in any thread.
 
-    Launches ask `thread` only while the list has an entry. No lock: a thread appends its recording before its first launch, so
-    its launches see the recording, and an append and a removal are one atomic step each.
+    Launches ask `thread` only while the list has an entry. The list needs no lock. A thread appends its recording before its
+    first launch, so its launches see the recording. An append and a removal are one atomic step each.
     """
 
     def around(self, watcher: object, name: str, told: object, function: Callable[..., T], *args: Any) -> T:
-        """Call a function while an attribute of `thread` leads this thread's launches to a watcher."""
+        """Call a function while a watcher sees this thread's launches.
+
+        The named attribute of `thread` leads the launches to the watcher.
+        """
         outer = getattr(thread, name)
         try:
             setattr(thread, name, told)
-            # Afterwards, since a launch that sees the watcher asks the thread.
+            # The list changes after the attribute, because a launch that sees the watcher asks the thread.
             active.append(watcher)
             self.append(watcher)
             return function(*args)
         finally:
-            # An interrupt comes when a call has returned. One that comes before the watcher is there, or once it is gone, finds
-            # the attribute put back.
+            # An interrupt comes when a call has returned. The attribute is restored whether the interrupt comes before the
+            # watcher was added or after it was removed.
             try:
                 if watcher in self:
                     self.remove(watcher)
@@ -246,10 +302,10 @@ class Recordings(list[object]):
 
 
 class Active(list[object]):
-    """Regions and recordings under way, and watchers of a first call, in any thread.
+    """The regions, recordings and first-call watchers under way, in any thread.
 
-    Where there is none, a call looks for no place. No lock: a thread appends its region before its first call, so its calls see
-    the region, and an append and a removal are one atomic step each.
+    Where the list is empty, a call looks for no place. The list needs no lock. A thread appends its region before its first
+    call, so its calls see the region. An append and a removal are one atomic step each.
     """
 
 
@@ -258,16 +314,20 @@ recordings = Recordings()
 active = Active()
 
 UNSURE: Any = object()
-"""Stands among the memory that is told of for a call that is not known to write it, and is ordered as if it did."""
+"""Mark memory that a call may write.
+
+The mark stands in the list of written memory. The call is ordered as if it wrote the memory.
+"""
 
 NOT_CACHED: Any = object()
-"""What a look at the cache returns where nothing was launched."""
+"""The value of a cache lookup that launched nothing."""
 
 LAUNCHES = "__handlepool_launches__"
-"""The attribute of a function of ours that launches a plan for its arguments, and runs no Python of the user's.
+"""Name the attribute of functions of ours that only launch a plan.
 
-Its value is the function itself, since `functools.wraps` copies attributes. Of a type, the value is a function that has an object
-launch for a fork."""
+Such a function launches a plan for its arguments and runs no Python code of the user. The attribute's value is the function
+itself, since `functools.wraps` copies attributes. On a type, the value is a function that has an object launch for a fork.
+"""
 
 
 _UNCHANGED = object()
@@ -279,7 +339,7 @@ def unchecked(driver: Driver) -> Driver:
 
 
 def on_device(driver: Driver, ordinal: int) -> AbstractContextManager[Any]:
-    """Make a device current where it is not."""
+    """Make a device current unless it is current already."""
     return nullcontext() if driver.current_device() == ordinal else driver.device(ordinal)
 
 
@@ -292,9 +352,9 @@ def run_on(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> T:
-    """Call a function with a stream of the current device current and a region's allocator in place.
+    """Call a function on a stream, with a region's allocator.
 
-    Leaves stream, allocator and device as they were, whatever the function does.
+    The stream belongs to the current device. The call restores stream, allocator and device afterwards, also after an error.
     """
     driver = pool.driver
     previous = driver.current_stream()
@@ -318,7 +378,8 @@ def run_on(
         if allocator is not _UNCHANGED:
             driver.swap_allocator(allocator)
         try:
-            if driver.current_device() != device:  # the function left another one current
+            # The function may have made another device current.
+            if driver.current_device() != device:
                 driver.set_device(device)
         finally:
             if pushed:
@@ -326,7 +387,7 @@ def run_on(
 
 
 def process() -> int:
-    """Return a number that is another one in a forked child."""
+    """Return a number that differs in a forked child."""
     return _forks
 
 
@@ -334,7 +395,7 @@ _forks = 0
 
 
 def _after_fork() -> None:
-    """Let a forked child be in the middle of nothing that its parent recorded (guarantee 13)."""
+    """Clear the parent's recordings and branches in a forked child (guarantee 13)."""
     global _forks
     _forks += 1
     thread.recording = thread.rehearsal = thread.launched = None

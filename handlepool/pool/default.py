@@ -1,4 +1,7 @@
-"""Which pool is meant where none is given: that of the branch or task that this thread runs, else the default pool."""
+"""Choose the pool of a call that names no pool.
+
+It is the pool of the branch or task that this thread runs, else the default pool.
+"""
 
 import os
 import threading
@@ -16,30 +19,34 @@ from handlepool.pool.stats import Stats
 from handlepool.pool.status import live_pools
 
 _default: HandlePool | None = None
-# Guards which pool the default one is (guarantee 1: two threads get one pool), and its substitutes. A finaliser that the
-# collector runs inside may ask for the default pool, too.
+# The lock guards the default pool and its substitutes, so two threads get one pool (guarantee 1). It is reentrant, because the
+# collector may run a finaliser inside it that asks for the default pool.
 _default_lock = threading.RLock()
 
 
 class Substitutes:
-    """The pools that act as the default pool for tests, the last one first in rank. Changed under `_default_lock`."""
+    """The pools that act as the default pool for tests.
+
+    The last pool ranks first. `_default_lock` guards each change.
+    """
 
     def __init__(self) -> None:
-        # The default pool's own internals, then those of its substitutes. Empty while there is no substitute.
+        # The list has the default pool's own internals, then its substitutes' internals. It is empty while there is no
+        # substitute.
         self._ranked: list[PoolInternals] = []
 
     def add(self, default: HandlePool, substitute: PoolInternals) -> None:
         """Let a pool act as the default pool from now on."""
         if not self._ranked:
             self._ranked.append(default.internals)
-            # From now on `current_pool` asks the thread: a branch goes on with its own pool.
+            # From now on `current_pool` asks the thread, so a branch continues with its own pool.
             branch_pools.append(default.internals)
         self._ranked.append(substitute)
         substitute.is_shared = True
         self._activate_last(default)
 
     def remove(self, default: HandlePool, substitute: PoolInternals) -> None:
-        """End `add`, in whatever order."""
+        """End `add`, in any order of the substitutes."""
         self._ranked.remove(substitute)
         substitute.is_shared = False
         self._activate_last(default)
@@ -48,7 +55,7 @@ class Substitutes:
 
     def _activate_last(self, default: HandlePool) -> None:
         default.internals = self._ranked[-1]
-        # After that, so that a miss which binds `get_handle` in between sees the change.
+        # The hits are unbound after the change, so a miss that binds `get_handle` in between sees the change.
         _unbind()
 
 
@@ -56,12 +63,12 @@ _substitutes = Substitutes()
 
 
 def default_pool() -> HandlePool:
-    """Return the pool that is used where none is given; made when first asked for.
+    """Return the default pool; make it on the first call.
 
     Returns
     -------
     HandlePool
-        That of `set_default_pool`, or one with default arguments.
+        The pool of `set_default_pool`, or a pool with default arguments.
     """
     global _default
     if _default is None:
@@ -69,32 +76,36 @@ def default_pool() -> HandlePool:
             if _default is None:
                 made = HandlePool()
                 made.internals.is_default = made.internals.is_shared = True
-                made.get_handle = get_handle  # type: ignore[method-assign]  # follows its substitutes
+                # The pool's method becomes this module's function, which follows the substitutes.
+                made.get_handle = get_handle  # type: ignore[method-assign]
                 _default = made if _default is None else _default
-                if _default is not made:  # but what such a finaliser got meanwhile
+                # A finaliser in the collector may have made a default pool meanwhile, and that pool stays.
+                if _default is not made:
                     live_pools.discard(made.internals)
     return _default
 
 
 def set_default_pool(pool: HandlePool) -> None:
-    """Make a pool the default one, before anything has used that.
+    """Make a pool the default pool, before its first use.
 
-    It is for applications, which know what limits or checks they want. A library, as one of several, leaves the choice to them.
+    It is for applications, which know the limits and checks they want. A library should leave the choice to the application.
 
-    A forked child may set it anew where its parent has loaded the default pool's driver. `ParallelStates` that were made on the
-    former default pool go on with the new one. Arrays, programs, forks, and executors that have run something stay the parent's.
+    A forked child may set the default pool anew where its parent has loaded the default pool's driver. `ParallelStates` made on
+    the former default pool continue with the new pool. Arrays, programs, forks, and executors that have run something stay the
+    parent's.
 
     Parameters
     ----------
     pool : HandlePool
-        Stays the caller's: its `HandlePool.close` ends it for good, for whoever uses the default pool, too.
+        Stays the caller's. Its `HandlePool.close` ends it for good, for every user of the default pool.
 
     Raises
     ------
     ArgumentError
-        For what is no pool.
+        For an object that is not a HandlePool.
     OwnershipError
-        When there is a default pool: something has used it, or another one was set. Not in a forked child that cannot use it.
+        When there is a default pool already: a call has used it, or the application set another pool. A forked child that
+        cannot use its parent's pool gets no such error.
     PoolClosedError, ForkedProcessError, PoisonedContextError
         When the pool cannot be used.
     """
@@ -102,7 +113,8 @@ def set_default_pool(pool: HandlePool) -> None:
     if not isinstance(pool, HandlePool):
         raise ArgumentError(f"set_default_pool was given {shown(pool)}; pass a HandlePool")
     pool.internals.status.check()
-    with _default_lock:  # of two threads that come at once, the second is told
+    # The lock makes the second of two concurrent callers see the first caller's pool and raise.
+    with _default_lock:
         if _default is pool:
             return
         former = _default
@@ -115,24 +127,25 @@ def set_default_pool(pool: HandlePool) -> None:
         pool.get_handle = get_handle  # type: ignore[method-assign]
         _default = pool
         if former is not None:
-            # As with a substitute: whatever a library keeps of the parent's default pool is on this one.
+            # As with a substitute, a reference that a library keeps to the parent's default pool now leads to this pool.
             former.internals = pool.internals
             _unbind()
 
 
 @contextmanager
 def substitute_default(pool: HandlePool) -> Iterator[None]:
-    """Let a pool do what the default pool is asked for, in every thread, to the end of a ``with`` statement; for tests.
+    """Let a pool act as the default pool in tests.
 
-    `default_pool` still returns what it returned before. So what a library keeps meanwhile (`ParallelStates`, an executor, the
-    pool itself, its `HandlePool.get_handle`) is on the default pool, then and afterwards, and nothing of it is left on ``pool``.
-    Only arrays, programs, and forks and tasks under way belong to the pool that they were made on. Meanwhile ``pool`` is
-    shared: its `HandlePool.close` destroys what is idle. Of several substitutes the last one counts, in whatever order they end.
+    It does so to the end of a ``with`` statement. The substitution holds in every thread. `default_pool` still returns its
+    former value. So objects that a library keeps meanwhile (`ParallelStates`, an executor, the pool itself, its
+    `HandlePool.get_handle`) belong to the default pool, then and afterwards, and none of them stays on ``pool``. Arrays,
+    programs, and forks and tasks under way belong to the pool that they were made on. Meanwhile ``pool`` is shared: its
+    `HandlePool.close` destroys idle handles and scratch. The last of several substitutes counts, and they may end in any order.
 
     Parameters
     ----------
     pool : HandlePool
-        To be closed after the ``with`` statement, by whoever made it.
+        The caller closes it after the ``with`` statement.
     """
     default, mine = default_pool(), pool.internals
     mine.status.check()
@@ -146,17 +159,20 @@ def substitute_default(pool: HandlePool) -> Iterator[None]:
 
 
 def lazy_get_handle(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable[[], None]]:
-    """Make the `HandlePool.get_handle` of a pool that the first call asks for; from then on it costs what the pool's own does.
+    """Make a `HandlePool.get_handle` that finds its pool on the first call.
 
-    The other function has the next call ask again.
+    After the first call it costs as much as the pool's own. The second function returned makes the next call find the pool
+    again.
     """
 
     def missed(stream: object = None) -> Slot:
         while True:
             pool = find().internals
-            slot = pool.slot(stream)  # loads the driver
+            # The first lookup of a slot also loads the driver.
+            slot = pool.slot(stream)
             use(pool.driver.current_stream, pool.status, pool.current_device)
-            if find().internals is pool:  # no substitute has come since
+            # A substitute may have come since. The slot counts only if `find` still returns its pool.
+            if find().internals is pool:
                 return slot
 
     made, _, use = hits(missed)
@@ -167,22 +183,22 @@ get_handle, _unbind = lazy_get_handle(default_pool)
 
 
 def get_workspace(nbytes: int, stream: object = None) -> Any:
-    """As `HandlePool.get_workspace`, of the default pool."""
+    """Call `HandlePool.get_workspace` of the default pool."""
     return (_default or default_pool()).get_workspace(nbytes, stream)
 
 
 def prewarm(*, states: int = 0, workspace: int = 0, stream: object = None) -> None:
-    """As `HandlePool.prewarm`, of the default pool."""
+    """Call `HandlePool.prewarm` of the default pool."""
     default_pool().prewarm(states=states, workspace=workspace, stream=stream)
 
 
 def stats(device: int | None = None) -> Stats:
-    """As `HandlePool.stats`, of the default pool."""
+    """Call `HandlePool.stats` of the default pool."""
     return default_pool().stats(device)
 
 
 def trim(*, captured: bool = False) -> None:
-    """As `HandlePool.trim`, of the default pool."""
+    """Call `HandlePool.trim` of the default pool."""
     default_pool().trim(captured=captured)
 
 
@@ -193,10 +209,11 @@ for _function in _functions:
 
 
 def close() -> None:
-    """Destroy what is idle in the default pool: handles and scratch memory that no thread, stream or fork has.
+    """Destroy idle handles and idle scratch memory of the default pool.
 
-    It does what `HandlePool.trim` does, and nothing where the pool was not used yet or cannot be used any more. The pool stays
-    usable, since other libraries of the process use it, too. To end a pool for good, make one of your own and close that.
+    Idle handles and scratch belong to no thread, stream or fork. The function does the same as `HandlePool.trim`. It does
+    nothing where the pool was not used yet or cannot be used any more. The pool stays usable, because other libraries of the
+    process use it too. To end a pool for good, make a pool of your own and close that pool.
     """
     pool = _default
     if pool is not None:
@@ -204,32 +221,36 @@ def close() -> None:
 
 
 def check_pool(who: str, pool: object) -> None:
-    """Raise `ArgumentError` for what was passed as a pool and is none."""
+    """Raise `ArgumentError` unless ``pool`` is a HandlePool."""
     if not isinstance(pool, HandlePool):
         raise ArgumentError(f"{who} was given pool={shown(pool)}; pass a HandlePool, or None for the default pool")
 
 
 def current_pool() -> PoolInternals:
-    """Return the pool of the branch or task that this thread runs, and the default pool outside of any."""
+    """Return this thread's current pool, else the default pool.
+
+    The current pool is that of the branch or task that this thread runs.
+    """
     if branch_pools and thread.pool is not None:
-        return cast(PoolInternals, thread.pool)  # of no other class: see `RunningPool`
+        # The cast is safe: no other class implements `RunningPool`.
+        return cast(PoolInternals, thread.pool)
     return (default_pool() if _default is None else _default).internals
 
 
 def pool_so_far() -> PoolInternals | None:
-    """Return what `current_pool` does; None where that would make the default pool."""
+    """Return the current pool, or None if no default pool exists yet."""
     if branch_pools and thread.pool is not None:
         return cast(PoolInternals, thread.pool)
     return None if _default is None else _default.internals
 
 
 def chosen_pool(who: str, pool: HandlePool | None) -> PoolInternals:
-    """Return the pool that was passed, and where none was, the current one.
+    """Return the given pool, or the current pool if ``pool`` is None.
 
     Raises
     ------
     ArgumentError
-        For what was passed as a pool and is none.
+        For an object that is not a HandlePool.
     """
     if pool is None:
         return current_pool()
@@ -239,7 +260,8 @@ def chosen_pool(who: str, pool: HandlePool | None) -> PoolInternals:
 
 def _after_fork() -> None:
     global _default_lock
-    _default_lock = threading.RLock()  # another thread of the parent may have held it
+    # Another thread of the parent may have held the lock.
+    _default_lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,7 +1,8 @@
-"""Hold the steps that destructors and ended threads leave to a caller that may call CUDA (guarantee 10).
+"""Hold steps of destructors and ended threads for later (guarantee 10).
 
-A destructor may run at any line, under any lock, in a thread that captures, or after the interpreter has begun to end: it appends
-a callable to `deferred` and no more. The next miss, fork or `HandlePool.trim` calls it.
+A destructor may run at any line, under any lock, in a thread that captures, or after the interpreter has begun to end. So it
+only appends a callable to `deferred`. The next miss, fork or `HandlePool.trim` calls the callable, because such a caller may
+call CUDA.
 """
 
 import ctypes
@@ -15,25 +16,33 @@ T = TypeVar("T")
 
 
 class Deferred(deque[Callable[[], bool]]):
-    """Steps to be done later, by any thread. A step returns False where it is too early, and raises nothing.
+    """Steps that any thread does later.
 
-    The deque itself is the object, so that ``if deferred:`` on hot paths costs one look at a length. It has no lock: an append
-    and a pop are one step each for other threads, and for a finaliser that the collector runs in between (guarantee 10).
+    A step returns False where it is too early, and raises nothing. The deque itself is the object, so that ``if deferred:`` on
+    hot paths costs one look at a length. The deque has no lock. An append and a pop are one step each for other threads, and
+    for a finaliser that the collector runs in between (guarantee 10).
     """
 
     def run(self, most: int = 8) -> None:
-        """Do some of the steps; few at a time, so that no caller pays for a long backlog."""
+        """Do at most ``most`` steps.
+
+        The bound keeps a caller from paying for a long backlog.
+        """
         run_some(self, call, most)
 
     def run_all(self) -> None:
-        """Try each step once; not where a lock is held, since finalisers of the users' may run."""
+        """Try each step once.
+
+        Do not call this where a lock is held, because users' finalisers may run.
+        """
         self.run(len(self))
 
 
 class Abandoned(list[object]):
-    """Objects that live as long as the process, since their end would call CUDA when no call is allowed any more (guarantee 10).
+    """Objects that live as long as the process (guarantee 10).
 
-    No lock: the list only grows, by atomic appends.
+    Their destructors would call CUDA when no call is allowed any more. The list needs no lock, because it only grows, by atomic
+    appends.
     """
 
 
@@ -42,17 +51,20 @@ defer = deferred.append
 abandoned = Abandoned()
 abandon = abandoned.append
 for _kept in (deferred, abandoned):
-    # Python would take them down with its modules, and destroy what they hold.
+    # Python would otherwise destroy both containers with its modules, and with them the objects they hold.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 
 
 def run_some(left: deque[T], do: Callable[[T], bool], most: int = 8) -> None:
-    """Do some of the steps that a deque holds; a step that returns False goes back to its end."""
+    """Do some steps of a deque.
+
+    ``do`` gets each step. A step for which it returns False goes back to the end of the deque.
+    """
     for _ in range(min(len(left), most)):
         held: list[T] = []
         done = False
         try:
-            # In one step: an interrupt finds the entry in one of the two.
+            # The entry moves in one step, so an interrupt finds the entry in either container.
             held.extend(map(deque.popleft, (left,)))
             done = do(held[0])
         except IndexError:
@@ -61,13 +73,16 @@ def run_some(left: deque[T], do: Callable[[T], bool], most: int = 8) -> None:
             # Another thread has taken the last entry.
             return
         finally:
-            # An interrupt comes here, too.
+            # This runs after an interrupt too, so the entry is not lost.
             if held and not done:
                 left.append(held[0])
 
 
 def _after_fork() -> None:
-    """Abandon in a forked child the steps of its parent: the child destroys nothing inherited (guarantee 13)."""
+    """Abandon the parent's steps in a forked child (guarantee 13).
+
+    The child destroys nothing that it inherited.
+    """
     abandon(list(deferred))
     deferred.clear()
 

@@ -1,4 +1,4 @@
-"""What a pool has on one device: handles, idle slots, side slots and scratch."""
+"""Hold a pool's handles, slots and scratch on one device."""
 
 import logging
 import threading
@@ -24,14 +24,16 @@ _log = logging.getLogger("handlepool")
 
 
 class DeviceSlots:
-    """The slots of one device that no thread owns. Its methods are called with that device current.
+    """The slots of one device that no thread owns.
+
+    The caller makes that device current before each method call.
 
     Parameters
     ----------
     status : Status
-        Of the pool whose slots they are.
+        Of the pool that owns the slots.
     driver : Driver
-        Where handles, streams and memory come from.
+        The source of handles, streams and memory.
     device : int
         Ordinal.
     scratch_limit, idle_limit : int or None, int
@@ -39,7 +41,7 @@ class DeviceSlots:
     new_slot : callable
         Makes a slot of a driver, its scratch and a handle.
     release_left : callable
-        Takes in what threads and streams have left behind.
+        Takes in slots that ended threads and streams have left behind.
     """
 
     def __init__(
@@ -58,37 +60,42 @@ class DeviceSlots:
         self.idle_limit = idle_limit
         self.handles = DeviceHandles(status, driver, device, self._make_room, self.describe)
         self.scratch = DeviceScratch(driver, device, scratch_limit, self.release_idle_scratch, self.describe)
-        self.idle: list[Slot] = []  # reused last in, first out: the warmest scratch and the stream most likely alive
-        # The slots that threads owned when the pool was closed, as far as those threads were inside launches by then.
+        # The last slot in is reused first: it has the warmest scratch, and its stream is the most likely to be alive.
+        self.idle: list[Slot] = []
+        # Slots that threads owned when the pool was closed, if those threads were inside launches then.
         self.owned: list[Slot] = []
-        self.edges = Events(driver)  # between streams that no fork orders
-        self.slots: set[Slot] = set()  # all that are not destroyed: those that an interrupt lost are here alone
+        # These events order streams that no fork orders.
+        self.edges = Events(driver)
+        # All slots that are not destroyed. A slot that an interrupt lost is in this set alone.
+        self.slots: set[Slot] = set()
         self.sides = SideSlots(
             status, driver, self.scratch, self.slots, self.make_slot, self.handles.destroy, release_left, self.defer_rest
         )
         self._new_slot = new_slot
         self._release_left = release_left
         self._closed_handle = ClosedHandle(status)
-        # Guards which handle a slot has, against `repair` and `_release_owned` at once. No call is made under it.
+        # The lock guards the handle of each slot against `repair` and `_release_owned` at once. No call is made under the lock.
         self._lock = threading.RLock()
 
     # Slots
 
     def make_slot(self) -> Slot:
-        """Return a new slot, with a new handle, that is bound to no stream yet."""
+        """Return a new slot with a handle, bound to no stream."""
         slot = self._new_slot(self.driver, self.scratch, self.handles.create())
         self.slots.add(slot)
         return slot
 
     def repair(self, slot: Slot) -> None:
-        """Make a slot's handle right again that its caller destroyed or bound elsewhere."""
+        """Repair a slot's handle that its caller destroyed or bound elsewhere."""
         with slot.in_launch():
             if not slot.intact:
-                self.handles.count(handles_destroyed=1)  # by its caller
+                # The caller destroyed the handle, which the pool's count did not see.
+                self.handles.count(handles_destroyed=1)
                 try:
                     self._replace_handle(slot, self.handles.create())
                 except BaseException:
-                    self.handles.count(handles_destroyed=-1)  # to be counted at the next try
+                    # The next try counts the destruction again.
+                    self.handles.count(handles_destroyed=-1)
                     raise
             with self.driver.relaxed():
                 self.driver.bind_handle(slot.handle, slot.pointer)
@@ -116,10 +123,14 @@ class DeviceSlots:
             if slot.intact:
                 self.handles.count(handles_reused=1)
                 return slot
-            self._destroy(slot)  # its former owner had destroyed the handle
+            # The former owner of the slot has destroyed its handle.
+            self._destroy(slot)
 
     def put_idle(self, slot: Slot) -> None:
-        """Keep a slot for a later owner; the oldest beyond the idle limit is destroyed."""
+        """Keep a slot for a later owner.
+
+        The oldest slots beyond the idle limit are destroyed.
+        """
         self.idle.append(slot)
         while len(self.idle) > self.idle_limit:
             try:
@@ -139,14 +150,19 @@ class DeviceSlots:
     # Between owners
 
     def acquire(self, reference: StreamReference) -> Slot:
-        """Return a slot bound to a stream: the one that was released last, or a new one."""
+        """Return a slot bound to a stream.
+
+        It is the slot released last, or a new slot.
+        """
         idle = self.take_idle()
         slot = self.make_slot() if idle is None else idle
         try:
             if idle is not None:
-                self.driver.set_device(self.device)  # a new thread has no context yet, which a launch by the driver needs
+                # A new thread has no context yet, and a launch by the driver needs a context.
+                self.driver.set_device(self.device)
                 slot = idle.successor()
-                self.slots ^= {idle, slot}  # in one step
+                # The set changes in one step, so an interrupt finds either slot in the set.
+                self.slots ^= {idle, slot}
                 if slot.scratch_bytes and not _is_still_on(idle, reference):
                     slot.release_scratch()
             with self.driver.relaxed():
@@ -168,17 +184,24 @@ class DeviceSlots:
             if stream is None or slot.pointer == PER_THREAD_STREAM:
                 slot.release_scratch()
             else:
-                slot.forget_capture(over=False)  # its thread has ended, and may have left the capture to another
+                # The thread has ended, and it may have left its capture to another thread.
+                slot.forget_capture(over=False)
         finally:
             self.put_idle(slot)
 
     def empty(self) -> None:
-        """Destroy what nobody owns: idle slots, free side slots, and blocks that were replaced."""
+        """Destroy all resources without an owner.
+
+        These are idle slots, free side slots, and blocks that were replaced.
+        """
         collect = partial(self.scratch.free_passed, wait=True)
         do_all([self.sides.release_captured, self.handles.destroy_doomed, self.destroy_idle, self.sides.destroy_free, collect])
 
     def close(self) -> None:
-        """Destroy all; what captures under way have, once they end."""
+        """Destroy all resources.
+
+        Resources of captures under way are destroyed once the captures end.
+        """
         try:
             self._end()
         finally:
@@ -187,7 +210,7 @@ class DeviceSlots:
             self.defer_rest()
 
     def _end(self) -> None:
-        """Do as `empty`, after taking the handle that graphs were built with and those of threads, where they are not in use."""
+        """Release the building handle and threads' slots not in use, then `empty`."""
         with self.handles.no_build() as nothing_is_built:
             if nothing_is_built:
                 self.handles.defer_builder()
@@ -195,7 +218,7 @@ class DeviceSlots:
         self.empty()
 
     def _release_owned(self) -> None:
-        """Take in the slots that threads owned when the pool was closed, but those in use."""
+        """Release the slots that threads owned at the close, unless in use."""
         in_use: list[Slot] = []
         try:
             for slot in take_each(self.owned):
@@ -211,19 +234,22 @@ class DeviceSlots:
             self.owned += in_use
 
     def defer_rest(self) -> None:
-        """Have what is left of a closed pool destroyed when that can be."""
+        """Defer the destruction of a closed pool's remaining resources."""
         if not self.is_empty() and self.destroy_rest not in deferred:
             defer(self.destroy_rest)
 
     def is_empty(self) -> bool:
-        """Whether nothing is left that nobody owns."""
+        """Return whether no resource without an owner is left."""
         sides, handles = self.sides, self.handles
         owned = self.owned or self.idle or sides.capturing or sides.free
         building = handles.builder or handles.builds
         return not (owned or building or handles.doomed or self.scratch.deferred_blocks)
 
     def destroy_rest(self) -> bool:
-        """After the pool was closed: destroy what was in use or captured then, and what could not be destroyed before."""
+        """Retry destruction for a closed pool; return whether all is destroyed.
+
+        Left are resources that were in use or captured at the close, and resources whose destruction failed.
+        """
         try:
             with on_device(self.driver, self.device):
                 self._end()
@@ -234,13 +260,17 @@ class DeviceSlots:
     # Accounts
 
     def _make_room(self) -> None:
-        """Destroy what is idle, its scratch first."""
+        """Destroy idle slots and free side slots, their scratch first."""
         self._release_scratch()
         self.destroy_idle()
         self.sides.destroy_free()
 
     def release_idle_scratch(self) -> None:
-        """Free the scratch of idle and free side slots, of what nobody left or closed, and what waits for its stream."""
+        """Free the scratch of idle slots and free side slots.
+
+        This also frees the scratch of forks that were dropped without leaving, of programs that were dropped without closing,
+        and blocks that wait for their stream.
+        """
         deferred.run_all()
         self._release_scratch()
 
@@ -256,7 +286,7 @@ class DeviceSlots:
                 slots[:0] = held
 
     def snapshot(self) -> dict[str, int]:
-        """Counters by flat name."""
+        """Return the counters by flat name."""
         free, held = len(self.sides.free), len(self.sides.capturing)
         return self.handles.counts | {
             "handles_idle": len(self.idle) + len(self.handles.doomed) + free,
@@ -272,7 +302,7 @@ class DeviceSlots:
         }
 
     def describe(self) -> str:
-        """Return what is held, in words."""
+        """Return the held resources in words."""
         now = self.snapshot()
         recorded = f", {now['scratch_bytes_recorded']:,} of them programs'" if now["scratch_bytes_recorded"] else ""
         return (
@@ -282,7 +312,10 @@ class DeviceSlots:
 
 
 def _holders(slots: Iterable[Any]) -> list[int]:
-    """Count the references to each slot, but for its watch's, and that of the stream that it is bound on."""
+    """Count the references to each slot by its possible owners.
+
+    The count leaves out the reference of the slot's watch, and that of the stream that the slot is bound on.
+    """
     return [
         getrefcount(slot) - (getattr(slot.watch, "__callback__", None) is not None) - (slot.owner is not None)
         for slot in [*slots]
@@ -293,15 +326,18 @@ class _Alone:
     watch = owner = None
 
 
-(_NOBODY,) = _holders([_Alone()])  # where nothing but the container of all holds one
+# The count of a slot that only the container of all slots holds.
+(_NOBODY,) = _holders([_Alone()])
 
 
 def _is_still_on(idle: Slot, reference: StreamReference) -> bool:
-    """Whether a slot's last stream is the very stream that it is to be bound to, so that the scratch may go with it.
+    """Return whether a slot's last stream is the stream to bind.
 
-    To another one it could go after an edge between the two. But that means a call with the last stream, and nobody knows whether
-    there still is one: a weak reference answers until the stream's destructor has returned, which destroys it first.
+    Only then may the scratch stay with the slot. For another stream, the scratch could follow after an edge between the two
+    streams. But an edge means a call with the last stream, and that stream may not exist any more. A weak reference answers
+    until the stream's destructor has returned, and the destructor destroys the stream first.
     """
-    if idle.watch is None or idle.pointer == PER_THREAD_STREAM:  # each thread's is another
+    # The per-thread default stream is a different stream in each thread.
+    if idle.watch is None or idle.pointer == PER_THREAD_STREAM:
         return False
     return reference.stream is not None and idle.watch() is reference.stream

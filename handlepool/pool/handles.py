@@ -1,4 +1,4 @@
-"""The handles of one device: made, counted and destroyed, whoever has them meanwhile."""
+"""Create, count and destroy the handles of one device, for any holder."""
 
 import logging
 import os
@@ -15,8 +15,8 @@ from handlepool.errors import OutOfMemoryError
 from handlepool.pool.deferred import deferred
 from handlepool.pool.status import Status
 
-# NVIDIA recommends one synchronous cudnnCreate before any that may run beside another (guarantee 14). The lock is the
-# process's, not a pool's, and is held for every create: the binding holds the GIL through the call in any case.
+# NVIDIA recommends one synchronous cudnnCreate before any that may run beside another (guarantee 14). The lock belongs to the
+# process, not to a pool, and every create holds it. That costs nothing: the binding holds the GIL through the call in any case.
 _create_lock = threading.RLock()
 
 _log = logging.getLogger("handlepool")
@@ -35,34 +35,36 @@ COUNTED = (
 
 
 class DeviceHandles:
-    """The handles of one device. Its methods are called with that device current.
+    """The handles of one device.
+
+    The caller makes that device current before each method call.
 
     Parameters
     ----------
     status : Status
-        Of the pool whose handles they are.
+        Of the pool that owns the handles.
     driver : Driver
-        Where handles come from.
+        The source of handles.
     device : int
         Ordinal.
     make_room : callable
-        Destroys what is idle on the device, where it is short of memory.
+        Destroys idle resources of the device when it is short of memory.
     describe : callable
-        What the pool holds there, in words.
+        Returns the pool's holdings on the device, in words.
 
     Attributes
     ----------
     counts : dict of int
         By the names that `handlepool.pool.stats.MEANINGS` explains.
     builder : cudnn.Handle or None
-        The handle that graphs are built with.
+        The handle that builds graphs.
     build_lock : RLock
-        Held by the thread that uses it (guarantee 1). A finaliser that the collector runs in between may build, too: the binding
-        has returned by then.
+        Held by the thread that uses `builder` (guarantee 1). It is reentrant: a finaliser that the collector runs in between
+        may build too, because the binding has returned by then.
     builds : int
-        How many builds are under way, in the thread that holds the lock.
+        Number of builds under way, in the thread that holds the lock.
     doomed : list of cudnn.Handle
-        Those that nobody has and that could not be destroyed; `destroy_doomed` tries again.
+        Handles without an owner whose destruction failed. `destroy_doomed` tries again.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class DeviceHandles:
         self._device = device
         self._make_room = make_room
         self._describe = describe
-        self._lock = threading.RLock()  # guards `counts`; no call is made under it
+        # The lock guards `counts`. No call is made under it.
+        self._lock = threading.RLock()
 
     def count(self, **changes: int) -> None:
         """Change counts, all of them at once for other threads."""
@@ -90,11 +93,14 @@ class DeviceHandles:
                 counts["handles_peak"] = max(counts["handles_peak"], counts["handles_created"] - counts["handles_destroyed"])
 
     def create(self, *, forgotten: bool = True) -> Handle:
-        """Create a handle; when that fails, destroy what is idle, try once more, then say what is short (guarantee 12).
+        """Create a handle (guarantee 12).
 
-        With ``forgotten`` also what nobody left or closed; without it where a lock is held, see `Deferred.run_all`.
+        When that fails, the call destroys idle resources and tries once more. After a second failure, the error names the
+        resource that is short. With ``forgotten``, the call also frees forks and programs that were dropped without leaving or
+        closing. Pass False where a lock is held, see `Deferred.run_all`.
         """
-        if self.doomed:  # or there would be one more than the high-water mark allows
+        # Otherwise there would be more handles than the high-water mark allows.
+        if self.doomed:
             try:
                 self.destroy_doomed()
             except Exception as error:
@@ -130,7 +136,7 @@ class DeviceHandles:
         return handle
 
     def destroy(self, handle: Handle) -> None:
-        """Destroy a handle that no slot has any more; where that fails, `destroy_doomed` tries again."""
+        """Destroy a handle without a slot; on failure `destroy_doomed` tries again."""
         try:
             with self._driver.relaxed():
                 self._driver.destroy_handle(handle)
@@ -141,13 +147,17 @@ class DeviceHandles:
         _log.debug("device %d: handle destroyed", self._device)
 
     def destroy_doomed(self) -> None:
-        """Destroy the handles that could not be destroyed before."""
+        """Destroy the handles whose destruction failed before."""
         do_all(partial(self.destroy, handle) for handle in take_each(self.doomed))
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Build alone: until the end no handle of the device is taken from this thread by a `close`."""
-        # Two parts: CPython 3.11 leaves the line of a `try` inside a `with` out of the block that releases the lock.
+        """Build alone in a ``with`` statement.
+
+        Until its end, no `close` takes a handle of the device from this thread.
+        """
+        # The method has two parts, because CPython 3.11 leaves the line of a `try` inside a `with` out of the block that
+        # releases the lock.
         with self.build_lock, self._counted():
             yield
 
@@ -161,7 +171,10 @@ class DeviceHandles:
 
     @contextmanager
     def no_build(self) -> Iterator[bool]:
-        """Say whether no build is under way, and keep it so. This waits for none, and sees one of this thread, too."""
+        """Return whether no build is under way, and keep it so.
+
+        The method does not wait for a build. It also detects a build of this thread.
+        """
         free = self.build_lock.acquire(blocking=False)
         try:
             yield free and not self.builds
@@ -170,17 +183,23 @@ class DeviceHandles:
                 self.build_lock.release()
 
     def for_building(self) -> Handle:
-        """Return the handle that graphs are built with, with `build_lock` held. It lives as long as plans do: they keep it."""
+        """Return the handle that builds graphs, with `build_lock` held.
+
+        The handle lives as long as the plans, which keep it.
+        """
         if self.builder is None:
-            self._status.check()  # `close` says so first and takes the lock then, so that one of us sees it
-            made = self.create(forgotten=False)  # whoever builds has settled before
+            # `close()` sets `closed` before it takes the lock, so either `close()` or this thread sees the other.
+            self._status.check()
+            # The build lock is held here, so the deferred steps may not run.
+            made = self.create(forgotten=False)
             self.builder = made if self.builder is None else self.builder
-            if self.builder is not made:  # a finaliser that the collector ran meanwhile has built, too
+            # A finaliser that the collector ran meanwhile has built too.
+            if self.builder is not made:
                 self.destroy(made)
         return self.builder
 
     def defer_builder(self) -> None:
-        """Let `destroy_doomed` destroy the handle that graphs were built with; inside `no_build`."""
+        """Let `destroy_doomed` destroy the building handle; call inside `no_build`."""
         builder, self.builder = self.builder, None
         if builder is not None:
             self.doomed.append(builder)
@@ -188,7 +207,8 @@ class DeviceHandles:
 
 def _after_fork() -> None:
     global _create_lock
-    _create_lock = threading.RLock()  # another thread of the parent may have held it
+    # Another thread of the parent may have held the lock.
+    _create_lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,21 +1,22 @@
-"""What the library needs of a pool: its status, its slots by (thread, device, stream), its devices and its plans.
+"""Hold the library's part of a pool: status, slots, devices and plans.
 
-`HandlePool` is what users touch; `HandlePool.internals` leads here, and nothing here is public.
+Slots are found by (thread, device, stream). `HandlePool` is the users' class. `HandlePool.internals` leads here, and nothing
+here is public.
 
-What a pool promises, and what the promise rests on:
+The promises of a pool, and their foundations:
 
-- A hit takes no lock. The slot of a CuPy-owned stream lives on the stream object, in a thread-local attribute, so it can be met
-  by neither another thread nor another stream. The slot says itself whether it is still good: ``slot.owner is status`` fails for
-  one that was released or is another pool's, and ``handle.stream is slot.pointer`` for a handle that its caller destroyed (its
-  stream is None then) or bound elsewhere. The device is asked for first and handed to CuPy's `get_current_stream`, which would
-  ask for it on its own: one CUDA call a hit, also for the default streams, whose one object stands for a stream of each device.
-  (Guarantees 1, 2, 3, 4.)
-- A thread's slots hang on a thread-local object whose end leaves them behind; a stream's end leaves its slots behind through a
-  weak reference's callback. That is one append to a deque, which is atomic and calls nothing, so it may happen in a destructor,
-  in the collector while this thread holds a lock, or after the interpreter has begun to exit. The next miss, fork or `trim`
-  takes them in.
-- A lock is held for list and count changes alone, never across a driver call or user code. It may be taken again by the thread
-  that holds it: a finaliser of the user's that the collector runs just then may call `trim`.
+- A hit takes no lock. The slot of a CuPy-owned stream lives on the stream object, in a thread-local attribute. So neither
+  another thread nor another stream can find it. The slot itself tells whether it is still good. ``slot.owner is status`` fails
+  for a slot that was released or belongs to another pool. ``handle.stream is slot.pointer`` fails for a handle that its caller
+  destroyed (its stream is None then) or bound elsewhere. The hit asks for the device first and hands it to CuPy's
+  `get_current_stream`, which would otherwise ask for it again. That is one CUDA call a hit. It covers the default streams too,
+  whose one object stands for a stream of each device. (Guarantees 1, 2, 3, 4.)
+- A thread's slots hang on a thread-local object whose end leaves them behind. A stream's end leaves its slots behind through a
+  weak reference's callback. Either is one append to a deque, which is atomic and calls nothing. So it may happen in a
+  destructor, in the collector while this thread holds a lock, or after the interpreter has begun to exit. The next miss, fork
+  or `trim` takes the slots in.
+- A lock is held for list and count changes alone, never across a driver call or user code. Locks are reentrant, because a
+  user's finaliser that the collector runs just then may call `trim`.
 """
 
 import logging
@@ -44,7 +45,7 @@ _log = logging.getLogger("handlepool")
 
 
 class PoolInternals:
-    """What the library needs of a pool; not public.
+    """The library's part of a pool; not public.
 
     Parameters
     ----------
@@ -56,17 +57,18 @@ class PoolInternals:
     Attributes
     ----------
     status : Status
-        Whether the pool can be used.
+        Says whether the pool can be used.
     plans : PlanCache
-        What graph functions compiled.
+        The compiled graphs of graph functions.
     plan_files : PlanDirectory or None
-        Where they are kept beyond the process.
+        The directory that keeps plans beyond the process.
     devices : dict of DeviceSlots
-        What the pool has on each device that was used, by ordinal; `device` makes what is missing.
+        The pool's resources by device ordinal. `device` adds a missing entry.
     is_default : bool
-        Whether it is known to be the default pool.
+        Whether the pool is known to be the default pool.
     is_shared : bool
-        Whether libraries share it: the default pool that was made when first asked for, and its substitutes. `close` trims it.
+        Whether libraries share the pool: the default pool that `default_pool` made, and its substitutes. `close` trims a shared
+        pool.
     get_handle, slot : callable
         Of a stream, as in `HandlePool.get_handle`: this thread's handle and slot.
     current_device : callable
@@ -103,7 +105,7 @@ class PoolInternals:
     # Misses
 
     def missed(self, stream: object = None) -> Slot:
-        """Return this thread's slot for a stream where a hit did not find it."""
+        """Return this thread's slot for a stream after a hit failed."""
         status = self.status
         if status.unusable:
             self._destroy_closed()
@@ -135,7 +137,10 @@ class PoolInternals:
         return reference.stream is None or (slot.watch is not None and slot.watch() is reference.stream)
 
     def repaired(self, slot: Slot) -> Slot:
-        """Return a slot after making its handle right where its caller destroyed it or bound it elsewhere."""
+        """Return a slot after repairing its handle if necessary.
+
+        A handle needs repair if its caller destroyed it or bound it elsewhere.
+        """
         if slot.handle.stream is not slot.pointer:
             self.devices[slot.device].repair(slot)
         return slot
@@ -148,7 +153,8 @@ class PoolInternals:
         self.release_left()
         slot = device.acquire(reference)
         self._live.add(slot, reference.stream)
-        if self.status.closed:  # in this order: `close` says so first and takes all in then, so that one of us sees it
+        # `close()` sets `closed` before it takes in all slots, so either `close()` or this thread cleans up.
+        if self.status.closed:
             self._live.defer(slot)
             self.release_left()
             device.destroy_idle()
@@ -176,7 +182,7 @@ class PoolInternals:
             self.devices[slot.device].release(slot)
 
     def trim(self, *, captured: bool = False) -> None:
-        """See `HandlePool.trim`."""
+        """Trim as `HandlePool.trim`."""
         self.status.check()
         self.status.diagnose(None)
         deferred.run_all()
@@ -191,12 +197,12 @@ class PoolInternals:
         _log.debug("trimmed: %s", {name: change for name, change in (self.stats() - before).items() if change})
 
     def trim_if_usable(self) -> None:
-        """Do what `trim` does, and nothing where the pool cannot be used any more."""
+        """Trim the pool, unless it cannot be used any more."""
         if not self.status.unusable and self.status.lost(None) is None:
             self.trim()
 
     def close(self) -> None:
-        """See `HandlePool.close`."""
+        """Close as `HandlePool.close`."""
         status = self.status
         if status.forked:
             return
@@ -206,7 +212,9 @@ class PoolInternals:
         if not (status.closed and self._live.is_empty() and all(map(DeviceSlots.is_empty, self.devices.values()))):
             status.close()
             if status.poison is not None or status.lost(None) is not None:
-                return  # nothing can be destroyed, and trying would make CuPy's destructors complain; the process ends soon
+                # Nothing can be destroyed after a lost context, and a try would make CuPy's destructors complain. The process
+                # ends soon.
+                return
             self.plans.clear()
             for slot in self._live.take_all():
                 self.devices[slot.device].owned.append(slot)
@@ -219,7 +227,10 @@ class PoolInternals:
         live_pools.discard(self)
 
     def _destroy_closed(self) -> None:
-        """Destroy what `close` left to its threads: this thread's call may be the first after a launch that was under way."""
+        """Destroy the resources that `close` left to its threads.
+
+        This thread's call may be the first after a launch that was under way.
+        """
         if self.status.closed and not self.status.untouchable:
             for device in list(self.devices.values()):
                 if not device.is_empty():
@@ -238,37 +249,38 @@ class PoolInternals:
 
     @cached_property
     def driver(self) -> Driver:
-        """The driver, loaded on first use."""
+        """Return the driver; load it on the first use."""
         self.status.check()
         choice = self._choice
         driver = drivers.load(choice, strict=self._strict) if choice is None or isinstance(choice, str) else choice
         if self.checked:
             driver = CheckedDriver(driver)
         self.status.driver = driver
-        # Where there is one device there is nothing to ask CUDA: `int()` is 0, its ordinal, for half the price.
+        # With one device there is no need to ask CUDA. `int()` returns 0, the device's ordinal, for half the price.
         self.current_device = int if driver.device_count() == 1 else driver.current_device
         self._use(driver.current_stream, self.status, self.current_device)
         return driver
 
     def device(self, ordinal: int) -> DeviceSlots:
-        """Return what the pool has on a device."""
+        """Return the pool's resources on a device."""
         device = self.devices.get(ordinal)
         if device is None:
             made = DeviceSlots(
                 self.status, self.driver, ordinal, self._scratch_limit, self._idle_limit, self._new_slot, self.release_left
             )
-            # One atomic step, for threads and for a finaliser that comes while `made` is made; what is too many has nothing yet.
+            # This is one atomic step, for threads and for a finaliser that comes while `made` is made. A losing duplicate owns
+            # no resources yet.
             device = self.devices.setdefault(ordinal, made)
         return device
 
     # Accounts
 
     def slots_of_other_threads(self) -> int:
-        """Count the slots that other threads than the calling one own."""
+        """Count the slots that threads other than the calling thread own."""
         return self._live.of_other_threads()
 
     def stats(self, device: int | None = None) -> Stats:
-        """See `HandlePool.stats`."""
+        """Count as `HandlePool.stats`."""
         total = Stats(dict.fromkeys(MEANINGS, 0))
         for ordinal in list(self.devices) if device is None else [device]:
             slots = self.devices.get(ordinal)
@@ -286,9 +298,10 @@ class PoolInternals:
 
 
 def _after_fork() -> None:
-    """Let a forked child load drivers, also where another thread of the parent was loading one.
+    """Let a forked child load drivers.
 
-    Before Python 3.12 a `cached_property` has one lock for all objects of the class, which that thread has.
+    The parent may have been loading a driver in another thread. Before Python 3.12 a `cached_property` has one lock for all
+    objects of the class. Another thread of the parent may hold it.
     """
     loading = vars(PoolInternals)["driver"]
     if hasattr(loading, "lock"):

@@ -1,4 +1,4 @@
-"""The cache of compiled plans: bounded, and each built once however many threads ask at the same time."""
+"""Cache compiled plans: bounded, and built once for concurrent callers."""
 
 import threading
 import time
@@ -14,30 +14,37 @@ from handlepool.pool.context import ThreadToken, thread
 Shortcut = Callable[[Any, tuple[Any, ...], Any], Any]
 MOST_RECOLLECTED = 1024
 MOST_SHORTCUTS = 16
-"""Geometries that share a shortcut's key. Each that is tried costs a fiftieth of a launch; without one, a launch is slower."""
+"""Geometries that share a shortcut's key.
+
+Each try of a geometry costs a fiftieth of a launch. Without a shortcut, a launch is slower.
+"""
 
 
 class CachedPlan(Protocol):
-    """What is cached, as far as the cache knows it: see `handlepool.graphs.plan.Plan`."""
+    """A cached plan, for the cache: see `handlepool.graphs.plan.Plan`."""
 
     @property
     def device(self) -> int:
-        """Ordinal."""
+        """Return the ordinal."""
 
     @property
     def copies(self) -> Sequence[OperandCopy]:
-        """Operands that each launch copies."""
+        """Return the operands that each launch copies."""
 
 
 P = TypeVar("P", bound=CachedPlan)
 
 
 class _Build(Generic[P]):
-    """A build under way: whoever asks for the same key waits for its lock, and finds the outcome."""
+    """A build under way.
+
+    A thread that asks for the same key waits for the build's lock, and then finds the outcome.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # its thread's until it is past the build, by whatever way
-        # The thread that builds. None afterwards.
+        # The building thread holds the lock until the build succeeds or fails.
+        self.lock = threading.RLock()
+        # The thread that builds. It is None afterwards.
         self.thread: ThreadToken | None = thread.token
         self.plan: P | None = None
         self.error: Exception | None = None
@@ -45,8 +52,12 @@ class _Build(Generic[P]):
 
 
 def _retold(error: BaseException, cause: BaseException | None = None) -> BaseException:
-    """Copy another thread's error and its cause, without the tracebacks, whose frames keep all that its callers have."""
-    told = type(error).__new__(type(error), *error.args)  # without its constructor, which may take other arguments
+    """Copy another thread's error and its cause, without their tracebacks.
+
+    The frames of a traceback keep all objects of its callers.
+    """
+    # The constructor is left out, because it may take other arguments.
+    told = type(error).__new__(type(error), *error.args)
     told.__dict__.update(error.__dict__)
     if cause is not None:
         told.__cause__ = _retold(cause)
@@ -60,9 +71,9 @@ class Entry(Generic[P]):
     ----------
     plan : Plan
     used : int
-        When it was used last, as `PlanCache.tick` tells the time.
+        Time of the last use, as `PlanCache.tick` tells it.
     shortcuts : dict
-        What was made of the plan, by key in `PlanCache.shortcuts`; None where its driver has none.
+        Shortcuts made from the plan, by key in `PlanCache.shortcuts`; None where its driver has no shortcut.
     """
 
     __slots__ = ("plan", "shortcuts", "used")
@@ -74,7 +85,7 @@ class Entry(Generic[P]):
 
 
 class Recollection(dict[Hashable, int]):
-    """Numbers by key; all of them are forgotten where there are too many."""
+    """Numbers by key; a full table forgets all of them."""
 
     def __setitem__(self, key: Hashable, value: int) -> None:
         if len(self) >= MOST_RECOLLECTED:
@@ -83,10 +94,11 @@ class Recollection(dict[Hashable, int]):
 
 
 class PlanCache(Generic[P]):
-    """Plans by key, least recently used out first.
+    """Plans by key; the least recently used plan leaves first.
 
-    A build runs without the cache's lock, since it calls the user's function; the threads that ask for the same key meanwhile
-    wait for it and get its plan, or each an error like its own. A failed build leaves nothing behind: a later call tries again.
+    A build runs without the cache's lock, since it calls the user's function. Threads that ask for the same key meanwhile wait
+    for the build. They get its plan, or each an error like the builder's. A failed build leaves no entry behind: a later call
+    tries again.
 
     Parameters
     ----------
@@ -96,19 +108,20 @@ class PlanCache(Generic[P]):
     Attributes
     ----------
     shortcuts : dict of list
-        Functions that launch a plan at once (`Executable.shortcut`), by what is quicker to make than the key of a plan, and may
-        stand for several: each of a list is tried. Read without the lock.
+        Functions that launch a plan at once (`Executable.shortcut`), by a key that is quicker to make than a plan's key. Such a
+        key may stand for several plans, so each function of its list is tried. Read without the lock.
     tick : callable
-        Tells the time: a number that grows from call to call.
+        Returns the time: a number that grows from call to call.
     fused_stage_counts : Recollection
-        How much of an operation one plan can be, where that is not all of it: found by asking for plans that are refused.
+        Number of an operation's stages that one plan can fuse, where that is not all of them. Refused plans tell the number.
     recent : Entry or None
-        The one whose shortcut was used last, which need not be told the time again.
+        The entry whose shortcut was used last. A repeated use need not set its time again.
     """
 
     def __init__(self, limit: int = 512) -> None:
         self.limit = limit
-        self._counts: dict[int, Counter[str]] = defaultdict(Counter)  # by device
+        # The keys are device ordinals.
+        self._counts: dict[int, Counter[str]] = defaultdict(Counter)
         self.shortcuts: dict[Hashable, list[Shortcut]] = {}
         self.tick = count().__next__
         self.fused_stage_counts = Recollection()
@@ -116,13 +129,15 @@ class PlanCache(Generic[P]):
         self._dropped = False
         self._plans: dict[int, dict[Hashable, Entry[P]]] = {}
         self._builds: dict[Hashable, _Build[P]] = {}
-        self._refusals: OrderedDict[tuple[int, Hashable], tuple[Any, ...]] = OrderedDict()  # what the errors said
-        # Guards what is above; a hit does without. A finaliser that the collector runs inside may come again (guarantee 10), so
-        # every section under it holds where the dictionaries change between any two of its steps.
+        # The values are the arguments of the errors.
+        self._refusals: OrderedDict[tuple[int, Hashable], tuple[Any, ...]] = OrderedDict()
+        # The lock guards the attributes above. A hit takes no lock. The lock is reentrant, because a finaliser that the
+        # collector runs inside may use the cache again (guarantee 10). So every section under it stays correct if the
+        # dictionaries change between any two of its steps.
         self._lock = threading.RLock()
 
     def get(self, device: int, key: Hashable) -> P | None:
-        """Return the plan of a key, now the most recently used, or None."""
+        """Return a key's plan, now the most recently used, or None."""
         plans = self._plans.get(device)
         entry = None if plans is None else plans.get(key)
         if entry is None:
@@ -132,33 +147,46 @@ class PlanCache(Generic[P]):
         return entry.plan
 
     def watch(self) -> int:
-        """Return the time, after which whatever is used is told of it; for `used_since`."""
+        """Return the present time, for `used_since`.
+
+        Every use after this call sets the time of its plan.
+        """
         self.recent = None
         return self.tick()
 
     def used_since(self, device: int, time: int) -> list[P]:
-        """Return a device's plans that were used after `watch` told a time, by whichever thread; the last one used comes last."""
+        """Return a device's plans that any thread used after a `watch` time.
+
+        The plan used last comes last.
+        """
         entries = [entry for entry in list(self._plans.get(device, {}).values()) if entry.used > time]
         return [entry.plan for entry in sorted(entries, key=lambda entry: entry.used)]
 
     def add_shortcut(self, device: int, key: Hashable, shortcut: Hashable, make: Callable[[Entry[P]], Shortcut | None]) -> None:
-        """Make a shortcut to the plan of a key, where there is none yet; it stays for as long as the cache has the plan."""
+        """Add a shortcut to a key's plan, unless it is there.
+
+        The shortcut stays as long as the plan stays in the cache.
+        """
         with self._lock:
             entry = self._plans.get(device, {}).get(key)
             if entry is None or shortcut in entry.shortcuts or self._dropped:
                 return
             entry.shortcuts[shortcut] = made = make(entry)
             if made is not None:
-                # A new list: whoever goes through the former one goes on. The newest is tried first.
+                # The list is a new list, because another thread may iterate over the former list. The newest shortcut is tried
+                # first.
                 self.shortcuts[shortcut] = [made, *self.shortcuts.get(shortcut, ())][:MOST_SHORTCUTS]
 
     def get_or_build(self, device: int, key: Hashable, build: Callable[[], P]) -> P:
-        """Return the plan of a key, building it when there is none and no other thread does.
+        """Return the plan of a key, or build it.
+
+        If another thread builds the plan already, this thread waits for that build.
 
         Raises
         ------
         Exception
-            What the build raised. In a thread that waited for it an error of its own, with the builder's as its cause.
+            The error of the build. A thread that waited for the build gets an error of its own, with the builder's error as its
+            cause.
         """
         mine: _Build[P] = _Build()
         try:
@@ -180,16 +208,20 @@ class PlanCache(Generic[P]):
                             "is being built"
                         )
                     with running.lock, self._lock:
-                        if self._builds.get((device, key)) is running:  # an interrupt came in the last steps of it
+                        # An interrupt may have come in the last steps of the build.
+                        if self._builds.get((device, key)) is running:
                             del self._builds[device, key]
                     if running.plan is not None:
                         return running.plan
                     if running.error is not None:
                         raise _retold(running.error) from _retold(running.error, running.error.__cause__)
-                    # The builder was interrupted: that was meant for its thread alone, so another one builds.
+                    # The builder was interrupted. The interrupt was meant for the builder's thread alone, so another thread
+                    # builds.
         finally:
-            mine.thread = None  # no call, so that no interrupt comes before
-            running = mine  # or an error, its traceback and this frame would keep each other, and all that the callers had
+            # This line makes no call, so no interrupt comes before it.
+            mine.thread = None
+            # Otherwise an error, its traceback and this frame would keep each other alive, with all objects of the callers.
+            running = mine
             del mine, running
 
     def _build(self, device: int, key: Hashable, mine: _Build[P], build: Callable[[], P]) -> P:
@@ -202,10 +234,11 @@ class PlanCache(Generic[P]):
             raise
         finally:
             self._end_build(device, key, mine)
-            del mine  # as above
+            # The reason is the same as in `get_or_build`: the frame of an error must not keep the build alive.
+            del mine
 
     def put(self, device: int, key: Hashable, plan: P) -> None:
-        """Make a plan that was built elsewhere the one of a key."""
+        """Put a plan that was built elsewhere under a key."""
         with self._lock:
             self._keep(device, key, plan)
             self._refusals.pop((device, key), None)
@@ -238,7 +271,7 @@ class PlanCache(Generic[P]):
             if build.plan is not None:
                 self._keep(device, key, build.plan)
             elif isinstance(build.error, GraphNotSupportedError):
-                # Asked for at each call where a fallback stands behind it; cuDNN takes milliseconds to refuse.
+                # A call with a fallback asks for the plan each time, and cuDNN takes milliseconds to refuse it.
                 self._refusals[device, key] = build.error.args
                 while len(self._refusals) > self.limit:
                     self._refusals.popitem(last=False)
@@ -248,7 +281,10 @@ class PlanCache(Generic[P]):
         return sum(len(plans) for plans in list(self._plans.values()))
 
     def drop(self) -> None:
-        """Forget every plan for good, at exit; without the lock, which in a forked child a thread of the parent may hold."""
+        """Forget every plan for good, at exit.
+
+        The lock is not taken, because in a forked child a thread of the parent may hold it.
+        """
         self._dropped = True
         self._clear()
 
@@ -259,13 +295,13 @@ class PlanCache(Generic[P]):
         self.recent = None
 
     def clear(self) -> None:
-        """Forget every plan; those in use live on with their users."""
+        """Forget every plan; plans in use live on with their users."""
         with self._lock:
             self._clear()
             self._refusals.clear()
 
     def discard(self, match: Callable[[Hashable], bool]) -> None:
-        """Forget the plans, and what was refused, whose keys match."""
+        """Forget the plans and the refusals whose keys match."""
         with self._lock:
             for plans in list(self._plans.values()):
                 for key in [key for key in list(plans) if match(key)]:
@@ -282,5 +318,5 @@ class PlanCache(Generic[P]):
             )
 
     def snapshot(self, device: int) -> dict[str, int]:
-        """Return what happened on a device so far, by the flat names of `HandlePool.stats`."""
+        """Return a device's counters by the flat names of `HandlePool.stats`."""
         return {**self._counts.get(device, {}), "plans_cached": len(self._plans.get(device, ()))}

@@ -1,9 +1,9 @@
-"""A directory of plans that were built before, by this process or another one: files behind a digest, in a folder of one user.
+"""Keep built plans in a directory, for this process and later processes.
 
-A file is read whole, and its digest is checked before anybody looks at what is in it. That finds damage; who may write to the
-folder is trusted, since a plan has kernels in it. What cannot be used is passed over, and written anew once the plan was built.
-No lock is held by anybody: a file comes into being under its own name by one rename, so a reader finds all of it or none, and a
-process that is killed leaves nothing under that name.
+The folder belongs to one user. Each file starts with a digest. A reader reads the whole file, and checks the digest before it
+looks at the contents. The digest finds damage. Writers of the folder are trusted, since a plan has kernels in it. An unusable
+file is passed over, and written anew once the plan was built. No lock is held: a file gets its own name by one rename, so a
+reader finds all of the file or no file. A process that is killed leaves no file under that name.
 """
 
 import json
@@ -27,7 +27,10 @@ from handlepool.errors import ArgumentError
 
 VARIABLE = "HANDLEPOOL_PLAN_DIRECTORY"
 MOST_BYTES = 512 * 2**20
-"""Of all files of a directory; those that were used least recently go first."""
+"""Most bytes of all files of a directory.
+
+The least recently used files are removed first.
+"""
 MOST_OF_ONE = 64 * 2**20
 """Bytes of one file."""
 _FIRST = b"handlepool plan 1\n"
@@ -36,25 +39,28 @@ _ENDING = ".plan"
 _UNFINISHED = ".part"
 _PLANS = re.compile(r"[0-9a-f]{40}\.plan")
 _PARTS = re.compile(r"[0-9a-f]{16}\.part")
-"""Names of our own: a directory may hold other files, which nothing here reads or removes."""
+"""Names of our own files.
+
+A directory may hold other files, which this module neither reads nor removes.
+"""
 _STALE = 3600.0
-"""Seconds after which an unfinished file is that of a process which was killed."""
+"""Seconds after which an unfinished file belongs to a killed process."""
 _DIGEST = sha256().digest_size
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """One file of a directory, as it was found.
+    """One file of a directory, as read.
 
     Attributes
     ----------
     name : str
     nbytes : int
     used : float
-        When it was used last, in seconds since 1970.
+        Time of its last use, in seconds since 1970.
     key : str or None
-        What the plan is of; None where the file cannot be used.
+        The key of the plan; None where the file cannot be used.
     plan : SavedPlan or None
     """
 
@@ -71,23 +77,25 @@ class PlanDirectory:
     Parameters
     ----------
     path : str or path
-        Made where there is none, for this user alone. A relative one is found from where the process is now, whatever it changes
-        to later.
+        Made for this user alone where there is no directory. A relative path starts at the working directory of now. A later
+        change of that directory has no effect.
     most : int
         Bytes of all files.
 
     Raises
     ------
     ArgumentError
-        For what is no path or no directory, one that others may write to, and a symbolic link.
+        For an object that is no path, a path that is no directory, a directory that other users may write to, and a symbolic
+        link.
     """
 
     def __init__(self, path: str | os.PathLike[str], most: int = MOST_BYTES) -> None:
         self.path = absolute(path)
         self._most = most
-        self._written: int | None = None  # bytes since the size was last seen to; None before the first time
+        # Bytes written since the last look at the directory's size; None before the first look.
+        self._written: int | None = None
         self._counts: Counter[str] = Counter()
-        # Guards the counts. No call that waits for anything is made inside.
+        # The lock guards the counts. No call that waits is made under it.
         self._lock = threading.RLock()
         try:
             for path in (*reversed(self.path.parents), self.path):
@@ -101,7 +109,10 @@ class PlanDirectory:
             raise ArgumentError(f"plan directory {shown(str(self.path))} cannot be used: {why}; pass another one") from error
 
     def load(self, key: str) -> SavedPlan | None:
-        """Return the plan that was saved under a key; None where there is none that can be used."""
+        """Return the plan saved under a key.
+
+        It is None where there is no usable file.
+        """
         try:
             directory = self._open()
         except (OSError, ArgumentError):
@@ -122,7 +133,7 @@ class PlanDirectory:
         return found[1]
 
     def reject(self, key: str) -> None:
-        """Count a plan that was found, and turned out to be of no use; it is forgotten."""
+        """Count a loaded plan as unusable, and remove its file."""
         self._count("plan_files_rejected")
         try:
             directory = self._open()
@@ -136,7 +147,10 @@ class PlanDirectory:
             os.close(directory)
 
     def save(self, key: str, plan: SavedPlan) -> None:
-        """Keep a plan. A directory that cannot be written, or is full, is no error: the plan is built again another time."""
+        """Keep a plan.
+
+        A directory that is full, or cannot be written, is no error: a later process builds the plan again.
+        """
         data = _encoded(key, plan)
         if len(data) > min(MOST_OF_ONE, self._most):
             return
@@ -155,7 +169,9 @@ class PlanDirectory:
             os.close(directory)
 
     def files(self) -> Iterator[PlanFile]:
-        """Give every file of ours, most recently used first, as far as it can be read.
+        """Yield every file of ours, the most recently used first.
+
+        A file that cannot be read has no key and no plan.
 
         Raises
         ------
@@ -175,12 +191,12 @@ class PlanDirectory:
             os.close(directory)
 
     def clear(self) -> int:
-        """Remove every file of ours, and say how many.
+        """Remove every file of ours; return their number.
 
         Raises
         ------
         OSError, ArgumentError
-            Where that cannot be done.
+            Where a file cannot be removed.
         """
         directory = self._open()
         try:
@@ -192,7 +208,7 @@ class PlanDirectory:
             os.close(directory)
 
     def counts(self) -> dict[str, int]:
-        """Return what happened so far, by the names of `HandlePool.stats`."""
+        """Return the counters by the names of `HandlePool.stats`."""
         with self._lock:
             return dict(self._counts)
 
@@ -201,7 +217,11 @@ class PlanDirectory:
             self._counts[name] += 1
 
     def _open(self) -> int:
-        """Return the directory, opened and looked at: what others may write to could be replaced between two looks."""
+        """Open the directory, check its owner and mode, and return it.
+
+        The files are then opened relative to the descriptor. Other users could replace the directory between two look-ups of
+        its path.
+        """
         try:
             directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -222,14 +242,18 @@ class PlanDirectory:
         return directory
 
     def _bound(self, directory: int, written: int) -> None:
-        """Remove what was used least recently, where there is too much. Looked at for the first file and every so many bytes."""
+        """Remove the least recently used files of an oversized directory.
+
+        The first write of a process looks at the size, and then a write after each sixteenth of the bound.
+        """
         with self._lock:
             due = self._written is None or self._written + written > self._most // 16
             self._written = 0 if due else (self._written or 0) + written
         if not due:
             return
         for changed, name, _ in _listed(directory, _PARTS):
-            if abs(time.time() - changed) > _STALE:  # a clock may have been set back since
+            # The difference is absolute, because a clock may have been set back since.
+            if abs(time.time() - changed) > _STALE:
                 _remove(name, directory)
         files = sorted(_listed(directory, _PLANS))
         total = sum(nbytes for _, _, nbytes in files)
@@ -241,20 +265,22 @@ class PlanDirectory:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Return where a directory is."""
+    """Return the absolute path of a directory."""
     text = path if isinstance(path, str) else os.fspath(path) if isinstance(path, os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text or not _encodable(text):
         raise ArgumentError(f"plan_directory={shown(path)}; it must be the path of a directory, as text or a pathlib.Path")
     try:
         return Path(text).expanduser().absolute()
-    except (RuntimeError, OSError) as error:  # no home is known; the process is in a directory that was removed
+    # The user's home may be unknown, or the process may be in a directory that was removed.
+    except (RuntimeError, OSError) as error:
         raise ArgumentError(f"plan_directory={shown(text)} cannot be found: {error}; pass a path from the root") from error
 
 
 def _encodable(path: str) -> bool:
     try:
         os.fsencode(path)
-    except UnicodeEncodeError:  # a half of a pair of surrogates
+    # The path may hold half of a surrogate pair.
+    except UnicodeEncodeError:
         return False
     return True
 
@@ -272,13 +298,17 @@ def _encoded(key: str, plan: SavedPlan) -> bytes:
 
 
 def _decoded(data: bytes) -> tuple[str, SavedPlan] | None:
-    """Return what a file has; None where it is not what was written."""
+    """Return the key and plan of a file, or None.
+
+    It is None for a damaged or foreign file.
+    """
     start = len(_FIRST) + _DIGEST
     rest = memoryview(data)[start:]
     if not data.startswith(_FIRST) or len(rest) < _LENGTH.size or sha256(rest).digest() != data[len(_FIRST) : start]:
         return None
     (length,) = _LENGTH.unpack_from(rest)
-    try:  # somebody may have written what is not ours, with its digest
+    # Another program may have written other contents, with their digest.
+    try:
         head = json.loads(str(rest[_LENGTH.size : _LENGTH.size + length], "ascii"))
         names = "key", "engine", "workspace_size", "candidates", "early"
         key, engine, workspace_size, candidates, early = (head[name] for name in names)
@@ -292,7 +322,7 @@ def _decoded(data: bytes) -> tuple[str, SavedPlan] | None:
 
 
 def _read(name: str, directory: int, *, touch: bool = True) -> bytes:
-    """Return what is in a file of this user's, and note that it was used."""
+    """Return the bytes of this user's file, and note its use."""
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     try:
         found = os.fstat(file)
@@ -302,9 +332,11 @@ def _read(name: str, directory: int, *, touch: bool = True) -> bytes:
         if touch:
             try:
                 os.utime(file)
-            except OSError:  # a directory of root's, or one that is read-only
+            # The directory may be root's, or read-only.
+            except OSError:
                 pass
-        return os.read(file, found.st_size)  # all of it at once, as Linux reads files up to 2 GiB; less is passed over as cut off
+        # One call reads the whole file, as Linux reads files up to 2 GiB. A shorter result fails the digest and is passed over.
+        return os.read(file, found.st_size)
     finally:
         os.close(file)
 
@@ -324,12 +356,13 @@ def _write(name: str, data: bytes, directory: int) -> None:
 def _remove(name: str, directory: int) -> None:
     try:
         os.unlink(name, dir_fd=directory)
-    except FileNotFoundError:  # another process was quicker
+    # Another process was quicker.
+    except FileNotFoundError:
         pass
 
 
 def _listed(directory: int, names: re.Pattern[str]) -> list[tuple[float, str, int]]:
-    """Return when each file with such a name was used last, its name and its size."""
+    """Return last use, name and size of each matching file."""
     found = []
     with os.scandir(directory) as entries:
         for entry in entries:

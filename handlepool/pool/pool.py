@@ -1,4 +1,7 @@
-"""The pool, as users see it; what the library needs of it beside that is in `handlepool.pool.internals`."""
+"""Offer the pool to users.
+
+The library's own part of a pool is in `handlepool.pool.internals`.
+"""
 
 import functools
 import os
@@ -19,40 +22,42 @@ _OFF = ("", "0", "off", "no", "false")
 
 
 class HandlePool:
-    """cuDNN handles and workspaces for each (thread, device, stream), made when first asked for.
+    """A pool of cuDNN handles and workspaces per thread, device and stream.
+
+    The pool makes each of them on the first request.
 
     Parameters
     ----------
     driver : {"cuda", "host"} or Driver, optional
-        As `handlepool.drivers.choose` decides where none is given. Loaded at the first use, not here.
+        Without a value `handlepool.drivers.choose` decides. The driver is loaded at the first use, not here.
     scratch_limit : int, optional
         Most bytes of scratch on each device, all slots together.
     idle_limit : int
-        Most handles of one device that are kept, beside the side slots', for threads and streams to come.
+        Most handles of one device that the pool keeps for later threads and streams. Handles of side slots do not count.
     plan_limit : int
-        Most compiled graphs of one device that are kept.
+        Most compiled graphs of one device that the pool keeps.
     check : bool, optional
-        Whether to check what cuDNN and CuPy leave unchecked: that a handle is used by the thread that owns it, a workspace on its
-        own stream, and ``cupy.fft`` and ``cupy.random`` not in concurrent branches; that operations, and branches that return
-        new arrays, change none of their arguments but what is declared, for which the host waits for them; on the host driver
-        also that any two accesses to an array, one of which writes, are ordered. Where it is not given, the environment variable
-        ``HANDLEPOOL_CHECK`` decides: unset, ``0``, ``off``, ``no`` and ``false`` are off. Calls cost more with checks, and
-        nothing more without.
+        Whether to check rules that cuDNN and CuPy leave unchecked. Only the owning thread may use a handle. A workspace is for
+        its own stream. Concurrent branches must not use ``cupy.fft`` or ``cupy.random``. Operations, and branches that return
+        new arrays, change only the arguments that they declare; the host waits for them to check this. On the host driver, any
+        two accesses to an array must be ordered if either writes. Without a value, the environment variable
+        ``HANDLEPOOL_CHECK`` decides: unset, ``0``, ``off``, ``no`` and ``false`` are off. Calls cost more with checks, and no
+        more without.
     strict : bool
-        Whether arrays of the host driver refuse what CuPy's refuse: to become NumPy's by themselves, and NumPy's as operands
-        beside them. Such pools share a driver of their own. CuPy's arrays are strict without it.
+        Whether arrays of the host driver refuse the same uses as CuPy's arrays: implicit conversion to NumPy, and NumPy arrays
+        as operands beside them. Such pools share a driver of their own. CuPy's arrays are strict without it.
     plan_directory : str or path, optional
-        Where compiled graphs are kept for the processes to come, which then plan nothing. Made for this user alone where there is
-        none; a relative path is from where the process is now. Where it is not given, the environment variable
-        ``HANDLEPOOL_PLAN_DIRECTORY`` decides. Its files are looked for by graph, settings, versions and device; one that is
-        damaged, or of something else, is passed over. It is an ArgumentError where others may write to it.
+        Directory that keeps compiled graphs for later processes, which then plan nothing. The pool makes a missing directory
+        for this user alone. A relative path starts at the working directory of now. Without a value, the environment variable
+        ``HANDLEPOOL_PLAN_DIRECTORY`` decides. The pool looks for files by graph, settings, versions and device, and passes over
+        a damaged or foreign file. An ArgumentError is raised where other users may write to the directory.
 
     Notes
     -----
-    A pool lives until `close`, or to the end of a ``with`` statement over it. Losing the last reference to it closes nothing:
-    destroying handles calls CUDA, which must not happen whenever the collector likes.
+    A pool lives until `close`, or to the end of a ``with`` statement over it. Losing the last reference to it closes nothing,
+    because destroying handles calls CUDA. That must not happen at a time the collector chooses.
 
-    The attribute ``internals`` is the library's own and not public: it may change without notice.
+    The attribute ``internals`` is the library's own and not public. It may change without notice.
     """
 
     def __init__(
@@ -66,7 +71,8 @@ class HandlePool:
         strict: bool = False,
         plan_directory: str | os.PathLike[str] | None = None,
     ) -> None:
-        driver = getattr(driver, "__dict__", {}).get("checked_driver", driver)  # of a pool that checks
+        # A pool with checks wraps its driver, and the new pool needs the inner driver.
+        driver = getattr(driver, "__dict__", {}).get("checked_driver", driver)
         made = hasattr(type(driver), "current_device")
         if not (driver is None or isinstance(driver, str) or made):
             raise ArgumentError(f"HandlePool(driver={shown(driver)}): pass 'cuda', 'host', a driver object, or None")
@@ -100,23 +106,21 @@ class HandlePool:
 
         Parameters
         ----------
-        stream : stream, optional
-            None for CuPy's current stream; a CuPy stream, any object with ``__cuda_stream__`` (torch from 2.10 on, JAX,
-            cuda.core), or a ``cudaStream_t`` as an integer. CuPy does not see torch's current stream: pass
-            ``torch.cuda.current_stream()``.
+        None for CuPy's current stream; a CuPy stream, any object with ``__cuda_stream__`` (torch from 2.10 on, JAX, cuda.core),
+        or a ``cudaStream_t`` as an integer. CuPy does not see torch's current stream: pass ``torch.cuda.current_stream()``.
 
         Returns
         -------
         cudnn.Handle
-            Bound to the stream. It belongs to the calling thread and stays the pool's. Do not destroy it, and do not keep it for
-            another thread or stream: ask again, which costs next to nothing.
+            Bound to the stream. The calling thread may use it, and the pool owns it. Do not destroy it, and do not keep it for
+            another thread or stream. Ask again, which costs next to nothing.
 
         Raises
         ------
         DeviceMismatchError
-            When the stream is one of another device than the current one.
+            When the stream belongs to another device than the current device.
         StreamError
-            When it is no stream.
+            When the object is no stream.
         PoolClosedError, ForkedProcessError, PoisonedContextError, OutOfMemoryError, DriverNotAvailableError
             As their names say; each message names the remedy.
         """
@@ -135,16 +139,16 @@ class HandlePool:
         Returns
         -------
         array, shape (nbytes,), uint8
-            The caller's until the next `get_workspace` of the same thread, device and stream; 256-byte aligned, never shared
-            with another stream, nor with the scratch of our own launches. Contents are not kept. A branch for which no side
-            stream is left runs on its caller's stream, and asks for the caller's.
+            The caller's until the next `get_workspace` of the same thread, device and stream. It is 256-byte aligned. Another
+            stream never shares it, nor does the scratch of our own launches. Contents are not kept. A branch without a free
+            side stream runs on its caller's stream, and gets the scratch of its caller.
 
         Raises
         ------
         ArgumentError
             For a size that is negative or no integer.
         OutOfMemoryError
-            When neither the scratch limit nor the device allows it.
+            When the scratch limit or the device does not allow it.
         """
         pool = self.internals
         slot = pool.slot(stream)
@@ -153,19 +157,21 @@ class HandlePool:
         except Exception as error:
             pool.status.diagnose(error)
             if pool.status.closed:
-                # Whatever went wrong, a close took the slot and its scratch meanwhile.
+                # A close took the slot and its scratch meanwhile. So the pool's own error replaces any other error.
                 pool.status.check()
             raise
 
     def prewarm(self, *, states: int = 0, workspace: int = 0, stream: object = None) -> None:
-        """Make what first calls would make: this key's handle and scratch, and side slots for forks.
+        """Make the handles and scratch of first calls in advance.
+
+        The call makes this key's handle and scratch, and side slots for forks.
 
         Parameters
         ----------
         states : int
             Side slots to have on the current device, each with a handle (8 to 10 MiB, 1.3 ms) and ``workspace`` bytes.
         workspace : int
-            Bytes of scratch for the launches of each.
+            Bytes of scratch for the launches of each side slot.
         stream : stream, optional
             As in `get_handle`.
 
@@ -174,7 +180,7 @@ class HandlePool:
         ArgumentError
             For a count or a size that is negative or no integer.
         OutOfMemoryError
-            When the memory for it is not there.
+            When the device has too little memory.
         """
         states = at_least(0, "prewarm: states", states)
         workspace = at_least(0, "prewarm: workspace", workspace, " bytes")
@@ -183,19 +189,20 @@ class HandlePool:
         self.internals.device(own.device).sides.prewarm(states, workspace)
 
     def trim(self, *, captured: bool = False) -> None:
-        """Destroy what is idle: handles and scratch that no thread, stream or fork has, and blocks that were replaced.
+        """Destroy idle handles, idle scratch, and blocks that were replaced.
 
-        It also ends what was dropped, of whatever pool: forks that nobody left, and programs that nobody closed and whose last
-        replay has passed.
+        Idle handles and scratch belong to no thread, stream or fork. The call also ends dropped objects of any pool: forks that
+        were not left, and programs that were not closed and whose last replay has passed.
 
         Parameters
         ----------
         captured : bool
-            Whether to free the scratch of CUDA graphs, too, that somebody else than handlepool captured. *A graph that is
-            replayed afterwards writes into freed memory*, and nothing tells whether one still lives. So do this only when every
-            graph that was captured with this pool's workspaces or graph functions is gone, or will not be replayed again.
-            Captures that are not over are left alone. But on a bare pointer or another library's stream object nobody can ask
-            for that: end such captures before. ``stats()["scratch_bytes_captured"]`` says what would be freed.
+            Whether to free also the scratch of CUDA graphs that code outside of handlepool captured. *A graph that is replayed
+            afterwards writes into freed memory*, and the pool cannot detect whether such a graph still lives. So do this only
+            when every graph that was captured with this pool's workspaces or graph functions is gone, or will not be replayed
+            again. Captures under way are left alone. But the pool cannot ask a bare pointer or another library's stream object
+            for its capture, so end such captures first. ``stats()["scratch_bytes_captured"]`` says how many bytes the call
+            would free.
 
         Raises
         ------
@@ -205,7 +212,7 @@ class HandlePool:
         self.internals.trim(captured=captured)
 
     def cache_clear(self) -> None:
-        """Forget every compiled graph; those in use live on with their users."""
+        """Forget every compiled graph; graphs in use live on with their users."""
         self.internals.plans.clear()
 
     def close(self) -> None:
@@ -213,20 +220,21 @@ class HandlePool:
 
         Later calls raise `PoolClosedError`. Scratch is freed with its handle.
 
-        Any thread may call it, at any time, also in a finaliser and inside a branch. It waits for no other thread. A launch, a
+        Any thread may call it at any time, also in a finaliser and inside a branch. It waits for no other thread. A launch, a
         build or a branch that is under way goes on with its handle and scratch. These are destroyed by the next call of its
-        thread, by the join, by a miss or a `trim` of another pool, or by another `close` of this one. What captures were given
+        thread, by the join, by a miss or a `trim` of another pool, or by another `close` of this pool. The memory of captures
         stays.
 
-        That covers the calls of this library. A handle that a thread got by `get_handle`, and a workspace, are destroyed although
-        the thread has them: let threads end first that execute cuDNN graphs by themselves.
+        This covers the calls of this library. A handle that a thread got by `get_handle`, and a workspace, are destroyed
+        although the thread has them. So let threads that execute cuDNN graphs by themselves end first.
 
-        The default pool that was made when first asked for is everybody's. It destroys what is idle, and stays usable.
+        All libraries of the process share the default pool that `default_pool` made. Its `close` destroys idle handles and
+        scratch, and the pool stays usable.
         """
         self.internals.close()
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied: two would own the same handles."""
+        """Refuse to be copied: two pools would own the same handles."""
         raise TypeError("a HandlePool owns handles, streams and memory and cannot be copied or pickled; make another one")
 
     def __enter__(self) -> "HandlePool":
@@ -237,21 +245,21 @@ class HandlePool:
 
     @property
     def driver(self) -> Driver:
-        """The driver, loaded on first use."""
+        """Return the driver; load it on the first use."""
         return self.internals.driver
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return whether `close` was called."""
         return self.internals.status.closed
 
     def stats(self, device: int | None = None) -> Stats:
-        """Count what the pool holds and has done.
+        """Count the pool's resources and events so far.
 
         Parameters
         ----------
         device : int, optional
-            Ordinal; zeros where the device was not used. All devices together where none is given.
+            Ordinal; zeros where the device was not used. None counts all devices together.
 
         Returns
         -------
@@ -261,7 +269,7 @@ class HandlePool:
         Raises
         ------
         ArgumentError
-            For what is no ordinal.
+            For an object that is no ordinal.
         """
         return self.internals.stats(None if device is None else at_least(0, "stats: device", device))
 

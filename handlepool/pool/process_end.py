@@ -13,19 +13,24 @@ from handlepool.pool.deferred import deferred
 from handlepool.pool.status import live_pools
 
 PATIENCE = 1.0
-"""Seconds for all threads together that are inside a use of a program as the process ends, to come out of it; and for the process
-to be gone, before a thread that uses a program after that is told."""
+"""Seconds to wait for threads that use a program at exit.
+
+All threads inside a use of a program share this time to leave it. A thread that uses a program after that waits as long for the
+process to be gone, before it gets an error.
+"""
 
 
 class ProcessEnd:
-    """The end of the process: which programs are to be ended, and whether it has begun.
+    """The programs to end at exit, and whether the exit has begun.
 
-    It has no lock, since a thread that the end meets may hold any lock for ever: each change and each copy is one atomic step.
+    The object has no lock, since a thread that the exit stops may hold any lock for ever. Each change and each copy is one
+    atomic step.
 
     Attributes
     ----------
     ending : list of int
-        The thread that ends the process, once programs come to an end. From then on nothing of a program is destroyed.
+        The number of the thread that ends the process, once programs come to an end. From then on no part of a program is
+        destroyed.
     """
 
     def __init__(self) -> None:
@@ -34,28 +39,37 @@ class ProcessEnd:
         self._ends: dict[int, weakref.WeakMethod[Callable[[float], None]]] = {}
 
     def add(self, end: Callable[[float], None]) -> None:
-        """Have a program's bound method called at exit, with a deadline; does not keep the program alive."""
+        """Register a program's bound method for the exit.
+
+        The exit calls the method with a deadline. The registration does not keep the program alive.
+        """
         number = next(self._numbers)
         self._ends[number] = weakref.WeakMethod(end, lambda _: self._ends.pop(number, None))
 
     def programs(self) -> list[object]:
-        """List the programs whose methods were added, that live and that a user still holds."""
+        """List the live programs whose methods were added, except dropped programs."""
         owners = [getattr(reference(), "__self__", None) for reference in list(self._ends.values())]
+        # A dropped program waits among the deferred steps for its end, and no user holds it.
         dropped = {id(getattr(step, "__self__", None)) for step in list(deferred)}
         return [owner for owner in owners if owner is not None and id(owner) not in dropped]
 
     def linger(self) -> None:
-        """Have a daemon thread that uses a program too late end with the process: it would print its error.
+        """Delay a daemon thread that uses a program too late.
 
-        But not for ever, since another thread may wait for it.
+        The thread then ends with the process, and does not print its error. The delay is bounded, since another thread may wait
+        for this thread.
         """
         if get_ident() not in self.ending:
             sleep(PATIENCE)
 
     def run(self) -> None:
-        """End the programs, and drop every plan: cuDNN's binding complains of plans that outlive it."""
+        """End the programs, and drop every plan.
+
+        cuDNN's binding complains of plans that outlive it.
+        """
         ends = [reference() for reference in list(self._ends.values())]
-        # The collector clears references before it runs destructors.
+        # The collector clears references before it runs destructors, so the programs among the deferred steps are looked up
+        # apart.
         ends += [getattr(getattr(entry, "__self__", None), "_end_at_exit", None) for entry in list(deferred)]
         self.ending.append(get_ident())
         deadline = monotonic() + PATIENCE

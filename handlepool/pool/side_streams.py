@@ -1,4 +1,7 @@
-"""Side slots: the streams that branches and tasks run on, each with its handle, scratch and two events; leased, not locked."""
+"""Lease side slots, the streams of branches and tasks, without locks.
+
+Each side slot has a stream, a handle, scratch and two events.
+"""
 
 import logging
 import threading
@@ -20,24 +23,26 @@ MOST_SIDE_SLOTS = 32
 
 
 class SideSlots:
-    """The side slots of one device. Its methods are called with that device current.
+    """The side slots of one device.
+
+    The caller makes that device current before each method call.
 
     Parameters
     ----------
     status : Status
-        Of the pool whose slots they are.
+        Of the pool that owns the slots.
     driver : Driver
-        Where streams and events come from.
+        The source of streams and events.
     scratch : DeviceScratch
-        Where their scratch comes from.
+        The source of the slots' scratch.
     slots : set of Slot
-        All of the device's that are not destroyed.
+        All slots of the device that are not destroyed.
     make_slot, destroy_handle : callable
         The device's own.
     release_left : callable
-        Takes in what threads and streams have left behind.
+        Takes in slots that ended threads and streams have left behind.
     defer_rest : callable
-        The device's own: has what is left of a closed pool destroyed when that can be.
+        The device's own: defers the destruction of a closed pool's remaining resources.
     """
 
     def __init__(
@@ -51,8 +56,10 @@ class SideSlots:
         release_left: Callable[[], None],
         defer_rest: Callable[[], None],
     ) -> None:
-        self.free: list[Slot] = []  # pop and append are atomic, so a lease takes no lock
-        self.capturing: list[Slot] = []  # side slots whose streams still take part in a capture (guarantee 9)
+        # Pop and append are atomic, so a lease takes no lock.
+        self.free: list[Slot] = []
+        # Side slots whose streams still take part in a capture (guarantee 9).
+        self.capturing: list[Slot] = []
         self.made = 0
         self._status = status
         self._driver = driver
@@ -62,16 +69,21 @@ class SideSlots:
         self._destroy_handle = destroy_handle
         self._release_left = release_left
         self._defer_rest = defer_rest
-        self._streams: list[Stream] = []  # of programs that were closed; appends and pops are atomic
-        self._lock = threading.RLock()  # guards `made`; no call is made under it
+        # Streams of programs that were closed. Appends and pops are atomic.
+        self._streams: list[Stream] = []
+        # The lock guards `made`. No call is made under it.
+        self._lock = threading.RLock()
 
     @property
     def spare(self) -> int:
-        """How many could be leased now, if nobody else leased any."""
+        """Return how many slots this thread could lease now, without other leases."""
         return len(self.free) + MOST_SIDE_SLOTS - self.made
 
     def lease(self) -> Slot | None:
-        """Take a side slot (stream, handle, scratch) out of circulation; None when all are out (guarantee 1)."""
+        """Lease a side slot, or return None (guarantee 1).
+
+        A side slot has a stream, a handle and scratch. It is None when all side slots are leased.
+        """
         try:
             return self.free.pop()
         except IndexError:
@@ -110,7 +122,10 @@ class SideSlots:
         return slot
 
     def prewarm(self, count: int, workspace: int) -> None:
-        """Have so many of them, if there may be, each with so many bytes of scratch for its launches."""
+        """Have ``count`` side slots if possible, each with scratch for its launches.
+
+        ``workspace`` is in bytes.
+        """
         leased = []
         try:
             for _ in range(count):
@@ -126,19 +141,27 @@ class SideSlots:
                 self.release(slot, captured=False)
 
     def release(self, slot: Slot, *, captured: bool) -> None:
-        """Put a leased side slot back; one that a capture was given waits for the capture's end."""
+        """Release a leased side slot.
+
+        A slot that took part in a capture waits for the capture's end.
+        """
         if captured:
             self.capturing.append(slot)
             _log.debug("stream %#x: side slot held until its capture ends", slot.pointer)
-            if self._status.closed:  # in this order, as below
+            # The order is the same as below.
+            if self._status.closed:
                 self._defer_rest()
             return
         self.free.append(slot)
-        if self._status.closed:  # in this order: `close` says so first and destroys the free ones then, so that one of us sees it
+        # `close()` sets `closed` before it destroys the free slots, so either `close()` or this thread destroys this slot.
+        if self._status.closed:
             self.destroy_free()
 
     def replace_stream(self, slot: Slot) -> Stream | None:
-        """Give a leased side slot, which is bound to no thread, a new stream; returns the old one, which is the caller's now."""
+        """Replace the stream of a leased slot; return the old stream.
+
+        The slot is bound to no thread. The old stream belongs to the caller now.
+        """
         with self._driver.relaxed():
             try:
                 stream = self._streams.pop()
@@ -151,7 +174,10 @@ class SideSlots:
         return old
 
     def reuse(self, stream: Stream | None) -> None:
-        """Take a stream that `renew` gave out and that nothing uses any more: torch keeps memory for each stream for good."""
+        """Take back a stream from `replace_stream` that no code uses any more.
+
+        Streams are reused because torch keeps memory for each stream for good.
+        """
         if stream is not None and not self._status.closed:
             self._streams.append(stream)
 
@@ -174,13 +200,14 @@ class SideSlots:
                 self.free.append(slot)
 
     def destroy_free(self) -> None:
-        """Destroy the free side slots, and the streams without one."""
-        with self._driver.relaxed():  # the streams go with their last references
+        """Destroy the free side slots, and the streams without a slot."""
+        # The streams are destroyed with their last references.
+        with self._driver.relaxed():
             self._streams.clear()
         do_all(partial(self.destroy, slot) for slot in take_each(self.free))
 
     def destroy(self, slot: Slot) -> None:
-        """Destroy one side slot that nobody has."""
+        """Destroy a side slot without an owner."""
         try:
             self._destroy(slot)
         finally:
@@ -197,4 +224,5 @@ class SideSlots:
 
     def _release_stream(self, slot: Slot) -> None:
         with self._driver.relaxed():
-            slot.side_stream = None  # the stream goes with its last reference, here
+            # The stream is destroyed with this reference, its last reference.
+            slot.side_stream = None

@@ -1,4 +1,4 @@
-"""Slots: one cuDNN handle and its scratch, bound to one stream. The thing that is pooled."""
+"""Define the slot, the pooled object: one handle, its scratch, one stream."""
 
 import threading
 import weakref
@@ -16,16 +16,17 @@ from handlepool.pool.workspace import EMPTY, DeviceScratch, ScratchBlock, Worksp
 
 
 def put_on_stream(stream: Any, slot: "Slot | None") -> None:
-    """Put this thread's slot where a hit finds it: on the stream object, in a plain threading.local.
+    """Put this thread's slot on the stream object.
 
-    A hit is 6 % faster with that than with a subclass. A thread's entry ends with the thread. Of two pools that are used on one
-    stream in turn, the last one's slot is there; a miss puts the other one's back.
+    A hit finds the slot there. The place is a plain threading.local: a hit is 6 % faster with it than with a subclass. A
+    thread's entry ends with the thread. If two pools use one stream in turn, the slot of the last pool is there, and a miss
+    puts the other pool's slot back.
     """
     try:
         stream.handlepool.slot = slot
     except AttributeError:
-        # Two threads that come here at once leave one of the two places; the other thread's next hit puts its slot back.
-        # A close takes the place off the stream at any time.
+        # Two threads that come here at once leave a single place. The other thread's next hit puts its slot back. A
+        # close takes the place off the stream at any time.
         here = stream.handlepool = threading.local()
         here.slot = slot
 
@@ -36,19 +37,25 @@ def slot_on_stream(stream: object) -> "Slot | None":
 
 
 def clear_stream(stream: object) -> None:
-    """Take every thread's slot off a stream object, for a pool that is closed: the default streams' objects live on."""
+    """Take every thread's slot off a stream object, for a closed pool.
+
+    The objects of the default streams live on, so their slots must go.
+    """
     vars(stream).pop("handlepool", None)
 
 
 class GetHandle(Protocol):
-    """What `HandlePool.get_handle` is."""
+    """The type of `HandlePool.get_handle`."""
 
     def __call__(self, stream: object = None) -> Handle:
         """Return this thread's handle for a stream."""
 
 
 class ClosedHandle:
-    """Stand in a slot for the handle that a closed pool took from it: whatever is asked of it raises `PoolClosedError`."""
+    """Stand in for a handle of a closed pool.
+
+    The pool took the handle from its slot. Each use of this object raises `PoolClosedError`.
+    """
 
     def __init__(self, status: Status) -> None:
         self._status = status
@@ -59,14 +66,19 @@ class ClosedHandle:
 
 
 UNOWNED = Status(lambda: None)
-"""The status of no pool: no slot has it for its owner. (None is the owner of a slot that was released.)"""
+"""The status of no pool.
+
+No slot has it as its owner. (The owner of a released slot is None.)
+"""
 
 
 def hits(missed: Callable[..., "Slot"]) -> tuple[GetHandle, Callable[..., "Slot"], Callable[[Any, Status, Any], None]]:
-    """Make what returns this thread's handle and slot for a stream, and what tells the two whose they are to be.
+    """Make the hit functions of a pool, and their binder.
 
-    Closures: their names are cells, and there is no method to bind, which on an H200's host takes 12 % off a hit. Before
-    their first use every call is a miss. `UNOWNED`, without functions of a driver, makes every call a miss again.
+    The first returns this thread's handle for a stream, the second its slot. The third sets the pool that both belong to.
+
+    The functions are closures. Their names are cells, and there is no method to bind, which takes 12 % off a hit on an H200's
+    host. Before the binding every call is a miss. `UNOWNED`, without functions of a driver, makes every call a miss again.
     """
     status: Status | None = None
     current_device: Any = None
@@ -79,7 +91,8 @@ def hits(missed: Callable[..., "Slot"]) -> tuple[GetHandle, Callable[..., "Slot"
             handle = slot.handle
             if handle.stream is slot.pointer and slot.owner is status and slot.device == device:
                 return handle
-        except Exception:  # no slot there; or CUDA refuses, as in a forked child or after a lost context
+        # The stream may have no slot. Or CUDA refuses, as in a forked child or after a lost context.
+        except Exception:
             pass
         return missed(stream).handle
 
@@ -89,13 +102,15 @@ def hits(missed: Callable[..., "Slot"]) -> tuple[GetHandle, Callable[..., "Slot"
             slot: Slot = (current_stream(device) if stream is None else stream).handlepool.slot
             if slot.handle.stream is slot.pointer and slot.owner is status and slot.device == device:
                 return slot
-        except Exception:  # no slot there; or CUDA refuses, as in a forked child or after a lost context
+        # The reasons are the same as in `get_handle`.
+        except Exception:
             pass
         return missed(stream)
 
     def use(stream: object, owner: Status, device: object) -> None:
         nonlocal status, current_device, current_stream
-        current_device = None  # until the last line every call is a miss
+        # Until the last line every call is a miss, so no call sees half of the change.
+        current_device = None
         current_stream, status = stream, owner
         current_device = device
 
@@ -114,11 +129,11 @@ class Slot:
     pointer : int
         The stream's ``cudaStream_t``.
     owner : Status or None
-        Its pool's, while the slot belongs to a thread or a fork.
+        The status of the slot's pool while a thread or a fork owns the slot, else None.
     buffer : object
         The driver's `launch_buffer`, for one launch at a time.
     busy : bool
-        Whether a launch is being made with its buffer and scratch.
+        Whether a launch uses the slot's buffer and scratch now.
     """
 
     __slots__ = (
@@ -158,10 +173,11 @@ class Slot:
         self._driver = driver
         self._scratch = scratch
         self.buffer = driver.launch_buffer()
-        # A finaliser that the collector runs inside a launch is refused another one: both would use buffer and scratch.
+        # A finaliser that the collector runs inside a launch may not launch on the same slot, because both launches would use
+        # buffer and scratch.
         self.busy = False
-        # The first is for the plans that we launch, the second for get_workspace, so that what a caller holds never overlaps a
-        # launch (guarantee 5).
+        # The first workspace is for our own plans, the second for get_workspace. So the scratch that a caller holds never
+        # overlaps a launch (guarantee 5).
         self._launching, self._handed = workspaces or (Workspace(), Workspace())
         self._eager: tuple[Workspace, Workspace] | None = None
         self._capture = 0
@@ -170,30 +186,39 @@ class Slot:
         self.pointer = -1
         self.key: Hashable = None
         self.owner: Status | None = None
-        self.watch: weakref.ref[Any] | None = None  # to the stream's object; its callback leaves the slot behind
-        self.side_stream: Stream | None = None  # held by side slots alone
-        self.start_event: Any = None  # a side slot's two events: where a branch starts, where it ends
+        # A weak reference to the stream's object. Its callback leaves the slot behind.
+        self.watch: weakref.ref[Any] | None = None
+        # Only side slots hold a stream.
+        self.side_stream: Stream | None = None
+        # A side slot's two events: the start and the end of a branch.
+        self.start_event: Any = None
         self.end_event: Any = None
 
     @property
     def stream(self) -> Any:
-        """The stream object, or the pointer where there is none."""
+        """Return the stream object, or the pointer without an object."""
         if self.side_stream is not None:
             return self.side_stream
         stream = self.watch() if self.watch is not None else None
         return self.pointer if stream is None else stream
 
     def begin(self, pointer: int) -> None:
-        """Belong to a thread or a fork: the handle is bound to ``pointer``, this very object."""
+        """Give the slot to a thread or a fork.
+
+        The handle is bound to ``pointer``, this very object.
+        """
         self.pointer = pointer
         self.owner = self._status
 
     def end(self) -> None:
-        """Belong to nobody; no hit succeeds any more. Calls nothing, so a destructor may call it."""
+        """End the ownership, so that no hit succeeds any more.
+
+        The method calls nothing, so a destructor may call it.
+        """
         self.owner = None
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied: two would own one handle."""
+        """Refuse to be copied: two slots would own one handle."""
         raise TypeError("a slot owns a handle and scratch and cannot be copied or pickled; ask the pool for the slot of a stream")
 
     def __repr__(self) -> str:
@@ -201,18 +226,19 @@ class Slot:
 
     @property
     def intact(self) -> bool:
-        """Whether the handle still is: nobody has destroyed it."""
+        """Return whether the handle still exists: no caller has destroyed it."""
         return self.handle.backend_handle is not None
 
     def replace_handle(self, handle: Handle) -> None:
-        """Take a new handle for one that was destroyed."""
+        """Take a new handle in place of a destroyed handle."""
         self.handle = handle
 
     @contextmanager
     def in_launch(self) -> Iterator[Handle]:
-        """Give the handle for a call, during which a `close` leaves handle and scratch to this thread.
+        """Yield the handle for a call.
 
-        A launch does the same by itself, since this costs as much as a launch.
+        During the call, a `close` leaves handle and scratch to this thread. A launch does the same by itself, since this method
+        costs as much as a launch.
         """
         former = self.busy
         try:
@@ -224,15 +250,15 @@ class Slot:
     def release_unless_busy(self, closed: Any) -> "Slot | None":
         """Take handle and scratch from the owner, unless a launch uses them.
 
-        Return a new slot with both, or None where a launch is under way. It is for a pool that is closed.
+        Return a new slot with both, or None where a launch is under way. The method is for a closed pool.
 
-        A launch sets `busy`, and then reads the slot's handle. This puts ``closed`` in the handle's place, and then reads `busy`.
-        The interpreter runs one of these four steps at a time. So either this sees the launch and leaves the handle to it, or the
-        launch finds ``closed``, which raises before anything is enqueued. A hit that finds ``closed`` misses. The launch and the
-        hit pay nothing for that. A handle that `get_handle` returned before is the caller's to watch: no step of this library
-        stands between the caller's ``execute`` and cuDNN.
+        A launch sets `busy`, and then reads the slot's handle. This method puts ``closed`` in the handle's place, and then
+        reads `busy`. The interpreter runs these four steps singly. So either this method sees the launch and leaves the handle
+        to it, or the launch finds ``closed``, which raises before anything is enqueued. A hit that finds ``closed`` misses. The
+        launch and the hit pay nothing for that. A handle that `get_handle` returned before is the caller's responsibility,
+        because no step of this library runs between the caller's ``execute`` and cuDNN.
 
-        One thread at a time calls this, and no handle is replaced meanwhile.
+        One thread at a time calls this method, and no other call replaces the handle meanwhile.
         """
         handle: Any = self.handle
         if handle is not closed:
@@ -245,12 +271,12 @@ class Slot:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of scratch that it holds for work outside captures."""
+        """Return the bytes of scratch that the slot holds outside of captures."""
         launching, handed = self._eager or (self._launching, self._handed)
         return launching.block.nbytes + handed.block.nbytes
 
     def workspace(self, nbytes: int) -> Any:
-        """Scratch memory on the slot's stream, the caller's until the next call.
+        """Return scratch memory on the slot's stream, valid until the next call.
 
         Parameters
         ----------
@@ -267,7 +293,7 @@ class Slot:
         ArgumentError
             For a size that is negative or no integer.
         OutOfMemoryError
-            With the bytes free, the bytes in all and what the pool holds.
+            With the bytes free, the bytes in all and the holdings of the pool.
         """
         if type(nbytes) is not int or nbytes < 0:
             nbytes = at_least(0, "workspace nbytes", nbytes, " bytes")
@@ -278,7 +304,10 @@ class Slot:
         return self._driver.scratch_array(block.pointer, nbytes, block)
 
     def reserve(self, nbytes: int) -> int:
-        """Pointer to at least ``nbytes`` of scratch for a plan of ours; 0 for a plan that needs none."""
+        """Return a pointer to scratch for a plan of ours.
+
+        The scratch has at least ``nbytes``. A plan that needs no scratch gets 0.
+        """
         if not nbytes:
             return 0
         self._follow_capture()
@@ -289,14 +318,19 @@ class Slot:
 
     def _grow(self, workspace: Workspace, nbytes: int) -> ScratchBlock:
         block = workspace.grow(self._scratch, nbytes, self.pointer, self._capture)
-        if self._status.closed:  # in this order: `close` says so first and takes the scratch then, so that one of us sees it
+        # `close()` sets `closed` before it takes the scratch, so either `close()` or this thread frees the block.
+        if self._status.closed:
             self.release_scratch()
             self._status.check()
         return block
 
     def _follow_capture(self) -> None:
-        """Keep what a capture is given apart from what eager work uses (guarantee 9): scratch of its own for each capture."""
-        if self.pointer == LEGACY_STREAM:  # cannot be captured, and asking is an error while another stream is
+        """Keep captures and eager work on separate scratch (guarantee 9).
+
+        Each capture gets scratch of its own.
+        """
+        # The legacy stream cannot be captured, and asking it is an error while another stream is being captured.
+        if self.pointer == LEGACY_STREAM:
             return
         capture = self._driver.capture_id(self.pointer)
         if capture == self._capture:
@@ -312,23 +346,25 @@ class Slot:
         self._scratch.enter_capture(capture, self)
 
     def still_in(self, capture: int, defer: "Callable[[Slot], None]") -> bool:
-        """Whether the slot's stream takes part in a capture that the slot was last seen in, as far as any thread can tell.
+        """Return whether the slot's stream still takes part in its last capture.
 
-        Where nobody can, ``defer`` takes the slot from its owner.
+        Where no thread can tell, ``defer`` takes the slot from its owner.
         """
         stream = self.side_stream or (self.watch() if self.watch is not None else None)
-        if self.pointer == PER_THREAD_STREAM:  # means another stream in this thread
+        # The per-thread default stream means another stream in this thread.
+        if self.pointer == PER_THREAD_STREAM:
             return True
-        if stream is None:  # a bare pointer may be that of a destroyed stream, which must not be asked
+        # A bare pointer may be that of a destroyed stream, and asking a destroyed stream is not allowed.
+        if stream is None:
             defer(self)
             return False
         return self._driver.capture_id(self.pointer) == capture
 
     def successor(self) -> "Slot":
-        """Return a new slot with this one's handle and scratch; this one stays what it was, unbound.
+        """Return a new slot with this slot's handle and scratch.
 
-        A slot object is bound once in its life, so that whoever still knows it as the last owner's (a dying thread, a weak
-        reference's callback) can only ever unbind that owner.
+        This slot stays unbound. A slot object is bound once in its life. So a dying thread, or a weak reference's callback,
+        that still knows the slot as its last owner's can only ever unbind that owner.
         """
         return self._successor(self.handle)
 
@@ -337,13 +373,16 @@ class Slot:
         return type(self)(self._status, self._driver, self._scratch, handle, (self._launching, self._handed))
 
     def release_scratch(self) -> None:
-        """Give the eager scratch back at once; for a slot that nobody uses."""
+        """Free the eager scratch of an unused slot at once."""
         self.forget_capture()
         blocks = [self._scratch.exchange(workspace, EMPTY) for workspace in (self._launching, self._handed)]
         do_all([partial(self._scratch.free, block) for block in blocks])
 
     def forget_capture(self, *, over: bool = True) -> None:
-        """Go back to the scratch of eager work; what the capture was given stays the capture's, which may not be over."""
+        """Return to the scratch of eager work.
+
+        The memory of the capture stays the capture's. With ``over=False`` the capture may still be under way.
+        """
         if self._eager is not None:
             (self._launching, self._handed), self._eager = self._eager, None
         if self._capture:
@@ -352,7 +391,10 @@ class Slot:
 
 
 def bind_to_thread(slot: Slot) -> None:
-    """Make a leased side slot this thread's: a hit of `get_handle` on its stream gives its handle."""
+    """Bind a leased side slot to this thread.
+
+    A hit of `get_handle` on its stream then returns its handle.
+    """
     slot.begin(slot.pointer)
     put_on_stream(slot.side_stream, slot)
 

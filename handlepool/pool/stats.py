@@ -1,4 +1,4 @@
-"""Snapshots of what a pool holds and has done."""
+"""Count the resources and events of a pool in snapshots."""
 
 MEANINGS = {
     "bytes_copied": "what was copied of operands for cuDNN's sake; see `handlepool.Plan.copies`",
@@ -31,7 +31,7 @@ MEANINGS = {
     "scratch_bytes_recorded": "scratch of recorded programs, which stays until they are closed",
     "slots_lost": "slots that nobody has since an interrupt; handle and scratch stay to the end of the process",
 }
-"""Every counter's name and what it counts."""
+"""dict: the meaning of each counter, by its name."""
 
 
 class Stats(dict[str, int]):
@@ -46,5 +46,5 @@ class Stats(dict[str, int]):
     """
 
     def __sub__(self, earlier: "Stats") -> "Stats":
-        """Each counter's difference to an earlier snapshot; of a peak, by how much it rose."""
+        """Return the difference to an earlier snapshot, of a peak its rise."""
         return Stats({name: value - earlier.get(name, 0) for name, value in self.items()})

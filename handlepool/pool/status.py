@@ -1,8 +1,10 @@
-"""Whether a pool can be used, and what is said where it cannot.
+"""Decide whether a pool can be used; raise if not.
 
-It cannot where it was closed, was inherited by a forked child after its driver was loaded, or lost its CUDA context.
+A pool cannot be used after it was closed, after it lost its CUDA context, or in a forked child if its driver was loaded before
+the fork.
 
-A hit asks none of this. Whatever makes a pool unusable ends its slots, so that no hit succeeds and every call comes here.
+A hit checks none of this. Each event that makes a pool unusable ends its slots, so that no hit succeeds and every call comes
+here.
 """
 
 import logging
@@ -18,25 +20,25 @@ _log = logging.getLogger("handlepool")
 
 
 class Status:
-    """Whether a pool can be used, and its driver: what the pool's parts know of it.
+    """The usability and the driver of a pool, for the pool's parts.
 
     Parameters
     ----------
     end_hits : callable
         Ends the pool's slots; calls nothing of CUDA.
     loaded : bool
-        Whether the pool was given a driver that is made already.
+        Whether the pool was given a loaded driver.
 
     Attributes
     ----------
     unusable : bool
-        Any of the next three.
+        Whether the pool is closed, forked or poisoned.
     closed, forked : bool
         Whether `close` was called; whether this is a child made by ``os.fork``, and the pool's driver its parent's.
     poison : BaseException or None
-        The error that the CUDA context was lost by.
+        The error that cost the process its CUDA context.
     driver : Driver or None
-        Once it is loaded.
+        Set once the driver is loaded.
     """
 
     __slots__ = ("_end_hits", "_loaded", "closed", "driver", "forked", "poison", "unusable")
@@ -52,7 +54,10 @@ class Status:
 
     @property
     def untouchable(self) -> bool:
-        """Whether nothing may be destroyed or released: in a forked child (guarantee 13), and after a lost context."""
+        """Return whether nothing may be destroyed or released.
+
+        That is so in a forked child (guarantee 13), and after a lost context.
+        """
         return self.forked or self.poison is not None
 
     def close(self) -> None:
@@ -87,18 +92,18 @@ class Status:
 
     @property
     def driver_name(self) -> str:
-        """The driver's name, for messages."""
+        """Return the driver's name, for messages."""
         return "driver not loaded" if self.driver is None else self.driver.name
 
     def diagnose(self, error: BaseException | None) -> None:
-        """Return where the context still lives; else tell every pool of that driver, and raise.
+        """Return if the context lives; else poison the pools and raise.
 
-        Called on the way of an error alone, and before what destroys many things at once.
+        Call this only on the way of an error, and before a call that destroys many objects at once.
 
         Parameters
         ----------
         error : BaseException or None
-            What a call raised; None to ask CUDA.
+            The error that a call raised; None to ask CUDA.
 
         Raises
         ------
@@ -110,15 +115,17 @@ class Status:
             raise _poisoned(cause) from cause
 
     def lost(self, error: BaseException | None, *, ask: bool = True) -> BaseException | None:
-        """Return the error that the context was lost by, None where it lives. Pools that share it are told.
+        """Return the error that cost the context, or None while it lives.
 
-        With ``ask=False`` nothing but the error itself is looked at: for errors that may be anybody's.
+        The other pools that share the context are poisoned too. With ``ask=False`` the method looks only at the error itself,
+        for errors of any origin.
         """
         driver = self.driver
         if driver is None or self.forked or isinstance(error, PoisonedContextError):
             return None
         if isinstance(error, HandlePoolError) and error.__cause__ is None and error.__context__ is None:
-            return None  # a mistake in a call, which no call to CUDA failed for
+            # The error is a mistake in a call, without a failed call to CUDA.
+            return None
         cause = self.poison
         if cause is None:
             cause = driver.context_lost(error, ask)
@@ -131,11 +138,11 @@ class Status:
         return cause
 
     def poison_by(self, cause: BaseException) -> None:
-        """Know that the context was lost."""
+        """Note that the context was lost."""
         if self.poison is None:
-            # Without the traceback, whose frames would keep the caller's arrays to the end of the process, where they complain of
-            # the lost context: a copy has none, but for what has errors copied whole, as Dask does. (One that cannot be copied is
-            # kept as it is.)
+            # The error is kept without its traceback. The frames of a traceback would keep the caller's arrays to the end of
+            # the process, where they complain of the lost context. A copy has no traceback, except where a library copies
+            # errors whole, as Dask does. An error that cannot be copied is kept as it is.
             try:
                 kept = copy(cause)
                 if kept is not cause:
@@ -148,7 +155,7 @@ class Status:
             _log.debug("the context is lost: %s", cause)
 
     def fork(self) -> None:
-        """Know that this is a forked child: nothing inherited is used or destroyed (guarantee 13).
+        """Note a forked child, which uses and destroys nothing inherited (guarantee 13).
 
         A pool whose driver was not loaded has inherited nothing, and goes on.
         """
@@ -165,29 +172,33 @@ def _poisoned(cause: BaseException) -> PoisonedContextError:
 
 
 class Plans(Protocol):
-    """A pool's plans, as far as the end of the process knows them."""
+    """A pool's plans, for the code that ends the process."""
 
     def drop(self) -> None:
         """Forget every plan for good."""
 
 
 class KnownPool(Protocol):
-    """A pool that is told of forks, of a lost context and of the end of the process."""
+    """A pool, for the code that handles forks and lost contexts.
+
+    The end of the process uses it too.
+    """
 
     @property
     def status(self) -> Status:
-        """Whether it can be used."""
+        """Return the status, which says whether the pool can be used."""
 
     @property
     def plans(self) -> Plans:
-        """What it compiled."""
+        """Return the compiled plans."""
 
 
 class LivePools(set[KnownPool]):
-    """The pools that were not closed, and those that something is left of.
+    """The pools that were not closed, or still have resources.
 
-    Strong references: a pool that its user dropped without closing it must not be collected, see `HandlePool`'s notes. No lock:
-    an addition, a removal and a copy are one atomic step each, so a finaliser may make or close a pool at any line.
+    The references are strong: the collector must not collect a pool that its user dropped without closing it, see
+    `HandlePool`'s notes. The set needs no lock. An addition, a removal and a copy are one atomic step each, so a finaliser may
+    make or close a pool at any line.
     """
 
 

@@ -1,10 +1,11 @@
-"""Stream references: whatever a caller passes as a stream, resolved to (device, pointer, identity, owner).
+"""Resolve a caller's stream to device, pointer, identity and owner.
 
-Guarantee 4. The driver gives a destroyed stream's pointer to the next stream, so a pointer is no identity. For a stream object
-whose life is the stream's life, the object is the identity. Everything else is known by its pointer *and* the driver's id of the
-stream, which is unique for the life of the process; it must not be read from a capturing stream (that kills the capture), so
-there the capture's own id stands in. The two default streams are keys of their own: the legacy one is one stream for all
-threads of a device, the per-thread one another in each thread, which keys within a thread respect by themselves.
+Guarantee 4. The driver reuses a destroyed stream's pointer for the next stream, so a pointer is no identity. For a stream
+object whose life is the stream's life, the object is the identity. Any other stream is known by its pointer *and* the driver's
+id of the stream, which is unique for the life of the process. The id must not be read from a capturing stream, because that
+kills the capture. There the capture's own id is used instead. The two default streams are keys of their own. The legacy stream
+is one stream for all threads of a device. The per-thread stream is a different stream in each thread, but each thread has its
+own keys.
 """
 
 from collections.abc import Hashable
@@ -23,7 +24,7 @@ _DEFAULTS = (LEGACY_STREAM, PER_THREAD_STREAM)
 
 @dataclass(frozen=True, slots=True)
 class StreamReference:
-    """A stream of the current device, and how to know it again.
+    """A stream of the current device, with its identity.
 
     Attributes
     ----------
@@ -34,9 +35,9 @@ class StreamReference:
     key : hashable
         Identity within one thread.
     stream : object or None
-        The array library's stream object whose life is the stream's life; None for anything else.
+        The array library's stream object whose life is the stream's life; None for any other stream.
     owner : object
-        What was passed, to be kept alive while the stream is needed.
+        The caller's object, to be kept alive while the stream is needed.
     """
 
     device: int
@@ -47,12 +48,12 @@ class StreamReference:
 
 
 def resolve(driver: Driver, stream: Any = None) -> StreamReference:
-    """Resolve what a caller passed as a stream.
+    """Resolve a caller's stream argument.
 
     Parameters
     ----------
     driver : Driver
-        Whose streams they are.
+        The driver that owns the streams.
     stream : None, int or object
         None for the array library's current stream, a ``cudaStream_t`` as an integer (0 or 1: legacy default, 2: per-thread
         default), the array library's own stream object, or any object with ``__cuda_stream__``.
@@ -60,9 +61,9 @@ def resolve(driver: Driver, stream: Any = None) -> StreamReference:
     Raises
     ------
     StreamError
-        When it is none of these, or speaks another version of the protocol than 0.
+        When the object is not of these kinds, or speaks another version of the protocol than 0.
     DeviceMismatchError
-        When it is a stream of another device than the current one.
+        When the stream belongs to another device than the current device.
     """
     device = driver.current_device()
     if stream is None:
@@ -75,7 +76,8 @@ def resolve(driver: Driver, stream: Any = None) -> StreamReference:
     else:
         pointer = _pointer(stream)
     if pointer in _DEFAULTS:
-        # The driver's one lasting object: any other of the same pointer may go while the stream does not.
+        # The driver has one lasting object per default stream. Any other object of the same pointer may go while the stream
+        # lives.
         return StreamReference(device, pointer, (device, pointer), driver.wrap_stream(pointer, stream), stream)
     if capture := driver.capture_id(pointer):
         key: Hashable = (device, pointer, "capture", capture)
@@ -85,16 +87,21 @@ def resolve(driver: Driver, stream: Any = None) -> StreamReference:
 
 
 def is_over(key: Any, now: Any) -> bool:
-    """Whether what a bare pointer was known by is over, now that it is known by another key.
+    """Return whether a bare pointer's former key is over.
 
-    A stream takes part in one capture at a time, and in none where its id could be read; and a pointer is one stream's at a time.
-    Whether a capturing stream is the one whose id was read before, nobody can tell.
+    ``now`` is the present key of the pointer.
+
+    A stream takes part in one capture at a time, and in no capture when its id could be read. A pointer belongs to one stream
+    at a time. It is unknown whether a capturing stream is the stream whose id was read before.
     """
     return bool(key != now and key[:2] == now[:2] and len(key) >= len(now))
 
 
 def check_foreign(driver: Driver, reference: StreamReference) -> None:
-    """Raise `DeviceMismatchError` when a bare pointer is a stream of another device; asked on a miss alone."""
+    """Raise `DeviceMismatchError` for a bare pointer of another device's stream.
+
+    Only a miss checks this.
+    """
     if reference.stream is None:
         _check_device(reference.owner, driver.stream_device(reference.pointer), reference.device)
 

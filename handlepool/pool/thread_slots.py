@@ -1,4 +1,4 @@
-"""The slots that threads own, and those that threads and streams have left behind."""
+"""Hold the slots that threads own, and the slots left behind."""
 
 import threading
 import weakref
@@ -9,36 +9,44 @@ from handlepool.pool.slot import Slot
 from handlepool.pool.stream import is_over
 
 MOST_FOREIGN_STREAMS = 64
-"""Bare pointers and foreign streams that one thread's slots are kept for; nothing tells of such a stream's end."""
+"""Slots that one thread keeps for bare pointers and foreign streams.
+
+The library gets no notice of such a stream's end.
+"""
 
 
 class ThreadSlots:
-    """One thread's slots by stream key, changed by that thread alone. Dies with it, and then leaves them behind (guarantee 11).
+    """One thread's slots by stream key.
+
+    Only that thread changes them. The object dies with the thread, and then leaves the slots behind (guarantee 11).
 
     Parameters
     ----------
     left : deque of Slot
-        Where slots go that nobody has any more. To append is atomic and calls nothing, so it may be done by a destructor.
+        Receives slots without an owner. An append is atomic and calls nothing, so a destructor may append.
     """
 
     def __init__(self, left: deque[Slot]) -> None:
         self.slots: dict[Hashable, Slot] = {}
-        self._foreign: OrderedDict[Hashable, None] = OrderedDict()  # keys of bare pointers, the least recently used first
+        # The keys of bare pointers, the least recently used first.
+        self._foreign: OrderedDict[Hashable, None] = OrderedDict()
         self._left = left
         self._sweep_at = 16
 
     def add(self, slot: Slot, *, foreign: bool) -> None:
-        """Take a new slot in. Of those for foreign streams the least recently used beyond the limit is left behind.
+        """Add a new slot; leave old slots of foreign streams behind.
 
-        So are those for streams and captures that are over, as the new one's key tells.
+        Beyond the limit, the least recently used slot of a foreign stream is left behind. So are slots for streams and captures
+        that are over, as the new slot's key tells.
         """
-        if len(self.slots) >= self._sweep_at:  # those whose streams have gone; doubling makes the sweeps rare
+        # The sweep removes slots whose streams have gone. Doubling the threshold makes the sweeps rare.
+        if len(self.slots) >= self._sweep_at:
             for key, left in list(self.slots.items()):
                 if left.owner is None and self.slots.get(key) is left:
                     del self.slots[key]
             self._sweep_at = max(16, 2 * len(self.slots))
-        # A finaliser that the collector ran while this slot was made may have made one for the same key: its slot goes. Nothing
-        # is called between looking and storing, so no finaliser comes there.
+        # A finaliser that the collector ran while this slot was made may have made a slot for the same key. That slot is left
+        # behind. No call happens between looking and storing, so no finaliser comes there.
         key = slot.key
         known: Slot | None = self.slots[key] if key in self.slots else None  # noqa: SIM401 - `get` is a call
         self.slots[key] = slot
@@ -47,7 +55,8 @@ class ThreadSlots:
             self._left.append(known)
         if not foreign:
             return
-        for other in list(self._foreign):  # a finaliser that comes meanwhile may add to it
+        # The loop copies the keys, because a finaliser that comes meanwhile may add a key.
+        for other in list(self._foreign):
             if is_over(other, key):
                 self._forget(other)
         self._foreign[key] = None
@@ -63,32 +72,40 @@ class ThreadSlots:
             self._left.append(slot)
 
     def touch(self, key: Hashable) -> None:
-        """Count a foreign stream's key as used."""
+        """Mark a foreign stream's key as used."""
         self._foreign.move_to_end(key)
 
     def __del__(self) -> None:
-        for slot in list(getattr(self, "slots", {}).values()):  # it has none where an interrupt came while it was made
+        # The object has no slots if an interrupt came while it was made.
+        for slot in list(getattr(self, "slots", {}).values()):
             slot.end()
             self._left.append(slot)
 
 
 class LiveSlots:
-    """Every slot that a thread owns. Leaving one behind calls nothing (guarantee 10)."""
+    """Every slot that a thread owns.
+
+    Leaving a slot behind calls nothing (guarantee 10).
+    """
 
     def __init__(self) -> None:
-        self._slots: set[Slot] = set()  # each change and each copy is one atomic step
+        # Each change and each copy is one atomic step.
+        self._slots: set[Slot] = set()
         self._left: deque[Slot] = deque()
         self._local = threading.local()
 
     def of_this_thread(self) -> ThreadSlots:
-        """Return the calling thread's own."""
+        """Return the calling thread's `ThreadSlots`."""
         mine: ThreadSlots | None = getattr(self._local, "mine", None)
         if mine is None:
             mine = self._local.mine = ThreadSlots(self._left)
         return mine
 
     def add(self, slot: Slot, stream: object) -> None:
-        """Let the calling thread own a slot until the thread ends, or until ``stream`` does, where that is not None."""
+        """Let the calling thread own a slot.
+
+        The ownership ends with the thread, or with ``stream`` if that is not None.
+        """
         if stream is not None:
             slot.watch = weakref.ref(stream, lambda _: self.defer(slot))
         self._slots.add(slot)
@@ -100,32 +117,34 @@ class LiveSlots:
         self._left.append(slot)
 
     def left_behind(self) -> Iterator[Slot]:
-        """Hand out, once each, the slots that were left behind so far."""
+        """Yield each slot that was left behind so far, once."""
         for _ in range(len(self._left)):
             try:
                 slot = self._left.popleft()
                 self._slots.remove(slot)
-            except IndexError:  # another thread takes them too
+            # Another thread takes slots too.
+            except IndexError:
                 return
-            except KeyError:  # left twice, since both its thread and its stream have ended
+            # The slot was left behind twice, since both its thread and its stream have ended.
+            except KeyError:
                 continue
             yield slot
 
     def defer_again(self, slot: Slot) -> None:
-        """Keep a slot that was handed out and could not be taken in, for a later try."""
+        """Keep a slot that could not be taken in, for later."""
         self._slots.add(slot)
         self._left.append(slot)
 
     def of_other_threads(self) -> int:
-        """Count the slots that other threads than the calling one own."""
+        """Count the slots that threads other than the calling thread own."""
         return len(self._slots.difference(self.of_this_thread().slots.values()))
 
     def is_empty(self) -> bool:
-        """Whether no thread has a slot."""
+        """Return whether no thread has a slot."""
         return not self._slots
 
     def take_all(self) -> Iterator[Slot]:
-        """Hand out, once each, all slots that threads own or have left behind, as they are."""
+        """Yield all slots that threads own or have left behind, once each."""
         while True:
             try:
                 slot = self._slots.pop()

@@ -1,8 +1,8 @@
-"""Scratch memory: blocks of the driver's own, counted and limited per device, freed when their stream has passed.
+"""Allocate scratch memory: counted and limited per device.
 
-Guarantee 5. Scratch does not come from CuPy's pool, whose arenas are keyed by a stream pointer that the driver hands out again.
-A block that was replaced is *deferred*: an event recorded on its stream says when nothing can touch it any more. A block whose
-stream is gone has no such event; freeing it waits for the device, which `Driver.free` does.
+Guarantee 5. Scratch does not come from CuPy's pool, because its arenas are keyed by a stream pointer that the driver reuses. A
+block that was replaced is *deferred*: an event recorded on its stream says when no work can touch the block any more. A block
+whose stream is gone has no such event. Freeing it waits for the device, which `Driver.free` does.
 """
 
 import logging
@@ -21,10 +21,13 @@ from handlepool.pool.context import thread
 
 
 class CapturedSlot(Protocol):
-    """A slot, as far as its scratch knows it."""
+    """A slot, for its scratch."""
 
     def still_in(self, capture: int, defer: Callable[[Any], None]) -> bool:
-        """Whether its stream takes part in a capture; where nobody can tell, ``defer`` takes it from its owner."""
+        """Return whether the slot's stream takes part in a capture.
+
+        Where no thread can tell, ``defer`` takes the slot from its owner.
+        """
 
 
 _log = logging.getLogger("handlepool")
@@ -32,7 +35,10 @@ _log = logging.getLogger("handlepool")
 
 @dataclass(frozen=True, slots=True)
 class ScratchBlock:
-    """``nbytes`` of device memory at ``pointer``, owned by one workspace at a time."""
+    """A block of device memory, owned by one workspace at a time.
+
+    It has ``nbytes`` bytes at ``pointer``.
+    """
 
     pointer: int
     nbytes: int
@@ -42,20 +48,22 @@ EMPTY = ScratchBlock(0, 0)
 
 
 class DeviceScratch:
-    """All scratch of one device. Its methods are called with that device current.
+    """All scratch of one device.
+
+    The caller makes that device current before each method call.
 
     Parameters
     ----------
     driver : Driver
-        Where the memory comes from.
+        The source of the memory.
     device : int
         The ordinal, for messages.
     limit : int or None
         Most bytes that may be allocated at a time; None for no limit of our own.
     release_idle : callable
-        ``release_idle()`` frees what idle slots hold; called, once, before an allocation fails.
+        ``release_idle()`` frees the scratch of idle slots; called once before an allocation fails.
     describe : callable
-        ``describe()`` says what the pool holds, for the message of an error.
+        ``describe()`` returns the pool's holdings, for the message of an error.
     """
 
     def __init__(
@@ -73,13 +81,17 @@ class DeviceScratch:
         self.peak = 0
         self._release_idle = release_idle
         self._describe = describe
-        self._lock = threading.RLock()  # guards the two counts alone; no call is made under it
+        # The lock guards the two counts alone. No call is made under it.
+        self._lock = threading.RLock()
         # Each block has the event to wait for, or None where an earlier try to free it failed.
         self.deferred_blocks: deque[tuple[Any, ScratchBlock]] = deque()
-        self.captured: dict[int, list[ScratchBlock]] = {}  # by capture id: a graph may be replayed at any time, so they stay
-        self.recorded: dict[int, list[ScratchBlock]] = {}  # by capture id: what belongs to a program, which gives it back
+        # The keys are capture ids. A graph may be replayed at any time, so its blocks stay.
+        self.captured: dict[int, list[ScratchBlock]] = {}
+        # The keys are capture ids. The blocks belong to a program, which frees them when it is closed.
+        self.recorded: dict[int, list[ScratchBlock]] = {}
         self.captures_met = 0
-        self._capturing: dict[int, set[CapturedSlot]] = {}  # by capture id: the slots that take part in it, as far as they know
+        # The keys are capture ids, the values the slots that take part in the capture, as far as they know.
+        self._capturing: dict[int, set[CapturedSlot]] = {}
 
     def allocate(self, nbytes: int) -> ScratchBlock:
         """Return a block of at least ``nbytes``, a multiple of 256.
@@ -87,7 +99,7 @@ class DeviceScratch:
         Raises
         ------
         OutOfMemoryError
-            When neither the limit nor the device allows it, also after idle scratch and CuPy's free blocks were freed.
+            When the limit or the device does not allow it, also after idle scratch and CuPy's free blocks were freed.
         """
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         block = self._try(size)
@@ -108,7 +120,8 @@ class DeviceScratch:
         return block
 
     def _try(self, size: int) -> ScratchBlock | None:
-        with self._lock:  # the count goes up before the memory is asked for, so that two threads cannot pass one limit
+        # The count goes up before the allocation, so that two threads cannot pass one limit.
+        with self._lock:
             if self.limit is not None and self.nbytes + size > self.limit:
                 return None
             self.nbytes += size
@@ -131,7 +144,10 @@ class DeviceScratch:
             self.nbytes -= size
 
     def defer_free(self, block: ScratchBlock, stream: int) -> None:
-        """Free a block once ``stream``, which must be alive, has run what it was given so far."""
+        """Free a block once ``stream`` has run its work so far.
+
+        The stream must be alive.
+        """
         if not block.nbytes:
             return
         with self.driver.relaxed():
@@ -144,7 +160,10 @@ class DeviceScratch:
         self.deferred_blocks.append((event, block))
 
     def exchange(self, workspace: "Workspace", new: ScratchBlock) -> ScratchBlock:
-        """Give a workspace another block for the one it has. Each block is taken from it once, also by a `close` meanwhile."""
+        """Replace a workspace's block, and return the former block.
+
+        Each block is taken from the workspace once, even if a `close` comes meanwhile.
+        """
         with self._lock:
             old, workspace.block = workspace.block, new
         return old
@@ -154,18 +173,24 @@ class DeviceScratch:
         try:
             with self.driver.relaxed():
                 self.driver.destroy_event(event)
-        except Exception:  # see `free`
+        # The reason for the narrow `except` is in `free`.
+        except Exception:
             self.deferred_blocks.append((event, EMPTY))
             raise
 
     def free(self, block: ScratchBlock) -> None:
-        """Free a block now; the driver waits for work that may still use it. Where that fails, `free_passed` tries again."""
+        """Free a block now; where that fails, `free_passed` tries again.
+
+        The driver waits for work that may still use the block.
+        """
         if not block.nbytes:
             return
         try:
             with self.driver.relaxed():
                 self.driver.free(block.pointer)
-        except Exception:  # an interrupt may come when the block has been freed, and it must not be freed twice: it may be lost
+        # An interrupt is left out. It may come when the block has been freed already, and a block must not be freed twice. So
+        # an interrupt may lose the block.
+        except Exception:
             self.deferred_blocks.append((None, block))
             raise
         self._uncount(block.nbytes)
@@ -175,7 +200,7 @@ class DeviceScratch:
 
     @property
     def captured_nbytes(self) -> int:
-        """Bytes that captures were given."""
+        """Return the bytes of blocks that belong to captures."""
         return sum(block.nbytes for blocks in list(self.captured.values()) for block in list(blocks))
 
     def enter_capture(self, capture: int, slot: CapturedSlot) -> None:
@@ -188,7 +213,10 @@ class DeviceScratch:
             self._capturing.setdefault(capture, set()).add(slot)
 
     def leave_capture(self, capture: int, slot: CapturedSlot, *, over: bool) -> None:
-        """Note that a slot has done with a capture. Where that may not be over, the slot stays known, for `free_captured`."""
+        """Note that a slot has left a capture.
+
+        If the capture may still be under way, the slot stays known for `free_captured`.
+        """
         if not over and capture in self.captured:
             return
         with self._lock:
@@ -200,26 +228,33 @@ class DeviceScratch:
 
     @property
     def recorded_nbytes(self) -> int:
-        """Bytes that programs have."""
+        """Return the bytes of blocks that belong to programs."""
         return sum(block.nbytes for blocks in list(self.recorded.values()) for block in list(blocks))
 
     def keep_recorded(self, capture: int) -> None:
-        """Let what a capture was given belong to the program that is being recorded; called while the capture is under way."""
+        """Move a capture's blocks to the program that is being recorded.
+
+        Call this while the capture is under way.
+        """
         blocks = self.captured.pop(capture, None)
         if blocks is not None:
             self.recorded[capture] = blocks
 
     def free_recorded(self, capture: int) -> None:
-        """Free what a program had; its graph is gone."""
+        """Free the blocks of a program whose graph is gone."""
         do_all(partial(self.free, block) for block in take_each(self.recorded.get(capture, [])))
         self.recorded.pop(capture, None)
 
     def free_captured(self, defer: Callable[[Any], None]) -> None:
-        """Free what captures were given that are over; see `HandlePool.trim` for the risk, `Slot.still_in` for ``defer``."""
+        """Free the blocks of captures that are over.
+
+        See `HandlePool.trim` for the risk, and `Slot.still_in` for ``defer``.
+        """
         for capture in list(self.captured):
             with self._lock:
                 slots = list(self._capturing.get(capture, ()))
-            under_way = [slot.still_in(capture, defer) for slot in slots]  # asked of each: one that cannot be asked is unbound
+            # The list asks every slot, because a slot that cannot be asked must be unbound.
+            under_way = [slot.still_in(capture, defer) for slot in slots]
             if any(under_way):
                 continue
             with self._lock:
@@ -227,15 +262,20 @@ class DeviceScratch:
             do_all([partial(self.free, block) for block in self.captured.pop(capture, [])])
 
     def free_passed(self, *, wait: bool = False) -> None:
-        """Free the deferred blocks whose events have passed; with ``wait``, wait for the other events."""
+        """Free the deferred blocks whose events have passed.
+
+        With ``wait``, wait for the other events and free their blocks too.
+        """
         for _ in range(len(self.deferred_blocks)):
             try:
                 event, block = self.deferred_blocks.popleft()
-            except IndexError:  # another thread collects too
+            # Another thread frees blocks too.
+            except IndexError:
                 return
             if event is None:
                 self.free(block)
-            elif not block.nbytes:  # it could not be destroyed before; recorded in a capture, it cannot be waited for
+            # The event could not be destroyed before. It may be recorded in a capture, so waiting for it is not possible.
+            elif not block.nbytes:
                 self.destroy_event(event)
             else:
                 try:
@@ -244,7 +284,8 @@ class DeviceScratch:
                         if wait:
                             self.driver.synchronize_event(event)
                 except BaseException:
-                    self.deferred_blocks.append((event, block))  # for a later try
+                    # A later call tries again.
+                    self.deferred_blocks.append((event, block))
                     raise
                 if not passed:
                     self.deferred_blocks.append((event, block))
@@ -253,12 +294,12 @@ class DeviceScratch:
 
 
 class Workspace:
-    """Grow-only scratch of one slot. Contents are not kept when it grows.
+    """Grow-only scratch of one slot, whose contents are lost when it grows.
 
     Attributes
     ----------
     block : ScratchBlock
-        What it has now.
+        The present block.
     """
 
     __slots__ = ("block",)
@@ -267,16 +308,17 @@ class Workspace:
         self.block = EMPTY
 
     def grow(self, scratch: DeviceScratch, nbytes: int, stream: int, capture: int) -> ScratchBlock:
-        """Have at least ``nbytes``; the old block lives until ``stream`` can no longer touch it.
+        """Grow to at least ``nbytes``.
 
-        Under a capture the old block is a part of what was captured so far and stays for as long as that may be replayed.
+        The old block lives until ``stream`` can no longer touch it. Under a capture the old block belongs to the work captured
+        so far. It stays as long as that work may be replayed.
         """
         try:
             new = scratch.allocate(nbytes)
         except OutOfMemoryError:
             if capture or not self.block.nbytes:
                 raise
-            # Contents are not kept, so the old block may go first; `allocate` waits for its stream and frees it.
+            # Contents are not kept, so the old block may go first. `allocate` waits for its stream and frees it.
             self._replace(scratch, EMPTY, stream)
             new = scratch.allocate(nbytes)
         if capture:
@@ -287,7 +329,10 @@ class Workspace:
         return self.block
 
     def _replace(self, scratch: DeviceScratch, new: ScratchBlock, stream: int) -> None:
-        """Have another block and defer the end of the present block, which a finaliser may have grown meanwhile."""
+        """Replace the present block, and defer its end.
+
+        A finaliser may have grown the present block meanwhile, so the block is read here.
+        """
         old = scratch.exchange(self, new)
         try:
             scratch.defer_free(old, stream)
