@@ -40,7 +40,7 @@ class Node:
         self.accesses = accesses
         self.after = after
         self.lane = lane
-        """Key of the node's lane; a lane's nodes run one by one."""
+        """Key of the node's lane; its nodes run in sequence."""
 
 
 class Capture:

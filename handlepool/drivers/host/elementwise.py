@@ -17,7 +17,7 @@ def _rounded(name: str) -> Callable[[Array], Array]:
 
 
 def _by_element(function: Callable[[float], float]) -> Callable[[Any], Array]:
-    """Return a Python function of numbers as a function of arrays."""
+    """Return a function of arrays from a function of numbers."""
 
     # NumPy has no error function, and the package does not depend on SciPy.
     def computed(x: Any) -> Array:

@@ -282,7 +282,8 @@ class DeviceMemory:
     def give_back(self, block: Block) -> None:
         """Return a block that no array uses to the device.
 
-        No arena of ours may have the block either."""
+        No arena of ours may have the block either.
+        """
         self._quiesce(block)
         self._release(block)
 

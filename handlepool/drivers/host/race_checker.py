@@ -1,9 +1,9 @@
 """A happens-before checker for accesses to device memory.
 
-It finds accesses that no wait orders, independent of the schedule (G5, G6, G8, G9, G11). Every operation carries a vector clock with one component
-for each stream. A component says how much of that stream's work has surely run before the operation. The checker computes the
-clock when the operation is queued, from the clocks of the operations that it depends on. So the clock follows from the waits of
-the program and never from the actual schedule.
+It finds accesses that no wait orders, independent of the schedule (G5, G6, G8, G9, G11). Every operation carries a vector clock
+with one component for each stream. A component says how much of that stream's work has surely run before the operation. The
+checker computes the clock when the operation is queued, from the clocks of the operations that it depends on. So the clock
+follows from the waits of the program and never from the actual schedule.
 
 Operations that the host has waited for come before all operations that it queues later. The checker does not distinguish the
 threads of the host, so a wait of one thread counts for all threads.

@@ -145,7 +145,7 @@ class Scheduler:
             if not self._watchers:
                 self.order = None
 
-    # What a scheduler decides
+    # Decisions of a scheduler
 
     def _wake(self, spare: int) -> None:
         """React to newly offered operations. The lock is held.
@@ -160,7 +160,7 @@ class Scheduler:
         """
         raise NotImplementedError
 
-    # What they share
+    # Shared steps
 
     def meet(self) -> None:
         """Note that the calling thread uses the driver."""

@@ -110,7 +110,9 @@ class Controls:
         return self._streams.latch(self._streams.resolve(pointer))
 
     def fail_at(self, k: int, method: str | None = None, error: BaseException | None = None, spared: Container[str] = ()) -> None:
-        """Make the k-th call from now raise, once, before it has any effect.
+        """Make the k-th call from now raise, once.
+
+        The call raises before it has any effect.
 
         Parameters
         ----------
