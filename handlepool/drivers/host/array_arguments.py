@@ -18,6 +18,7 @@ def walk(value: object) -> Iterator[Any]:
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (Sequence, deque)) or isinstance(value, (str, bytes, range)):
+        # Strings and ranges are sequences, but they hold no arrays.
         yield value
         return
     for entry in value:
@@ -124,9 +125,11 @@ def einsum_shape(args: tuple[Any, ...]) -> list[int]:
         if None in labels:
             at, spare = labels.index(None), len(shape) - len(labels) + 1
             labels[at : at + 1] = inner = list(range(-spare, 0))
+            # The longest ellipsis determines the axes that all terms broadcast to.
             spread = max(spread, inner, key=len)
         counts.update(labels)
         for label, extent in zip(labels, shape, strict=True):
+            # An axis of extent 1 broadcasts, so the larger extent replaces it.
             if extents.setdefault(label, extent) == 1:
                 extents[label] = extent
             elif extent not in (1, extents[label]):
@@ -148,6 +151,7 @@ def is_basic(index: object) -> bool:
     return all(
         entry is None
         or entry is Ellipsis
+        # `bool` is a subclass of `int`, but a truth value as an index is a mask.
         or (isinstance(entry, (int, np.integer, slice)) and not isinstance(entry, (bool, np.bool_)))
         for entry in (index if isinstance(index, tuple) else (index,))
     )

@@ -151,6 +151,7 @@ class Captures:
         """
         if not self.active or self._thread.relaxed:
             return
+        # The token identifies a thread for good, whereas `threading.get_ident` is reused after a thread has ended.
         own = self._thread.token
         harmed = [
             capture
@@ -202,6 +203,7 @@ class Captures:
                 raise CaptureError(f"{queue!r} is not capturing")
             if capture.origin is not queue:
                 raise CaptureError(f"{capture!r} must be ended there, not on {queue!r}")
+            # As on a GPU, only the thread that began a capture may end it, unless the capture is relaxed.
             if capture.mode != "relaxed" and capture.thread is not self._thread.token:
                 capture.spoil(f"an end_capture in thread {threading.current_thread().name!r}")
                 capture.check()
@@ -211,6 +213,7 @@ class Captures:
             for member in capture.members:
                 member.capture, member.frontier = None, ()
             capture.ended = True
+            # Readers take the tuple without the lock, so it is replaced and never changed.
             self.active = tuple(other for other in self.active if other is not capture)
         capture.check()
         lost = [node.label or "an operation" for node in capture.nodes if node not in joined]
@@ -247,6 +250,7 @@ class Captures:
                 # The copies get new lanes, because nodes without an order must not share a lane.
                 lane = lanes.setdefault(node.lane, object())
                 copies[node] = capture.add(Node(node.function, node.label, node.accesses, after, lane))
+            # An empty graph adds no node, so the stream's next operation still depends on the earlier frontier.
             queue.frontier = tuple(copies.values()) or queue.frontier
             return True
 
@@ -292,6 +296,7 @@ class Captures:
                 reason = "the legacy default stream's wait for an event of it"
             elif other is not None and other is not capture:
                 reason = f"a wait that would merge {capture!r} and {other!r}"
+                # The wait would merge two captures, so both become invalid.
                 other.spoil(reason)
             else:
                 reason = ""
@@ -302,6 +307,7 @@ class Captures:
                 queue.capture, queue.frontier = capture, mark.nodes
                 capture.members.append(queue)
             else:
+                # The stream keeps its own dependencies and adds the dependencies of the event, each once.
                 queue.frontier = tuple(dict.fromkeys(queue.frontier + mark.nodes))
 
 
@@ -334,6 +340,7 @@ def rewired(nodes: Sequence[Node], add: Sequence[tuple[Node, Node]], remove: Seq
         del after[later][earlier]
     for earlier, later in add:
         after[later][earlier] = None
+    # The copies need the copies of their dependencies, so the nodes are visited in topological order.
     order = TopologicalSorter(after)
     try:
         sequence = [*order.static_order()]
@@ -343,6 +350,7 @@ def rewired(nodes: Sequence[Node], add: Sequence[tuple[Node, Node]], remove: Seq
     last: dict[object, Node] = {}
     for node in sequence:
         behind = tuple(copies[earlier] for earlier in after[node])
+        # A lane continues only from its last node. A second branch from the same node therefore starts a new lane.
         lane = next((earlier.lane for earlier in behind if last[earlier.lane] is earlier), None) or object()
         copies[node] = last[lane] = Node(node.function, node.label, node.accesses, behind, lane)
     return [*copies.values()]

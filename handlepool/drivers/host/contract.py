@@ -101,6 +101,7 @@ class HandleUse:
         """
         handle = self._handle
         bound = handle.queue
+        # Code may have set ``stream`` by itself, which does not bind a handle of cuDNN.
         if handle.stream != handle.bound:
             raise ContractError(
                 f"{self._call}: {handle!r} by its own word, but bind_handle bound it to {bound!r}: nothing else binds a handle"
@@ -108,6 +109,7 @@ class HandleUse:
         if bound.default:
             # The pointer of the per-thread stream names the stream of the calling thread.
             return self._streams.resolve(bound.pointer)
+        # A new stream may have the pointer of the destroyed stream, so the queue and not the pointer decides.
         if not bound.alive:
             raise ContractError(
                 f"{self._call}: {handle!r}, that is to {bound!r}: bind it again, also where a new stream has the same pointer"
@@ -127,6 +129,7 @@ class Relaxed:
         self._thread = thread
 
     def __enter__(self) -> None:
+        # A counter allows nested uses on one thread.
         self._thread.relaxed += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -159,6 +162,7 @@ class CallLog:
             if called == method or (method is None and called not in spared):
                 left -= 1
                 if left == 0:
+                    # The failure happens once, so the fault removes itself first.
                     self._fault = None
                     raise error or RuntimeError(f"injected failure of {called}, call {k} of {method or 'all'}")
 

@@ -100,6 +100,7 @@ class Unfolding:
         every: tuple[Any, ...] = (slice(None),) * 3
         for tap in product(*map(range, self.taps)):
             target = columns[every + tap]
+            # Positions without an element under this tap lie in the padding, which is zero.
             target[...] = 0
             met = [self._meet(axis, tap[axis], *bounds[axis]) for axis in range(spatial)]
             if all(met):
@@ -136,6 +137,7 @@ def filter_matrix(weight: Array, unfolding: Unfolding, dtype: np.dtype[Any]) -> 
     weight = flip(weight, unfolding.geometry)
     matrix = np.asarray(weight, dtype).reshape(groups, weight.shape[0] // groups, weight.shape[1], taps)
     if unfolding.transposed:
+        # The gradient of the image exchanges the roles of input and output channels.
         matrix = matrix.swapaxes(1, 2)
     return matrix.reshape(*matrix.shape[:2], -1)
 

@@ -186,6 +186,7 @@ class HostDriver(Controls):
     def pop_stream(self, stream: Any, previous: Any) -> None:
         self._note("pop_stream")
         stream.__exit__(None, None, None)
+        # `__exit__` restores the stream that was entered before, and `use` may have made another stream current.
         previous.use()
 
     def owns_stream(self, stream: object) -> bool:
@@ -218,6 +219,7 @@ class HostDriver(Controls):
     def stream_device(self, pointer: int) -> int:
         self._note("stream_device")
         queue = self._streams.resolve(pointer)
+        # A default stream's pointer names a queue of every device.
         if queue.default:
             raise ContractError(f"stream_device({pointer}): a default stream belongs to whatever device is current")
         return queue.device
@@ -295,6 +297,7 @@ class HostDriver(Controls):
         if handle.backend_handle is not None:
             self._forbid("destroy_handle")
             with HandleUse(self._streams, handle, "destroy_handle", self.checks):
+                # Later uses of the handle see None and raise.
                 handle.backend_handle = handle.stream = None
                 self._handles_alive.discard(handle)
 
@@ -307,6 +310,7 @@ class HostDriver(Controls):
         """
         lost = self.lost
         while error is not None and error is not lost:
+            # Python chains the original error behind the errors that other code raised for it.
             error = error.__cause__ or error.__context__
         return lost if ask or error is not None else None
 
@@ -419,6 +423,7 @@ class HostDriver(Controls):
         while cause is not None:
             if isinstance(cause, CaptureError):
                 return str(cause)
+            # Python chains the original error behind the errors that other code raised for it.
             cause = cause.__cause__ or cause.__context__
         return None
 
@@ -470,6 +475,7 @@ class HostDriver(Controls):
         with home:
             self._streams.synchronize(self._current_queue())
         raw, block = raw_view(array)
+        # NumPy's arrays have no block, so the checker has nothing to compare.
         if self.order is not None and block is not None:
             self.order.host_reads(block, raw, "copy to the host")
         return np.array(raw, order="K")
@@ -506,6 +512,7 @@ class HostDriver(Controls):
 
     def copy_from_host(self, target: Array, values: np.ndarray[Any, Any], pointer: int) -> object:
         self._note("copy_from_host")
+        # The caller may overwrite its array before the work runs, so the work reads a copy.
         read = np.array(values)
         self._enqueue(self._streams.resolve(pointer), np.copyto, (target,), (read,), "copy from the host")
         return read

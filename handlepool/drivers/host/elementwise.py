@@ -28,6 +28,7 @@ def _by_element(function: Callable[[float], float]) -> Callable[[Any], Array]:
 
 
 def _gelu(x: float) -> float:
+    # `erfc` keeps its precision for large negative inputs, where 1 + erf(x) would cancel.
     return x * (math.erfc(-x * math.sqrt(0.5)) / 2)
 
 

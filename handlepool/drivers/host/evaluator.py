@@ -163,6 +163,7 @@ class _Planner:
         self.shapes = shapes
         self.limit = workspace_limit
         self.operands = {tensor.uid: i for i, tensor in enumerate(operands)}
+        # One operand of double precision makes the whole graph compute in float64.
         double = exact or any(getattr(tensor.data_type, "name", "") == "DOUBLE" for tensor in operands)
         self.dtype = np.dtype(np.float64 if double else np.float32)
         self.places: dict[int, _TensorPlace] = {}
@@ -207,6 +208,7 @@ class _Planner:
             )
         for node in nodes:
             rules[node.node_type.name](node)
+        # The first engine in this list that the graph uses names the whole plan.
         engines = ("host_im2col", "host_attention", "host_matmul", "host_reduction", "host_pointwise", "host_copy")
         return Evaluation(next((name for name in engines if name in self.engines), engines[-1]), self.size, tuple(self.steps))
 
@@ -234,6 +236,7 @@ class _Planner:
     def region(self, shape: Shape) -> _TensorPlace:
         place = _TensorPlace(shape, self.dtype, offset=self.end)
         self.size = self.end + math.prod(shape) * self.dtype.itemsize
+        # The next region begins at an aligned offset.
         self.end = -(-self.size // ALIGNMENT) * ALIGNMENT
         return place
 
@@ -243,6 +246,7 @@ class _Planner:
         All convolutions share the region, and the tiles fit in it.
         """
         least = unfolding.elements_per_row * self.dtype.itemsize
+        # The columns follow the regions of all nodes and use the rest of the allowed workspace.
         room = COLUMN_BYTES if self.limit is None else min(COLUMN_BYTES, self.limit - self.end)
         if self.limit is not None and self.end + least > self.limit:
             raise GraphNotSupportedError(
@@ -315,6 +319,7 @@ class _Planner:
 
         def finish(tile: Any, columns: Array, arrays: Sequence[Array], workspace: Array) -> None:
             sums = total.view_as(grouped, workspace)
+            # The workspace holds old data, so the first tile clears the sums.
             if tile is tiles[0]:
                 sums[...] = 0
             accumulate(loss.view(arrays, workspace), columns, sums, tile)
@@ -366,6 +371,7 @@ class _Planner:
 
         def compute(arrays: Sequence[Array], workspace: Array) -> None:
             inputs = [np.asarray(source.view(arrays, workspace), self.dtype) for source in sources]
+            # A scalar input gets axes, so that NumPy broadcasts it along all of them.
             inputs = [x if x.ndim == rank else x.reshape((1,) * rank) for x in inputs]
             output.view(arrays, workspace)[...] = operation(params, *inputs)
 
@@ -402,6 +408,7 @@ class _Planner:
             for bias in biases:
                 scores += bias.view(arrays, workspace)
             if causal:
+                # A query must not see later keys, and exp(-inf) is 0.
                 scores[..., np.triu(np.ones(scores.shape[-2:], bool), 1)] = -np.inf
             # Subtracting the maximum keeps the exponentials from overflowing.
             scores = np.exp(scores - scores.max(-1, keepdims=True))
@@ -450,6 +457,7 @@ class _Planner:
             )
         order = axis_order(shape, strides)
         dense = dense_strides(shape, order)
+        # The stride of an axis of extent 1 is never used, so it may have any value.
         if any(extent > 1 and step != tight for extent, step, tight in zip(shape, strides, dense, strict=True)):
             raise GraphNotSupportedError(
                 f"{title(node)}: is a view of memory, and {tensor.name!r}, of shape {shape} with strides {strides}, lies there "

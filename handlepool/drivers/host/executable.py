@@ -75,6 +75,7 @@ class HostExecutable:
 
         See `handlepool.drivers.executable.Executable.launch`.
         """
+        # The checks come before the call is noted, so that a rejected launch does not count.
         self._check_operands(self.name, self.device, operands, self.titles.__getitem__, self._copied)
         if check is not None:
             check([address_of(array) for array in operands])
@@ -83,6 +84,7 @@ class HostExecutable:
         with use:
             if self._checks and handle.device != self.device:
                 raise ContractError(f"{self!r} was launched with {handle!r}")
+            # Several steps may write the same operand, so the set holds each index once.
             written = {index for step in self._steps for index in step.writes}
             for index in written:
                 if not operands[index].flags.writeable:
@@ -96,6 +98,7 @@ class HostExecutable:
             views = [raw_view(array) for array in operands]
             plain = next((self.titles[index] for index in written if views[index][1] is None), None)
             if plain is not None:
+                # A reader of plain memory cannot wait for a replay, so a capture refuses the launch.
                 self._streams.captures.refuse_plain(queue, f"a write of {self.name} to {plain}")
             block, space = self._workspace(workspace)
             copied = {copy.operand: self._scratch(space, copy, views[copy.operand][0].dtype) for copy in self._copies}
@@ -121,6 +124,7 @@ class HostExecutable:
                         if output:
                             give(partial(np.copyto, theirs, ours), (), place, "copy of an output")
                             continue
+                        # Padding around the copied elements must read as zero, because the workspace holds old data.
                         if copy.zeros:
                             give(partial(scratch.fill, 0), (), (), "zeros around a copy")
                         give(partial(np.copyto, ours, theirs), place, (), "copy of an operand")

@@ -71,6 +71,7 @@ class RecordedGraph:
     def launch(self, pointer: int) -> None:
         """Queue the graph on a stream."""
         self._note("launch_graph")
+        # No device object exists that could fail by itself, so this check raises.
         if self._destroyed:
             raise ContractError(f"a graph of {self.nodes} nodes is launched after it was destroyed")
         self._table.launch_on(self.graph, self._table.resolve(pointer))
@@ -123,6 +124,7 @@ class RecordingMemory:
     def take(self, device: DeviceMemory, key: object, nbytes: int) -> Owner:
         """Return a block; as an allocator, handle captures itself."""
         size = DeviceMemory.rounded(nbytes)
+        # Under a reuse policy, streams known to the policy get each other's memory, so they share an arena.
         arena = self._arenas.setdefault((device, None if self._may_have and self._known(key) else key), FreedBlocks())
         # Without a policy the arena works as a stack, as CuPy's arenas do: the block freed last comes first.
         if self._may_have is None:

@@ -39,6 +39,7 @@ class Block:
     __slots__ = ("address", "device", "freed", "generation", "memory", "nbytes", "past")
 
     def __init__(self, device: int, nbytes: int) -> None:
+        # The extra bytes allow the block to begin at an aligned address.
         raw = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
         offset = -raw.ctypes.data % ALIGNMENT
         self.memory = raw[offset : offset + nbytes]
@@ -72,6 +73,7 @@ class HostValues:
         self.generation = 0
         self.past: list[Past] = []
         self._values = values
+        # A checksum is enough to notice a later write, and needs no copy of the values.
         self._sum = crc32(values.tobytes())
         self._where = place_of_call()
 
@@ -203,6 +205,7 @@ class DeviceMemory:
 
     def _release(self, block: Block) -> None:
         block.freed = True
+        # Poisoned memory turns a later use of the block into wrong values that tests notice.
         block.memory.fill(POISON)
         with self._lock:
             self.used -= block.nbytes
@@ -261,6 +264,7 @@ class DeviceMemory:
         home, size = self._home(key, nbytes)
         try:
             block = home.pop()
+            # A new generation tells the race checker that the memory has another owner.
             block.generation += 1
         except IndexError:
             block = self.fresh(size)
@@ -290,6 +294,7 @@ class DeviceMemory:
     def release_cached(self) -> None:
         """Return the free blocks of all arenas to the device."""
         for home in list(self._arenas.values()):
+            # Finalisers and other threads change the list during the loop, so the loop runs over a copy.
             for block in home.copy():
                 self._quiesce(block)
                 try:
@@ -317,6 +322,7 @@ class RegionAllocator:
     def __init__(
         self, table: StreamTable, stream: Stream, keep: Callable[[object], None], of: Callable[[int], "RegionAllocator | None"]
     ) -> None:
+        # Inside a recording, the region's arrays come from the recording's memory as well.
         outer = table.thread.allocator
         self.recording: ArrayMemory | None = outer.recording if isinstance(outer, RegionAllocator) else outer
         self.device = table.thread.device
@@ -338,6 +344,7 @@ class RegionAllocator:
                     f"an allocation on {current!r} inside a region of {home!r}, one of which began to be captured since: the "
                     f"capture cannot wait for the other. Begin it before the region, or after"
                 )
+            # The block comes from the arena of the region's stream, so this stream waits for that stream's earlier work.
             event = Event(home.device, timing=False)
             self._table.record(event, home)
             self._table.wait(current, event)
@@ -381,11 +388,13 @@ class Memory:
             # The region's stream does not order memory of another device.
             region = None
         if region is not None and stream.ptr != region.stream.ptr:
+            # The current stream may belong to another region, whose allocator then decides.
             region = region.of(stream.ptr)
         source = stream if region is None else region.stream
         # CuPy, too, gives each thread's per-thread default stream an arena of its own. CuPy knows the thread by this number,
         # which another thread gets later. So a missing wait between the two threads has to show here as on a GPU.
         key = (source.ptr, threading.get_ident()) if source.ptr == PER_THREAD_STREAM else source.ptr
+        # Strides may leave gaps, so the extent can exceed the size of the elements.
         extent = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + dtype.itemsize
         nbytes = extent if all(shape) else 0
         device = self.current

@@ -80,6 +80,7 @@ def _pad(kernel: Pad) -> Compute:
         for axis, (before, within, extent) in enumerate(zip(kernel.before, x.shape, y.shape, strict=True)):
             places = np.arange(extent) - before
             if kernel.mode == "reflect":
+                # Reflection does not repeat the edge element.
                 places = np.abs(places)
                 places = np.where(places >= within, 2 * within - 2 - places, places)
             # Places outside the input read its nearest element, and the constant mode overwrites them later.

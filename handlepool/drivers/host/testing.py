@@ -132,6 +132,7 @@ class Controls:
 
         Calls that ask for the current device and stream still succeed.
         """
+        # The same error object is raised each time, so that `context_lost` recognises it.
         lost = self.lost = error or RuntimeError("an illegal memory access was encountered")
 
         def fault(called: str) -> None:
