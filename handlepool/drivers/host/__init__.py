@@ -1,1 +1,4 @@
-"""A driver without a GPU: NumPy arrays on simulated devices, streams, events and captures."""
+"""A driver without a GPU: NumPy arrays on simulated devices.
+
+It has streams, events and captures.
+"""

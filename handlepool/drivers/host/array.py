@@ -1,9 +1,9 @@
-"""Arrays of the host driver: what CuPy's arrays are on a GPU.
+"""Arrays of the host driver, as CuPy's arrays on a GPU.
 
-Work on such an array is queued on the current stream, as CuPy's is. Whoever wants its values on the host waits for those who
-write them. So the class is none of NumPy's, and has neither their buffer nor ``__array_interface__``: by these `np.asarray`,
-`memoryview`, ``tolist`` or SciPy would read memory that queued work has yet to write. What NumPy does with such an array comes
-here by its protocols, and goes on to `handlepool.drivers.host.array_functions`.
+Work on such an array is queued on the current stream, as with CuPy. A reader on the host waits for the work that writes the
+array. So the class does not derive from NumPy's, and has neither a readable buffer of its own nor ``__array_interface__``.
+Through these, `np.asarray`, `memoryview`, ``tolist`` or SciPy would read memory that queued work has yet to write. NumPy's
+functions reach the array through NumPy's protocols, and `handlepool.drivers.host.array_functions` handles them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,18 +19,22 @@ from handlepool.errors import ArrayTypeError
 Raw = np.ndarray[Any, Any]
 
 KINDS = "biufc"
-"""The kinds of NumPy's types that memory of a GPU may have."""
+"""Kinds of NumPy types that GPU memory may hold."""
 
 
 def check_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Raise `ArrayTypeError` for a type that memory of a GPU cannot have: objects and strings."""
-    if dtype.hasobject or (dtype.kind not in KINDS and dtype.type.__module__.partition(".")[0] == "numpy"):  # or ml_dtypes'
+    """Raise `ArrayTypeError` for a type that GPU memory cannot hold.
+
+    Objects and strings are such types.
+    """
+    # The types of ml_dtypes have other kinds, and a GPU holds them, so only NumPy's own types are refused by kind.
+    if dtype.hasobject or (dtype.kind not in KINDS and dtype.type.__module__.partition(".")[0] == "numpy"):
         raise ArrayTypeError(f"no array of {dtype} can be in device memory; it takes numbers")
     return dtype
 
 
 class Owner(Protocol):
-    """What keeps an array's memory."""
+    """An object that keeps an array's memory alive."""
 
     @property
     def block(self) -> "Memory":
@@ -44,7 +48,7 @@ class Memory(Protocol):
 
 
 class Work(Protocol):
-    """What is done with arrays: one for each driver."""
+    """The operations on arrays; each driver has one such object."""
 
     strict: bool
 
@@ -52,38 +56,48 @@ class Work(Protocol):
         """Queue a universal function."""
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Queue a function of NumPy's, or run it after what it needs."""
+        """Queue a NumPy function, or run it after its inputs are ready."""
 
     def run_now(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: object
     ) -> Any:
-        """Run a function of NumPy arrays, after what the arrays are waiting for."""
+        """Run a function of NumPy arrays after the arrays' pending work."""
 
     def queue(self, function: Callable[..., object], writes: "Sequence[HostArray]", reads: Sequence[Any], label: str) -> None:
         """Queue a function of raw arrays on the current stream."""
 
     def finish(self, reads: "Sequence[HostArray]", writes: "Sequence[HostArray]", label: str) -> None:
-        """Wait on the host for what may not run after a read, or a write, by the host."""
+        """Wait on the host for work that conflicts with host accesses.
+
+        The host reads ``reads`` and writes ``writes``.
+        """
 
     def home(self, array: "HostArray", label: str) -> AbstractContextManager[object]:
-        """Make the device of an array current, for a copy to the host."""
+        """Make an array's device current, for a copy to the host."""
 
     def read_unordered(self, array: "HostArray") -> Raw | None:
-        """Return a copy of an array's elements for who looks at it; None where they are not there."""
+        """Return a copy of an array's elements for display, or None.
+
+        None means that the elements are not available.
+        """
 
     def like(self, shape: Sequence[int], dtype: npt.DTypeLike, pattern: Raw | None = None) -> "HostArray":
-        """Return a new array on the current device, in the order of axes of another one of that shape."""
+        """Return a new array on the current device.
+
+        It has the order of axes of a pattern with the same shape.
+        """
 
 
 class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array in the host driver's memory, with the names of CuPy's.
+    """An array in the host driver's memory, with CuPy's names.
 
-    Made by `conv2d` and the other functions, and by the driver's ``asarray`` and ``empty``. What is done with it is queued on the
-    current stream: NumPy's universal functions, reductions, indexing, copies, `numpy.concatenate`, `numpy.where`,
-    `numpy.einsum`, `numpy.matmul`, `numpy.pad`. Any other function of NumPy's waits for the array, and runs at once.
+    `conv2d` and the other functions make such arrays, and so do the driver's ``asarray`` and ``empty``. Work on the array is
+    queued on the current stream. That holds for NumPy's universal functions, reductions, indexing, copies, `numpy.concatenate`,
+    `numpy.where`, `numpy.einsum`, `numpy.matmul` and `numpy.pad`. Any other NumPy function waits for the array, and runs at
+    once.
 
-    Python's numbers and plain NumPy arrays are made by waiting: ``float(y)``, ``y.get()``, ``numpy.asarray(y)``, ``y.tolist()``.
-    While a stream is captured that is an error, since the work has not run.
+    Conversions to Python numbers and plain NumPy arrays wait: ``float(y)``, ``y.get()``, ``numpy.asarray(y)``, ``y.tolist()``.
+    While a stream is captured they are errors, since the work has not run.
 
     Attributes
     ----------
@@ -102,7 +116,8 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     dtype: np.dtype[Any]
 
     def __init__(self, raw: Raw, owner: Owner | None, work: Work) -> None:
-        _put_raw(self, raw)  # does not keep the owner, so that queued work may hold it
+        # The raw array does not keep the owner alive, so that queued work may hold it.
+        _put_raw(self, raw)
         _put_owner(self, owner)
         _put_work(self, work)
         _put_shape(self, raw.shape)
@@ -127,16 +142,17 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     flags = property(lambda self: self._raw.flags)
     T = property(lambda self: view_of(self, self._raw.T))
     mT = property(lambda self: view_of(self, self._raw.swapaxes(-1, -2)))
-    flat = property(lambda self: (self[index] for index in np.ndindex(*self.shape)))  # views, whatever the strides
+    # Indexing each element gives views for any strides, unlike a flattened copy.
+    flat = property(lambda self: (self[index] for index in np.ndindex(*self.shape)))
 
     @property
     def device(self) -> "int":
-        """The ordinal of its device; 0 for memory that is not the driver's."""
+        """The ordinal of its device; 0 for memory of no driver."""
         return 0 if self._owner is None else self._owner.block.device
 
     @property
     def data(self) -> "Pointer":
-        """Its memory, by ``ptr``."""
+        """The memory, with its address as ``ptr``."""
         return Pointer(address_of(self))
 
     @property
@@ -172,7 +188,8 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         self, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not all(issubclass(kind, (HostArray, np.ndarray)) for kind in types):
-            return NotImplemented  # another library's array knows better
+            # The other library's array may know how to handle both types.
+            return NotImplemented
         return self._work.function(function, args, kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Raw:
@@ -185,7 +202,8 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
             raise ValueError("a NumPy array of a host array is a copy, which copy=False does not allow")
         values = self._values("a conversion to a NumPy array")
         values = values if dtype is None else values.astype(dtype, copy=False)
-        values.flags.writeable = bool(copy)  # who did not ask for a copy would write, and the array have nothing of it
+        # Without an explicit copy, a write to the result would not reach the array, so the result is read-only.
+        values.flags.writeable = bool(copy)
         return values
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -193,10 +211,12 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return keeping(self).__dlpack__(**{name: value for name, value in options.items() if name != "stream"})
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0)  # the CPU, by DLPack's numbers
+        # DLPack numbers the CPU as device type 1.
+        return (1, 0)
 
     def __buffer__(self, flags: int) -> memoryview:
-        if flags & 1:  # PyBUF_WRITABLE
+        # Bit 0 is PyBUF_WRITABLE.
+        if flags & 1:
             raise BufferError("a host array's memory is not written by a buffer: assign to the array")
         if self._work.strict:
             raise ArrayTypeError("a host array has no buffer, as CuPy's has none: ask for a copy with .get()")
@@ -210,17 +230,19 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._raw.copy(order="K")
 
     def get(self, stream: object = None, order: str = "C", out: Raw | None = None, blocking: bool = True) -> Raw:
-        """Return a copy as a NumPy array, after those who write the array. It may be of any device.
+        """Return a copy as a NumPy array, from any device.
+
+        The call waits for the work that writes the array.
 
         Parameters
         ----------
         stream : stream, optional
-            Taken as CuPy takes it; the wait is for the array's writers, whatever streams they are on.
+            Accepted for CuPy's sake; the call waits for the array's writers on all streams.
         order : {"C", "F", "A"}
         out : numpy.ndarray, optional
             Gets the values.
         blocking : bool
-            Taken as CuPy takes it; the copy is always whole.
+            Accepted for CuPy's sake; the copy is always complete.
 
         Returns
         -------
@@ -233,17 +255,17 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return np.array(values, order=order)  # type: ignore[call-overload]
 
     def set(self, values: npt.ArrayLike, stream: object = None) -> None:
-        """Copy a NumPy array of the same shape and type into this one."""
+        """Copy values of the same shape and type into this array."""
         if np.shape(values) != self.shape or np.asarray(values).dtype != self.dtype:
             raise ArrayTypeError(f"set was given {np.asarray(values).dtype} {np.shape(values)} for {self.dtype} {self.shape}")
         self._work.queue(np.copyto, [self], [np.array(values)], "set")
 
     def item(self, *index: Any) -> Any:
-        """Return one element as a number of Python's."""
+        """Return one element as a Python number."""
         return self._values("item()").item(*index)
 
     def tolist(self) -> Any:
-        """Return the elements as lists of Python's numbers."""
+        """Return the elements as lists of Python numbers."""
         return self._values("tolist()").tolist()
 
     def tobytes(self, order: Literal["K", "A", "C", "F"] = "C") -> bytes:
@@ -292,7 +314,9 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     def _shown(self, show: Callable[[Any], str]) -> str:
         try:
             values = self._work.read_unordered(self)
-        except Exception:  # a debugger asks for it at any time; no order was checked, and no failure taken from who waits for it
+        except Exception:
+            # A debugger may ask for a repr at any time, so this method never raises. It checks no order, and leaves failures of
+            # queued work to the next wait.
             values = None
         if values is None:
             return f"<HostArray of shape {self.shape}, {self.dtype}>"
@@ -302,7 +326,8 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __pow__(self, exponent: object) -> Any:
         if self.dtype == bool and type(exponent) is int and exponent == 2:
-            return np.square(self)  # as NumPy's operator has it, and `numpy.power` has not: int8
+            # NumPy's operator squares booleans to int8, and `numpy.power` does not.
+            return np.square(self)
         return super().__pow__(exponent)
 
     # As a sequence
@@ -334,7 +359,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.copy()
 
     def __reduce__(self) -> Any:
-        """Pickle the values; what is unpickled is a NumPy array, since no driver comes along."""
+        """Pickle the values as a NumPy array, since no driver travels along."""
         return np.array, (self.get(order="A"),)
 
     def copy(self, order: str = "C") -> "HostArray":
@@ -353,11 +378,14 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return made
 
     def view(self, dtype: Any = None) -> "HostArray":
-        """Return the same memory, also as another type."""
+        """Return the same memory, optionally as another type."""
         return view_of(self, self._raw.view() if dtype is None else self._raw.view(check_type(np.dtype(dtype))))
 
     def reshape(self, *shape: Any, order: Any = "C") -> "HostArray":
-        """Return the elements in another shape: the same memory where that can be, else a copy."""
+        """Return the elements in another shape.
+
+        The result shares the memory if possible, else it is a copy.
+        """
         return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order)  # type: ignore[return-value]
 
     def transpose(self, *axes: Any) -> "HostArray":
@@ -370,50 +398,54 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return np.ravel(self.copy(), order)  # type: ignore[return-value]
 
     def fill(self, value: object) -> None:
-        """Make every element a value."""
+        """Set every element to a value."""
         self[...] = value
 
     def sort(self, axis: int = -1, kind: Any = None) -> None:
         """Sort in place."""
-        self._raw[:0].copy().sort(axis, kind)  # refuses an axis that is not there
+        # Sorting an empty part refuses an invalid axis now, before the work runs.
+        self._raw[:0].copy().sort(axis, kind)
         self._work.queue(lambda raw: raw.sort(axis, kind), [self], [], "sort")
 
     def partition(self, kth: Any, axis: int = -1, kind: Any = "introselect") -> None:
-        """Partition in place, as `numpy.partition`."""
+        """Partition in place; see `numpy.partition`."""
         self[...] = np.partition(self, kth, axis, kind)
 
     def clip(self, min: Any = None, max: Any = None, out: Any = None) -> Any:
-        """As `numpy.clip`."""
+        """Limit the elements; see `numpy.clip`."""
         return np.clip(self, min, max, out)
 
     def compress(self, condition: Any, axis: int | None = None, out: Any = None) -> Any:
-        """As `numpy.compress`."""
+        """Select slices; see `numpy.compress`."""
         return np.compress(condition, self, axis, out)
 
     def byteswap(self, inplace: bool = False) -> "HostArray":
-        """Return a copy with the bytes of each element in the opposite order."""
+        """Return a copy with the bytes of each element reversed."""
         made = self if inplace else self.copy("K")
         self._work.queue(lambda raw: raw.byteswap(inplace=True), [made], [], "byteswap")
         return made
 
     def scatter_add(self, index: Any, values: Any) -> None:
-        """Add values at an index, each as often as the index has it."""
+        """Add values at an index.
+
+        An element gets a value as often as the index names it.
+        """
         np.add.at(self, index, values)
 
     def scatter_max(self, index: Any, values: Any) -> None:
-        """Keep the larger of the elements at an index and of values."""
+        """Keep the larger of the elements at an index and values."""
         np.maximum.at(self, index, values)
 
     def scatter_min(self, index: Any, values: Any) -> None:
-        """Keep the smaller of the elements at an index and of values."""
+        """Keep the smaller of the elements at an index and values."""
         np.minimum.at(self, index, values)
 
     def tofile(self, file: Any, sep: str = "", format: str = "%s") -> None:
-        """Write the values to a file, as NumPy's arrays do."""
+        """Write the values to a file; see `numpy.ndarray.tofile`."""
         self.get(order="A").tofile(file, sep, format)
 
     def dump(self, file: Any) -> None:
-        """Pickle the values into a file, as NumPy's arrays do."""
+        """Pickle the values into a file; see `numpy.ndarray.dump`."""
         self.get(order="A").dump(file)
 
     def dumps(self) -> bytes:
@@ -421,17 +453,18 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.get(order="A").dumps()
 
     def dot(self, other: Any, out: Any = None) -> Any:
-        """As `numpy.dot`."""
+        """Return the product; see `numpy.dot`."""
         return np.dot(self, other, out=out)
 
 
+# The slots are set through their descriptors, because `__setattr__` refuses shape, strides and dtype.
 _put_raw, _put_owner, _put_work, _put_shape, _put_strides, _put_dtype = (
     getattr(HostArray, name).__set__ for name in ("_raw", "_owner", "_work", "shape", "strides", "dtype")
 )
 
 
 class Pointer:
-    """An address, where CuPy's arrays have it."""
+    """An address, as CuPy's arrays expose it."""
 
     __slots__ = ("ptr",)
 
@@ -471,26 +504,35 @@ for _name in ("conj", "conjugate"):
     setattr(HostArray, _name, lambda self, out=None: np.conjugate(self, out=out))
 
 Array = HostArray | Raw
-"""What the driver takes: arrays of its own, and NumPy's, which are in nobody's order."""
+"""Arrays that the driver accepts: its own arrays and NumPy's.
+
+NumPy's arrays take part in no stream order.
+"""
 
 
 def owner_of(array: object) -> Any:
-    """Return what keeps an array's memory; None for an array that the driver did not make."""
+    """Return the owner of an array's memory.
+
+    Returns None for an array that the driver did not make.
+    """
     return array._owner if isinstance(array, HostArray) else None
 
 
 def work_of(array: HostArray) -> Work:
-    """Return what is done with the arrays of its driver."""
+    """Return the operations object of the array's driver."""
     return array._work
 
 
 def view_of(array: HostArray, raw: Raw) -> HostArray:
-    """Return an array over a part of another one's memory."""
+    """Return an array over a part of another array's memory."""
     return HostArray(raw, array._owner, array._work)
 
 
 def raw_view(array: Array) -> tuple[Raw, Any]:
-    """Return the elements as NumPy's array, which does not keep the owner alive, and the block, if that is the driver's."""
+    """Return the elements as a NumPy array, and the driver's block.
+
+    The NumPy array does not keep the owner alive. The block is None for memory of no driver.
+    """
     if not isinstance(array, HostArray):
         return array, None
     return array._raw, None if array._owner is None else array._owner.block
@@ -506,6 +548,7 @@ def address_of(array: Array) -> int:
 class _Keeper:
     def __init__(self, array: HostArray) -> None:
         self.array = array
+        # The type string is opaque bytes, because ml_dtypes have none that NumPy understands. `keeping` restores the type.
         self.__array_interface__ = {
             "version": 3,
             "shape": array.shape,
@@ -516,7 +559,10 @@ class _Keeper:
 
 
 def keeping(array: HostArray) -> Raw:
-    """NumPy's array over the same memory, which keeps the array."""
+    """Return a NumPy array over the same memory.
+
+    It keeps the host array alive.
+    """
     if not array.size:
         return np.empty(array.shape, array.dtype)
     return np.asarray(_Keeper(array)).view(array.dtype)

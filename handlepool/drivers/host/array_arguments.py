@@ -1,7 +1,7 @@
-"""Arguments of NumPy's functions: the host arrays among them, the same in raw and in small, and shapes of results.
+"""Find host arrays among NumPy's arguments, and the shapes of results.
 
-What a function would make is found without the values: it is tried on arrays of the same types with one element (`ones`), or
-of the same shapes and without memory (`dummy`).
+The shape and type of a result are found without its values. The function is tried on arrays of the same types with one element
+(`ones`), or on arrays of the same shapes without memory (`dummy`).
 """
 
 from collections import Counter, deque
@@ -14,10 +14,11 @@ from handlepool.drivers.host.array import HostArray, Raw, raw_view
 
 
 def walk(value: object) -> Iterator[Any]:
-    """Return what is in lists, tuples and other sequences, and in dictionaries, however deep."""
+    """Yield the entries of nested sequences and dictionaries."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (Sequence, deque)) or isinstance(value, (str, bytes, range)):
+        # Strings and ranges are sequences, but they hold no arrays.
         yield value
         return
     for entry in value:
@@ -25,7 +26,10 @@ def walk(value: object) -> Iterator[Any]:
 
 
 def converted(value: Any) -> Any:
-    """Arguments with NumPy's arrays in place of objects that become such, so that all who read them see the same memory."""
+    """Replace array-like objects in arguments with NumPy arrays.
+
+    The conversion happens once, so that all readers see the same memory.
+    """
     if isinstance(value, (HostArray, np.ndarray, np.generic)):
         return value
     if type(value) in (list, tuple):
@@ -39,12 +43,15 @@ def hosts(value: object) -> list[HostArray]:
 
 
 def operands(value: object) -> list[Any]:
-    """Return the host arrays and NumPy's own among arguments, each once."""
+    """Return the host and NumPy arrays among arguments, each once."""
     return list({id(array): array for array in walk(value) if isinstance(array, (HostArray, np.ndarray))}.values())
 
 
 def raws(value: object, views: dict[int, Raw] | None = None) -> Any:
-    """Arguments with NumPy's arrays in place of host arrays: raw ones, or the views given by id."""
+    """Replace host arrays in arguments with NumPy arrays.
+
+    They are the raw arrays, or the views given by id.
+    """
     if isinstance(value, HostArray):
         return raw_view(value)[0] if views is None else views[id(value)]
     if isinstance(value, (Sequence, deque)) and not isinstance(value, (str, bytes, range)):
@@ -56,7 +63,10 @@ def raws(value: object, views: dict[int, Raw] | None = None) -> Any:
 
 
 def ones(value: object) -> Any:
-    """Return an argument in small: what it is to a function that looks at types alone."""
+    """Return a small argument of the same type.
+
+    A function that looks at types alone treats both in the same way.
+    """
     if isinstance(value, (HostArray, np.ndarray)):
         return np.ones([min(extent, 1) for extent in value.shape], value.dtype)
     if isinstance(value, (list, tuple)) and not isinstance(value, str) and value and hosts(value):
@@ -65,8 +75,12 @@ def ones(value: object) -> Any:
 
 
 def dummy(value: object) -> Any:
-    """Return an argument without memory: host arrays are of their shapes and types, all elements zero."""
+    """Return an argument without memory.
+
+    Host arrays keep their shapes and types, and all elements are zero.
+    """
     if isinstance(value, HostArray):
+        # A broadcast zero has strides of 0, so any shape takes the memory of one element.
         return np.broadcast_to(np.zeros((), value.dtype), value.shape)
     if isinstance(value, (list, tuple)):
         return type(value)(map(dummy, value))
@@ -74,7 +88,10 @@ def dummy(value: object) -> Any:
 
 
 def contracted(function: Callable[..., Any], a: object, b: object) -> Raw:
-    """Return the shape and type of `numpy.dot` or `numpy.matmul` of two arrays, without the sums."""
+    """Return the shape and type of `numpy.dot` or `numpy.matmul`.
+
+    The contraction runs over one element, so the call does not compute the sums.
+    """
     a, b = np.asarray(a), np.asarray(b)
     with np.errstate(all="ignore"):
         if not (a.ndim and b.ndim):
@@ -86,7 +103,10 @@ def contracted(function: Callable[..., Any], a: object, b: object) -> Raw:
 
 
 def einsum_shape(args: tuple[Any, ...]) -> list[int]:
-    """Return the shape of the result: each label's extent. The axes of an ellipsis are -1, -2 and so on from the right."""
+    """Return the shape of an einsum result from its labels' extents.
+
+    The axes of an ellipsis have the labels -1, -2 and so on from the right.
+    """
     result: Any = None
     if isinstance(args[0], str):
         left, arrow, right = args[0].replace(" ", "").replace("...", ".").partition("->")
@@ -105,9 +125,11 @@ def einsum_shape(args: tuple[Any, ...]) -> list[int]:
         if None in labels:
             at, spare = labels.index(None), len(shape) - len(labels) + 1
             labels[at : at + 1] = inner = list(range(-spare, 0))
+            # The longest ellipsis determines the axes that all terms broadcast to.
             spread = max(spread, inner, key=len)
         counts.update(labels)
         for label, extent in zip(labels, shape, strict=True):
+            # An axis of extent 1 broadcasts, so the larger extent replaces it.
             if extents.setdefault(label, extent) == 1:
                 extents[label] = extent
             elif extent not in (1, extents[label]):
@@ -120,27 +142,34 @@ def einsum_shape(args: tuple[Any, ...]) -> list[int]:
 
 
 def tried(out: object) -> dict[str, Raw]:
-    """Return an ``out=`` in small, by which a function says whether it takes that type."""
+    """Return a small ``out=``, on which a function tests its type."""
     return {"out": ones(out)} if isinstance(out, HostArray) else {}
 
 
 def is_basic(index: object) -> bool:
-    """Whether an index is of numbers and slices alone."""
+    """Return whether an index has only numbers and slices."""
     return all(
         entry is None
         or entry is Ellipsis
+        # `bool` is a subclass of `int`, but a truth value as an index is a mask.
         or (isinstance(entry, (int, np.integer, slice)) and not isinstance(entry, (bool, np.bool_)))
         for entry in (index if isinstance(index, tuple) else (index,))
     )
 
 
 def is_mask(index: object) -> bool:
-    """Whether the result's shape follows from values of the index that are not there yet."""
+    """Return whether values of the index decide the result's shape.
+
+    These values are not known before the work that writes them has run.
+    """
     return any(isinstance(entry, HostArray) and entry.dtype == bool for entry in walk(index))
 
 
 def taken(index: object) -> Any:
-    """Return an index with copies of NumPy's arrays and of lists: CuPy, too, takes them to the device at once."""
+    """Return an index with copies of its NumPy arrays and lists.
+
+    CuPy, too, copies them to the device at once.
+    """
     if isinstance(index, tuple):
         return tuple(map(taken, index))
     return np.array(index) if isinstance(index, (np.ndarray, list)) and not hosts(index) else index

@@ -1,8 +1,9 @@
-"""What NumPy's functions do with host arrays.
+"""Handle NumPy's functions on host arrays.
 
-A function whose result's shape follows from the shapes of its arguments is queued on the current stream, with its reads and
-writes: universal functions, reductions, indexing, and the table at the end of this module. Views are made at once. Whatever else
-NumPy has waits on the host for those who write its arguments, runs at once, and is right.
+A function is queued on the current stream if the shapes of its arguments determine the shape of its result. These are universal
+functions, reductions, indexing, and the functions in the table at the end of this module. The work is queued with its reads and
+writes. Views are made at once. Any other NumPy function waits on the host for the work that writes its arguments, and then runs
+at once.
 """
 
 import inspect
@@ -56,18 +57,21 @@ from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import Piece, piece
 
 Rule = Callable[["ArrayWork", Any, tuple[Any, ...], dict[str, Any], Any], Any]
-"""Called with the function, its arguments, and what it was given as ``out=``."""
+"""A rule for a function.
+
+Its arguments are the work object, the function, the function's arguments, and the value of ``out=``.
+"""
 
 
 class ArrayWork:
-    """What is done with a driver's arrays, as `handlepool.drivers.host.array.Work`.
+    """The operations on a driver's arrays; see `handlepool.drivers.host.array.Work`.
 
     Parameters
     ----------
     streams, memory
         The driver's.
     strict : bool
-        Whether to refuse what CuPy refuses.
+        Whether to refuse the uses that CuPy refuses.
     """
 
     def __init__(self, streams: StreamTable, memory: Memory, strict: bool) -> None:
@@ -75,24 +79,30 @@ class ArrayWork:
         self._streams = streams
         self._memory = memory
         self._process = os.getpid()
-        self.before: BeforeUntracked | None = None  # told of what is queued, where a fork is open
+        # An open fork sets this listener, which learns of queued work.
+        self.before: BeforeUntracked | None = None
 
     # Memory
 
     def like(self, shape: Sequence[int], dtype: npt.DTypeLike, pattern: Raw | None = None) -> HostArray:
-        """Return a new array on the current device, in the order of axes of another one of that shape."""
+        """Return a new array on the current device.
+
+        It has the order of axes of a pattern with the same shape.
+        """
         dtype = check_type(np.dtype(dtype))
         order = None
         if pattern is not None and pattern.shape == tuple(shape):
             steps = [abs(step) for step in pattern.strides]
-            order = sorted(range(len(steps)), key=lambda axis: -steps[axis])  # stable, so that C order stays
+            # The sort is stable, so that axes of equal strides stay in C order.
+            order = sorted(range(len(steps)), key=lambda axis: -steps[axis])
         strides = [step * dtype.itemsize for step in dense_strides(shape, order)]
         return self._memory.empty(shape, strides, dtype)
 
     def like_all(self, result: object, known: dict[int, Any], copies: Sequence[Raw] = ()) -> Any:
-        """NumPy's arrays in a result as new arrays of the driver's, but for those that are known by their ids.
+        """Replace NumPy's arrays in a result with new driver arrays.
 
-        A part of one of the copies is read-only: with NumPy, who writes to it writes to the array.
+        ``known`` maps the ids of arrays to arrays that are used instead. A result that shares memory with some of the copies
+        becomes read-only: with NumPy, a write to that result would reach the argument.
         """
         if id(result) in known:
             return known[id(result)]
@@ -121,8 +131,9 @@ class ArrayWork:
             raise ValueError(f"{label} would write to an array that is read-only")
         raws = [raw for raw, _ in (*written, *read)]
         touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
+        # A replay reads the values at replay time, so the checker does not watch NumPy's arrays during a capture.
         if self._streams.scheduler.order is not None:
-            touched += plain_reads(reads) if queue.capture is None else []  # a replay reads what is there by then
+            touched += plain_reads(reads) if queue.capture is None else []
         elif self.before is not None:
             self.before(queue.pointer, [_piece(raw) for raw, _ in read], [_piece(raw) for raw, _ in written])
         for report in self._streams.watchers[:]:
@@ -130,7 +141,7 @@ class ArrayWork:
         self._streams.give(queue, lambda: function(*raws), touched, label)
 
     def finish(self, reads: Sequence[HostArray], writes: Sequence[HostArray], label: str) -> None:
-        """Wait on the host for what may not run after a read, or a write, by the host.
+        """Wait on the host for work that conflicts with host accesses.
 
         Raises
         ------
@@ -144,15 +155,17 @@ class ArrayWork:
             *accesses([raw_view(array) for array in reads], writes=False),
             *accesses([raw_view(array) for array in writes], writes=True),
         ]
-        if scheduler.order is not None and touched:  # CuPy's copies to the host are in the order of the current stream
+        # CuPy's copies to the host run in the order of the current stream, so the checker sees the access there.
+        if scheduler.order is not None and touched:
             self._streams.give(queue, _nothing, touched, label)
             self._streams.wait_on_host(queue.tail, f"{queue!r}, whose values {label} needs")
-        # These raise what has failed already. The checker hears nothing of them: CuPy waits for the current stream alone.
+        # These waits raise earlier failures. The checker does not learn of them, because CuPy waits for the current stream
+        # alone.
         for operation in scheduler.conflicting(touched) or [NOTHING]:
             scheduler.wait(operation, f"{operation.label!r}, whose result {label} needs")
 
     def home(self, array: HostArray, label: str) -> AbstractContextManager[object]:
-        """Make the device of an array current, as CuPy does for a copy to the host.
+        """Make an array's device current, as CuPy does for host copies.
 
         Raises
         ------
@@ -174,10 +187,12 @@ class ArrayWork:
             )
 
     def read_unordered(self, array: HostArray) -> Raw | None:
-        """Return a copy of an array's elements for who looks at it, or None while the current stream is captured.
+        """Return a copy of an array's elements for display, or None.
 
-        Nothing else changes by it: what failed in queued work is left to the next wait, and no order of accesses is checked.
+        None means that the current stream is captured. The call changes nothing else: failures of queued work are left to the
+        next wait, and no order of accesses is checked.
         """
+        # A forked child has no worker that would run the work, so the copy would never come.
         if os.getpid() != self._process or self._current().capture is not None:
             return None
         raw, block = raw_view(array)
@@ -186,7 +201,10 @@ class ArrayWork:
         return raw.copy(order="K")
 
     def check(self, array: HostArray, label: str) -> None:
-        """Raise for an array of another driver: what waits here does not wait for work there."""
+        """Raise for an array of another driver.
+
+        A wait in this driver does not cover work of another driver.
+        """
         if work_of(array) is not self:
             raise ArrayTypeError(f"{label} was given an array of another host driver: pass a copy, {ASARRAY}(y.get())")
 
@@ -214,14 +232,18 @@ class ArrayWork:
     # NumPy's protocols
 
     def ufunc(self, ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Queue a universal function, or one of its methods."""
+        """Queue a universal function, or a method of it."""
         if any(hasattr(x, "__array_ufunc__") and not isinstance(x, (HostArray, np.ndarray, np.generic)) for x in inputs):
-            return NotImplemented  # another library's array knows better
+            # The other library's array may know how to handle both types.
+            return NotImplemented
         kwargs = dict(kwargs)
         outs = kwargs.pop("out", None)
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
         self._check(
-            name, [x for x in (*inputs, *(outs or ())) if not (ufunc in COMPARISONS and isinstance(x, np.ndarray) and not x.ndim)]
+            # NumPy turns a scalar operand of a comparison into an array without axes, so such an array must pass the strict
+            # check.
+            name,
+            [x for x in (*inputs, *(outs or ())) if not (ufunc in COMPARISONS and isinstance(x, np.ndarray) and not x.ndim)],
         )
         self.check_lists(name, inputs)
         inputs = converted(inputs)
@@ -252,7 +274,7 @@ class ArrayWork:
         return self.run_now(function, inputs, kwargs, name, outs or ())
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Queue a function of NumPy's, or run it after what it needs."""
+        """Queue a NumPy function, or run it after its inputs are ready."""
         name = INDEXING.get(function) or function.__name__
         if function not in TAKE_PLAIN:
             self._check(name, (*args[2 if function is setitem else 0 :], *kwargs.values()))
@@ -266,7 +288,10 @@ class ArrayWork:
         )
 
     def _settled(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return arguments as a rule takes them: without ``out``, and with the values of arrays that decide a shape."""
+        """Return arguments in the form that a rule takes.
+
+        They have no ``out``. Arrays that decide a shape are replaced with copies of their values.
+        """
         bound = _signature(function).bind(*args, **kwargs)
         out = bound.arguments.pop("out", None)
         for name, value in bound.arguments.items() if self.strict else ():
@@ -291,7 +316,10 @@ class ArrayWork:
                 )
 
     def check_lists(self, name: str, values: Iterable[Any]) -> None:
-        """Refuse what NumPy makes an array of, and CuPy does not, in the place of an array."""
+        """Refuse lists in the place of an array, as CuPy does.
+
+        NumPy would make arrays of them.
+        """
         for value in values if self.strict else ():
             if isinstance(value, Collection) and not (holds_values(value) or isinstance(value, (np.generic, str, bytes))):
                 raise ArrayTypeError(
@@ -310,9 +338,9 @@ class ArrayWork:
         name: str,
         takes_out: bool = True,
     ) -> HostArray:
-        """Queue a function whose result has the shape and type of a pattern.
+        """Queue a function whose result has a pattern's shape and type.
 
-        One that takes ``out=`` is given one of that type, since many a function adds up in the type of its ``out``.
+        A function that takes ``out=`` gets an array of the type of ``out``, since many functions add up in that type.
         """
         takes_out = takes_out and out is not None
         if out is not None and not isinstance(out, HostArray):
@@ -326,7 +354,8 @@ class ArrayWork:
         arguments = (raws(args), raws(kwargs))
 
         def run(to: Raw, *_: Raw) -> None:
-            own = {"out": np.empty_like(to)} if takes_out else {}  # apart from what is read, which may overlap
+            # The function writes to memory of its own, because ``out`` may overlap its inputs.
+            own = {"out": np.empty_like(to)} if takes_out else {}
             with np.errstate(all="ignore"):
                 np.copyto(to, function(*arguments[0], **arguments[1], **own), "unsafe")
 
@@ -343,7 +372,7 @@ class ArrayWork:
         with np.errstate(all="ignore"):
             if outs is None:
                 found = ufunc(*probes, **tried)
-                # Contiguous, however the operands lie, as CuPy's are.
+                # The results are contiguous for any layout of the operands, as CuPy's are.
                 made = [self.like(shape, kind.dtype, None) for kind in (found if isinstance(found, tuple) else (found,))]
                 outs = tuple(made)
             else:
@@ -354,7 +383,8 @@ class ArrayWork:
         arguments, options = raws(inputs), raws(kwargs)
 
         def run(*views: Raw) -> None:
-            with np.errstate(all="ignore"):  # as on a GPU, which warns of nothing
+            # A GPU gives no warnings for floating-point errors.
+            with np.errstate(all="ignore"):
                 ufunc(*arguments, out=views[: ufunc.nout], **options)
 
         self.queue(run, outs, operands((inputs, kwargs)), name)
@@ -363,7 +393,7 @@ class ArrayWork:
     def reduced(
         self, function: Callable[..., Any], array: DeviceArray, options: dict[str, Any], out: object, name: str
     ) -> HostArray:
-        """Queue a reduction over some axes, or all."""
+        """Queue a reduction over some or all axes."""
         raw = raw_view(array)[0] if isinstance(array, HostArray) else np.asarray(array)
         axis = options.get("axis")
         axes = range(raw.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
@@ -373,7 +403,8 @@ class ArrayWork:
             kind = np.asarray(function(ones(array), **small))
             if wanted := tried(out):
                 function(ones(array), **small, **wanted)
-        keep = kind.ndim == raw.ndim  # so that keepdims= may be whatever NumPy takes
+        # The rank of the trial result tells whether axes are kept, so that keepdims= may have any value that NumPy takes.
+        keep = kind.ndim == raw.ndim
         shape = tuple(1 if place in gone else extent for place, extent in enumerate(raw.shape) if keep or place not in gone)
         pattern = np.broadcast_to(np.empty((), kind.dtype), shape)
         return self.made(function, (array,), options, pattern, out, name)
@@ -381,9 +412,10 @@ class ArrayWork:
     # Not queued
 
     def viewed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return views where the function gives views, and copies, queued, where it does not."""
+        """Return views if the function gives views, else queued copies."""
         found = function(*raws(args), **raws(kwargs))
-        if isinstance(found, np.generic):  # NumPy reads the element of an array without axes
+        # NumPy returns a scalar for an element of an array without axes.
+        if isinstance(found, np.generic):
             found = np.asarray(found)
         sources = [(array, raw_view(array)[0]) for array in operands((args, kwargs))]
         single = isinstance(found, np.ndarray)
@@ -397,9 +429,10 @@ class ArrayWork:
     def run_now(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: object
     ) -> Any:
-        """Run a function of NumPy arrays, after what the arrays are waiting for.
+        """Run a function of NumPy arrays after the arrays' pending work.
 
-        It has the memory of what it writes, and copies of all else: what it keeps, or calls, sees nothing that is written later.
+        The function gets the memory of the arrays that it writes, and copies of all other arrays. So an array that it keeps, or
+        passes on, sees no later write.
         """
         written = hosts(writes)
         sources = hosts((args, kwargs, written))
@@ -414,7 +447,10 @@ class ArrayWork:
 
 
 def _view(result: Any, sources: list[tuple[Any, Raw]]) -> Any:
-    """Return a result as a view of the array whose memory it is; None if it is nobody's."""
+    """Return a result as a view of the array with its memory.
+
+    Returns None if no source owns the memory.
+    """
     for source, raw in sources:
         if result is raw:
             return source
@@ -426,7 +462,8 @@ def _view(result: Any, sources: list[tuple[Any, Raw]]) -> Any:
 def _out(function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return _signature(function).bind(*args, **kwargs).arguments.get("out")
-    except (TypeError, ValueError):  # it has no signature, or refuses the arguments itself
+    except (TypeError, ValueError):
+        # The function has no signature, or refuses the arguments itself.
         return kwargs.get("out")
 
 
@@ -456,9 +493,13 @@ def _metadata(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ..
 def _structural(
     work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: HostArray | None
 ) -> Any:
-    """Queue what costs about as much as its result: it is tried on arrays without memory to know what that is."""
+    """Queue a function whose trial costs as much as its result.
+
+    The rule tries the function on arrays without memory to learn the shape and type of the result.
+    """
     if any(callable(value) and not isinstance(value, (type, np.dtype)) for value in walk((args, kwargs))):
-        return work.run_now(function, args, kwargs, function.__name__, ())  # `pad` with a function of the user's
+        # `pad` may get a function of the user's, which must run on real values.
+        return work.run_now(function, args, kwargs, function.__name__, ())
     with np.errstate(all="ignore"):
         small, options = dummy(args), {name: dummy(value) for name, value in kwargs.items()}
         pattern = function(*small, **options)
@@ -472,6 +513,7 @@ def _elementwise(
 ) -> Any:
     if function is np.where and len(args) == 1:
         return work.run_now(function, args, kwargs, "where", ())
+    # With copy=False, `nan_to_num` writes to its argument.
     in_place = function is np.nan_to_num and not _signature(function).bind(*args, **kwargs).arguments.get("copy", True)
     small = tried(out)
     if in_place:
@@ -507,7 +549,8 @@ def _einsum(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...]
     out = kwargs.pop("out", None)
     work.check_lists("einsum", args[1:] if isinstance(args[0], str) else args[: len(args) // 2 * 2 : 2])
     small = [ones(value) for value in args]
-    found = function(*small, **kwargs, **tried(out))  # refuses wrong subscripts, too
+    # The trial also refuses wrong subscripts.
+    found = function(*small, **kwargs, **tried(out))
     if out is None and any(isinstance(value, np.ndarray) and np.may_share_memory(found, value) for value in small):
         return work.viewed(np.einsum, args, kwargs)
     pattern = np.broadcast_to(np.empty((), found.dtype), einsum_shape(args))
@@ -529,6 +572,7 @@ def _filled(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...]
     pattern = np.empty_like(like, **{key: given[key] for key in ("dtype", "order", "shape") if key in given})
     made = work.like(pattern.shape, pattern.dtype, pattern)
     if name != "empty_like":
+        # Both trial calls raise for a value that does not fit, before the work is queued.
         np.copyto(np.empty((), made.dtype), np.ravel(ones(value))[0], "unsafe")
         np.broadcast_to(dummy(value), made.shape)
         taken = raws(value)
@@ -543,6 +587,7 @@ def _copyto(work: ArrayWork, function: object, args: tuple[Any, ...], kwargs: di
     if not isinstance(target, HostArray):
         work.run_now(np.copyto, args, kwargs, "copyto", ())
         return
+    # The trial raises for types that do not fit, before the work is queued.
     np.copyto(ones(target), **{key: ones(value) for key, value in given.items()})
     _check_fit(given["src"], target.shape)
     _check_fit(given.get("where", True), target.shape)
@@ -555,7 +600,8 @@ def _gets(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], 
     if is_basic(index):
         entries = index if isinstance(index, tuple) else (index,)
         if not any(entry is Ellipsis for entry in entries):
-            entries = (*entries, ...)  # or NumPy would read an element, and give that
+            # Without an ellipsis NumPy would read the element and return a number.
+            entries = (*entries, ...)
         return view_of(array, raw_view(array)[0][entries])
     if is_mask(index):
         return work.run_now(function, args, kwargs, "a mask as an index", ())
@@ -565,13 +611,16 @@ def _gets(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], 
 
 def _sets(work: ArrayWork, function: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
     array, index, values = args
-    if is_basic(index):  # CuPy takes a list at an index array
+    # At an index array CuPy takes a list, so only basic indices are checked.
+    if is_basic(index):
         work.check_lists(INDEXING[setitem], (values,))
     index = taken(index)
     if not (isinstance(values, np.ndarray) or hosts(values)):
-        values = np.array(values, None if np.ndim(values) else array.dtype)  # a number that does not fit raises now
+        # A Python number that does not fit the type raises here, before the work is queued.
+        values = np.array(values, None if np.ndim(values) else array.dtype)
     first = np.ravel(ones(values))[:1]
-    np.empty(first.shape, array.dtype)[:] = first  # which says whether the types go together
+    # The assignment raises here if the types do not go together.
+    np.empty(first.shape, array.dtype)[:] = first
     if not is_mask(index):
         _check_fit(values, np.shape(dummy(array)[dummy(index)]))
     index_now, values_now = raws(index), raws(values)
@@ -583,7 +632,10 @@ def _sets(work: ArrayWork, function: object, args: tuple[Any, ...], kwargs: dict
 
 
 def _check_fit(values: object, shape: tuple[int, ...]) -> None:
-    """Raise for values that cannot be broadcast to a place of a shape; axes of extent 1 before all others say nothing."""
+    """Raise for values that cannot be broadcast to a shape.
+
+    Leading axes of extent 1 do not matter.
+    """
     given = np.shape(raws(values))
     while len(given) > len(shape) and given[0] == 1:
         given = given[1:]
@@ -591,7 +643,7 @@ def _check_fit(values: object, shape: tuple[int, ...]) -> None:
         raise ValueError(f"values of shape {given} do not fit into a place of shape {shape}")
 
 
-# What NumPy's functions take
+# Arguments of NumPy's functions
 
 
 def _named(names: str, place: object = np) -> list[Any]:
@@ -603,22 +655,28 @@ ARRAYS = frozenset({
     "append", "min", "max", "a_min", "a_max", "nan", "posinf", "neginf", "rtol", "atol", "where", "initial", "mean", "kwargs",
     "constant_values", "fill_value", "prototype",
 })  # fmt: skip
-"""Parameters that are read where the work runs. The values of all others decide a shape, and are waited for."""
+"""Parameters whose values are read when the work runs.
+
+The values of all other parameters decide a shape, so the call waits for them.
+"""
 
 OPERANDS = ARRAYS - {"indices", "nan", "posinf", "neginf", "initial", "kwargs", "constant_values", "fill_value"}
-"""Those of them that CuPy takes no lists for."""
+"""Parameters in `ARRAYS` for which CuPy refuses lists."""
 
 SEVERAL = {"arys", "args", "arrays", "tup"}
-"""Those of them that are lists of arrays."""
+"""Parameters in `ARRAYS` that are lists of arrays."""
 
 RULES: dict[Any, Rule] = {getitem: _gets, setitem: _sets, np.copyto: _copyto, np.copy: _copied, np.einsum: _einsum}
 INDEXING = {getitem: "an index", setitem: "an assignment"}
 COPIED = frozenset(["set", "copyto", *INDEXING.values()])
-"""Work whose NumPy arrays CuPy copies to the device each time."""
-"""What messages call them."""
+"""Names of work whose NumPy arrays CuPy copies every time.
+
+The copy goes to the device.
+"""
+"""Messages use these names of `INDEXING`."""
 
 BARE = {getitem, setitem, np.copyto, np.einsum}
-"""Functions whose rules take the arguments as they come."""
+"""Functions whose rules take the arguments unchanged."""
 
 for _rule, _names in (
     (
@@ -645,13 +703,19 @@ for _rule, _names in (
 RULES |= dict.fromkeys((np.lib.stride_tricks.sliding_window_view, *_named("matrix_transpose diagonal", np.linalg)), _views)
 
 IN_PLACE = {*_named("put place putmask fill_diagonal put_along_axis")}
-"""What writes to its first argument."""
+"""Functions that write to their first argument."""
 
 TAKE_PLAIN = {getitem, *_named("take put compress array asarray asanyarray ascontiguousarray asfortranarray")}
-"""What takes NumPy's arrays where CuPy's are strict, too: as an index, or to make them the device's."""
+"""Functions that take NumPy's arrays even where CuPy is strict.
+
+They use the arrays as an index, or copy them to the device.
+"""
 
 COMPARISONS = {np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal}
-"""What takes NumPy's arrays without axes, which NumPy itself makes of scalars, where CuPy's are strict."""
+"""Functions that take NumPy's arrays without axes even in strict mode.
+
+NumPy itself makes such arrays of scalars.
+"""
 
 BUILT_IN: dict[Any, Any] = {
     np.concatenate: lambda arrays, /, axis=0, out=None, *, dtype=None, casting="same_kind": None,
@@ -660,4 +724,7 @@ BUILT_IN: dict[Any, Any] = {
     np.copyto: lambda dst, src, casting="same_kind", where=True: None,
     np.empty_like: lambda prototype, /, dtype=None, order="K", subok=True, shape=None, *, device=None: None,
 }
-"""The parameters of functions that are not written in Python, of which not every NumPy tells."""
+"""Parameters of functions that are not written in Python.
+
+Not every NumPy version reports their signatures.
+"""

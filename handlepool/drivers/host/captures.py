@@ -1,8 +1,8 @@
-"""Stream captures: what is recorded instead of run, and what ends a recording badly (G9).
+"""Record stream captures, and the calls that invalidate them (G9).
 
-As on the hardware, a capture is a graph and not a list. It begins on one stream; a stream that waits for one of its events
-joins it; a stream that did not come back to the first by the end is an error. What a GPU forbids while a capture is under way
-(see `Captures.forbid`) spoils it here, too: the call raises, and the capture's end raises.
+As on the hardware, a capture is a graph and not a list. It begins on one stream. A stream that waits for an event of the
+capture joins it. If a joined stream was not waited for at the end, the end raises. A call that a GPU forbids during a capture
+(see `Captures.forbid`) spoils the capture here as well: the call raises, and the capture's end raises.
 """
 
 import itertools
@@ -23,7 +23,7 @@ MODES = ("global", "thread_local", "relaxed")
 
 
 class Node:
-    """One recorded operation, and those that it runs after."""
+    """One recorded operation, and the nodes that it depends on."""
 
     __slots__ = ("accesses", "after", "function", "label", "lane")
 
@@ -40,11 +40,11 @@ class Node:
         self.accesses = accesses
         self.after = after
         self.lane = lane
-        """Nodes of one lane run one after the other."""
+        """Key of the node's lane; its nodes run in sequence."""
 
 
 class Capture:
-    """A recording under way."""
+    """A capture under way."""
 
     def __init__(self, identity: int, mode: str, thread: object, origin: "Queue") -> None:
         self.id = identity
@@ -55,16 +55,19 @@ class Capture:
         self.members = [origin]
         self.nodes: list[Node] = []
         self.last: dict[object, Node] = {}
-        """By lane, its last node."""
+        """The last node of each lane."""
         self.spoiled: str | None = None
         self.ended = False
 
     def lane_behind(self, nodes: "Sequence[Node]") -> object:
-        """Return the lane that a node behind these goes on with: of one that nothing on its lane follows yet, or a new one."""
+        """Return the lane for a node that depends on these nodes.
+
+        It is the lane of a node that is still the last of its lane, or a new lane.
+        """
         return next((node.lane for node in nodes if self.last[node.lane] is node), None) or object()
 
     def add(self, node: Node) -> Node:
-        """Take a node in, as the last of its lane."""
+        """Add a node as the last of its lane."""
         self.nodes.append(node)
         self.last[node.lane] = node
         return node
@@ -73,17 +76,17 @@ class Capture:
         return f"<capture {self.id}, {self.mode}, begun by thread {self.thread_name!r} on {self.origin!r}>"
 
     def spoil(self, reason: str) -> None:
-        """Invalidate it; the first reason stays."""
+        """Invalidate the capture; the first reason stays."""
         self.spoiled = self.spoiled or reason
 
     def check(self) -> None:
-        """Raise if it was invalidated."""
+        """Raise if the capture was invalidated."""
         if self.spoiled:
             raise CaptureError(f"{self!r} was invalidated by {self.spoiled}")
 
 
 class Mark:
-    """What an event that was recorded in a capture stands for."""
+    """The state of an event that was recorded in a capture."""
 
     __slots__ = ("capture", "nodes")
 
@@ -93,18 +96,24 @@ class Mark:
 
 
 class HostGraph:
-    """A recorded graph, as CuPy's `Graph`: `launch` queues it on a stream."""
+    """A recorded graph, with CuPy's `Graph` interface.
+
+    `launch` queues it on a stream.
+    """
 
     def __init__(self, table: "StreamTable", nodes: Sequence[Node]) -> None:
         self.nodes = tuple(nodes)
         self.last: QueuedOperation = NOTHING
         """The end of the last launch: a graph never runs beside itself."""
         self.lanes: dict[object, int] = {}
-        """A component of the checker's clocks for each lane."""
+        """The component of the checker's clocks for each lane."""
         self._table = table
 
     def launch(self, stream: "Stream | None" = None) -> None:
-        """Queue all of it on a stream, the current one by default. Nodes without an edge between them have no order."""
+        """Queue the graph on a stream, by default the current stream.
+
+        Nodes without an edge between them have no order.
+        """
         self._table.launch(self, stream)
 
 
@@ -116,10 +125,16 @@ class Captures:
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self.active: tuple[Capture, ...] = ()
-        """Replaced and never changed, so that it is read without the lock."""
+        """Captures under way.
+
+        The tuple is replaced and never changed, so that readers need no lock.
+        """
 
     def refuse_plain(self, queue: "Queue", what: str) -> None:
-        """Raise for memory that no driver made and that a captured launch would write: whoever reads it waits for no replay."""
+        """Raise if a captured launch would write memory of no driver.
+
+        A reader of such memory cannot wait for a replay.
+        """
         if queue.capture is not None:
             what = f"{what}, which is NumPy's memory or another library's on the host,"
             queue.capture.spoil(what)
@@ -129,13 +144,14 @@ class Captures:
             )
 
     def forbid(self, call: str) -> None:
-        """Spoil the captures that a call would harm on a GPU, and raise.
+        """Spoil the captures that a call harms, and raise.
 
-        It harms captures in global mode of any thread and captures in thread-local mode of this thread, unless this thread has
-        exchanged its own mode for *relaxed*.
+        As on a GPU, the call harms captures in global mode of any thread and captures in thread-local mode of this thread. It
+        harms none if this thread has exchanged its own mode for *relaxed*.
         """
         if not self.active or self._thread.relaxed:
             return
+        # The token identifies a thread for good, whereas `threading.get_ident` is reused after a thread has ended.
         own = self._thread.token
         harmed = [
             capture
@@ -151,7 +167,10 @@ class Captures:
             )
 
     def refuse(self, queue: "Queue", what: str) -> None:
-        """Something that a capturing stream cannot take: it spoils the capture and raises."""
+        """Raise and spoil the capture, for a call it cannot take.
+
+        The call has no effect on a stream that is not capturing.
+        """
         capture = queue.capture
         if capture is not None:
             capture.spoil(what)
@@ -184,13 +203,17 @@ class Captures:
                 raise CaptureError(f"{queue!r} is not capturing")
             if capture.origin is not queue:
                 raise CaptureError(f"{capture!r} must be ended there, not on {queue!r}")
+            # As on a GPU, only the thread that began a capture may end it, unless the capture is relaxed.
             if capture.mode != "relaxed" and capture.thread is not self._thread.token:
                 capture.spoil(f"an end_capture in thread {threading.current_thread().name!r}")
                 capture.check()
+            # Only nodes that the first stream depends on belong to the graph. Any other node is work that a joined stream has
+            # left over.
             joined = _ancestors(queue.frontier)
             for member in capture.members:
                 member.capture, member.frontier = None, ()
             capture.ended = True
+            # Readers take the tuple without the lock, so it is replaced and never changed.
             self.active = tuple(other for other in self.active if other is not capture)
         capture.check()
         lost = [node.label or "an operation" for node in capture.nodes if node not in joined]
@@ -202,7 +225,8 @@ class Captures:
         return capture.nodes
 
     def add(self, queue: "Queue", function: Callable[[], object], accesses: Sequence[Access], label: str) -> bool:
-        """Record an operation; False if the stream is not capturing after all."""
+        """Record an operation; False if the stream is not capturing."""
+        # Another thread may have ended the capture since the caller looked, so the stream is checked again under the lock.
         with self._lock:
             capture = queue.capture
             if capture is None:
@@ -213,7 +237,7 @@ class Captures:
             return True
 
     def embed(self, queue: "Queue", nodes: Sequence[Node]) -> bool:
-        """Record a graph's nodes as part of a capture; False if the stream is not capturing after all."""
+        """Record a graph's nodes in a capture; False if not capturing."""
         with self._lock:
             capture = queue.capture
             if capture is None:
@@ -223,18 +247,20 @@ class Captures:
             lanes: dict[object, object] = {}
             for node in nodes:
                 after = tuple(copies[earlier] for earlier in node.after) or queue.frontier
+                # The copies get new lanes, because nodes without an order must not share a lane.
                 lane = lanes.setdefault(node.lane, object())
                 copies[node] = capture.add(Node(node.function, node.label, node.accesses, after, lane))
+            # An empty graph adds no node, so the stream's next operation still depends on the earlier frontier.
             queue.frontier = tuple(copies.values()) or queue.frontier
             return True
 
     def dependencies(self, queue: "Queue") -> tuple[Node, ...]:
-        """Return the nodes that whatever the stream is given next will run after."""
+        """Return the nodes that the stream's next operation depends on."""
         with self._lock:
             return self._of(queue).frontier
 
     def set_dependencies(self, queue: "Queue", nodes: Sequence[Node]) -> None:
-        """Let whatever the stream is given next run after these nodes alone."""
+        """Make the stream's next operation depend on these nodes alone."""
         with self._lock:
             capture = self._of(queue).capture
             for node in nodes:
@@ -250,7 +276,7 @@ class Captures:
         return queue
 
     def mark(self, queue: "Queue") -> Mark | None:
-        """Return what an event stands for that is recorded now; None if the stream is not capturing after all."""
+        """Return the mark of an event recorded now; None if not capturing."""
         with self._lock:
             capture = queue.capture
             if capture is None:
@@ -259,7 +285,7 @@ class Captures:
             return Mark(capture, queue.frontier)
 
     def join(self, queue: "Queue", mark: Mark) -> None:
-        """Let a stream take part, from now on, in the capture of an event that it waits for."""
+        """Let a stream join the capture of an event it waits for."""
         with self._lock:
             capture = mark.capture
             if capture.ended:
@@ -270,6 +296,7 @@ class Captures:
                 reason = "the legacy default stream's wait for an event of it"
             elif other is not None and other is not capture:
                 reason = f"a wait that would merge {capture!r} and {other!r}"
+                # The wait would merge two captures, so both become invalid.
                 other.spoil(reason)
             else:
                 reason = ""
@@ -280,11 +307,12 @@ class Captures:
                 queue.capture, queue.frontier = capture, mark.nodes
                 capture.members.append(queue)
             else:
+                # The stream keeps its own dependencies and adds the dependencies of the event, each once.
                 queue.frontier = tuple(dict.fromkeys(queue.frontier + mark.nodes))
 
 
 def _ancestors(nodes: Sequence[Node]) -> set[Node]:
-    """Return the nodes, and all that they run after."""
+    """Return the nodes and all nodes that they depend on."""
     found: set[Node] = set()
     left = list(nodes)
     while left:
@@ -296,9 +324,9 @@ def _ancestors(nodes: Sequence[Node]) -> set[Node]:
 
 
 def rewired(nodes: Sequence[Node], add: Sequence[tuple[Node, Node]], remove: Sequence[tuple[Node, Node]]) -> list[Node]:
-    """Return copies of nodes, with edges more and edges less, each behind all that it runs after.
+    """Return copies of nodes with changed edges, in topological order.
 
-    Their lanes are those of the edges that there are then: two nodes that lost their order are on one lane no more.
+    The lanes follow from the new edges: two nodes that lost their order no longer share a lane.
 
     Raises
     ------
@@ -312,6 +340,7 @@ def rewired(nodes: Sequence[Node], add: Sequence[tuple[Node, Node]], remove: Seq
         del after[later][earlier]
     for earlier, later in add:
         after[later][earlier] = None
+    # The copies need the copies of their dependencies, so the nodes are visited in topological order.
     order = TopologicalSorter(after)
     try:
         sequence = [*order.static_order()]
@@ -321,6 +350,7 @@ def rewired(nodes: Sequence[Node], add: Sequence[tuple[Node, Node]], remove: Seq
     last: dict[object, Node] = {}
     for node in sequence:
         behind = tuple(copies[earlier] for earlier in after[node])
+        # A lane continues only from its last node. A second branch from the same node therefore starts a new lane.
         lane = next((earlier.lane for earlier in behind if last[earlier.lane] is earlier), None) or object()
         copies[node] = last[lane] = Node(node.function, node.label, node.accesses, behind, lane)
     return [*copies.values()]

@@ -1,6 +1,7 @@
-"""What cuDNN leaves unchecked, checked: who uses a handle, where, and on which stream (G1, G2, G3).
+"""Check the rules for handles that cuDNN leaves unchecked (G1, G2, G3).
 
-It also counts the driver's calls, so that a test can say what a hit costs (G2), and makes the k-th of them fail.
+The checks cover the thread, the device and the stream of each use. The module also counts the driver's calls, so that a test
+can tell the cost of a hit (G2), and makes the k-th call fail.
 """
 
 import threading
@@ -13,14 +14,16 @@ from handlepool.errors import ContractError
 
 
 class HostHandle:
-    """A handle that executes nothing by itself but knows what it was told, as `cudnn.Handle` does.
+    """A handle that executes nothing and remembers its binding.
+
+    It has the attributes of `cudnn.Handle`.
 
     Attributes
     ----------
     backend_handle : int or None
         None once it was destroyed.
     stream : int or None
-        The pointer it is bound to: the very object that `HostDriver.bind_handle` was given.
+        The pointer that it is bound to: the very object passed to `HostDriver.bind_handle`.
     device : int
     """
 
@@ -39,13 +42,16 @@ class HostHandle:
         return f"<HostHandle {self._number:#x} of device {self.device}, {state}>"
 
     def bind(self, queue: Queue, pointer: int) -> None:
-        """Remember what the handle is bound to."""
+        """Remember the stream that the handle is bound to."""
         self.queue = queue
         self.stream = self.bound = pointer
 
 
 class HandleUse:
-    """A call with a handle, entered for as long as it lasts; checks what cuDNN asks its callers to see to."""
+    """A call with a handle, entered while it lasts.
+
+    It checks the rules that cuDNN leaves to its callers.
+    """
 
     __slots__ = ("_call", "_checks", "_handle", "_streams")
 
@@ -59,6 +65,7 @@ class HandleUse:
         handle = self._handle
         if self._checks:
             caller = threading.current_thread().name
+            # A lock that is taken proves that two threads use the handle, so this thread must not wait for it.
             if not handle.in_use.acquire(blocking=False):
                 raise ContractError(
                     f"{self._call}: {handle!r} is in a call of thread {handle.user!r} while thread {caller!r} uses it: a handle "
@@ -68,6 +75,7 @@ class HandleUse:
         try:
             self._check()
         except BaseException:
+            # Python does not call `__exit__` when `__enter__` raises, so the lock is released here.
             self.__exit__(None, None, None)
             raise
         return handle
@@ -87,15 +95,21 @@ class HandleUse:
             )
 
     def bound_queue(self) -> Queue:
-        """Return the stream that the handle is truly bound to, which must be the one that it says."""
+        """Return the stream that the handle is bound to.
+
+        It must equal the stream that the handle names.
+        """
         handle = self._handle
         bound = handle.queue
+        # Code may have set ``stream`` by itself, which does not bind a handle of cuDNN.
         if handle.stream != handle.bound:
             raise ContractError(
                 f"{self._call}: {handle!r} by its own word, but bind_handle bound it to {bound!r}: nothing else binds a handle"
             )
         if bound.default:
-            return self._streams.resolve(bound.pointer)  # "per-thread" means the thread that calls
+            # The pointer of the per-thread stream names the stream of the calling thread.
+            return self._streams.resolve(bound.pointer)
+        # A new stream may have the pointer of the destroyed stream, so the queue and not the pointer decides.
         if not bound.alive:
             raise ContractError(
                 f"{self._call}: {handle!r}, that is to {bound!r}: bind it again, also where a new stream has the same pointer"
@@ -104,7 +118,10 @@ class HandleUse:
 
 
 class Relaxed:
-    """While entered, this thread's stream-capture mode is *relaxed*. One object serves all threads, however deep they nest."""
+    """Relax this thread's stream-capture mode while entered.
+
+    One object serves all threads and any depth of nesting.
+    """
 
     __slots__ = ("_thread",)
 
@@ -112,6 +129,7 @@ class Relaxed:
         self._thread = thread
 
     def __enter__(self) -> None:
+        # A counter allows nested uses on one thread.
         self._thread.relaxed += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -119,27 +137,24 @@ class Relaxed:
 
 
 class CallLog:
-    """Counts the driver's calls by the method's name, and lets one of them fail.
-
-    Counts are exact as long as one thread calls.
-    """
+    """Count the driver's calls by method name, and inject a failure."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self._fault: Callable[[str], None] | None = None
 
     def note(self, method: str) -> None:
-        """Note that a method was called, before it has any effect."""
+        """Note a call of a method, before it has any effect."""
         self.calls[method] += 1
         if self._fault is not None:
             self._fault(method)
 
     def fail_by(self, fault: Callable[[str], None]) -> None:
-        """Ask a function before every call from now; the call raises its error."""
+        """Call a function before every later call; its error propagates."""
         self._fault = fault
 
     def fail_at(self, k: int, method: str | None, error: BaseException | None, spared: Container[str]) -> None:
-        """Make the k-th call from now fail, once. See `HostDriver.fail_at`."""
+        """Make the k-th call from now fail, once; see `HostDriver.fail_at`."""
         left = k
 
         def fault(called: str) -> None:
@@ -147,6 +162,7 @@ class CallLog:
             if called == method or (method is None and called not in spared):
                 left -= 1
                 if left == 0:
+                    # The failure happens once, so the fault removes itself first.
                     self._fault = None
                     raise error or RuntimeError(f"injected failure of {called}, call {k} of {method or 'all'}")
 

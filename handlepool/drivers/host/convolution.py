@@ -1,8 +1,10 @@
-"""Convolutions by unfolding: gather each output's inputs into columns, then multiply by the filters.
+"""Compute convolutions by unfolding.
 
-The columns lie in memory that the caller gives, between two steps that a scheduler may part. All three convolutions are
-the same two steps: the loss takes the image's place for the gradient of the image, and the loss the filters' place for
-the gradient of the filters. Work is cut into `Tile`s where the columns would not fit.
+The first step gathers each output's inputs into columns. The second step multiplies the columns by the filters. The columns lie
+in memory of the caller's, and a scheduler may run other work between the two steps.
+
+All three convolutions use the same two steps. For the gradient of the image, the loss takes the image's place. For the gradient
+of the filters, the loss takes the filters' place. Work whose columns would not fit is cut into `Tile`s.
 """
 
 import math
@@ -19,7 +21,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A part of the work: some images, some groups, some rows (extents of the first spatial axis)."""
+    """A part of the work: some images, groups and rows.
+
+    Rows are extents of the first spatial axis.
+    """
 
     images: slice
     groups: slice
@@ -28,20 +33,22 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Unfolding:
-    """Which elements of ``source`` meet each position of ``domain`` under each tap of the filter.
+    """A map from positions and filter taps to elements of ``source``.
+
+    Each position of ``domain`` has one element under each tap of the filter, or none.
 
     Parameters
     ----------
     geometry : Convolution
     groups : int
     source : tuple of int
-        Shape of what is gathered from, (N, channels, …): the image, or the loss if ``transposed``.
+        Shape of the gathered array, (N, channels, …): the image, or the loss if ``transposed``.
     domain : tuple of int
-        Spatial extents of the positions: those of the result, or those of the image if ``transposed``.
+        Spatial extents of the positions: the result's extents, or the image's extents if ``transposed``.
     taps : tuple of int
         Spatial extents of the filter.
     transposed : bool
-        Whether positions are the image's and elements the loss's (the gradient of the image), or the other way round.
+        True for the gradient of the image: positions are the image's, elements are the loss's. False: the reverse.
     """
 
     geometry: Convolution
@@ -53,7 +60,10 @@ class Unfolding:
 
     @property
     def elements_per_row(self) -> int:
-        """Columns of one row of one group of one image, the least that can be unfolded at once."""
+        """Columns of one row of one group of one image.
+
+        This is the smallest part that can be unfolded at once.
+        """
         return self.source[1] // self.groups * math.prod(self.taps) * math.prod(self.domain[1:])
 
     def columns(self, tile: Tile) -> Shape:
@@ -62,7 +72,10 @@ class Unfolding:
         return (*counts[:2], self.source[1] // self.groups, *self.taps, counts[2], *self.domain[1:])
 
     def tiles(self, elements: int) -> list[Tile]:
-        """Cut the work into parts of at most ``elements`` columns each, and at least one row."""
+        """Cut the work into tiles of at most ``elements`` columns.
+
+        A tile has at least one row, even if that takes more.
+        """
         images, rows = self.source[0], self.domain[0]
         per_group = self.elements_per_row * rows
         per_image = per_group * self.groups
@@ -75,7 +88,10 @@ class Unfolding:
         return [Tile(*part) for part in product(*parts)]
 
     def gather(self, source: Array, columns: Array, tile: Tile) -> None:
-        """Fill ``columns`` (of `columns` shape, any floating type) from the whole ``source``."""
+        """Fill ``columns`` from the whole ``source``.
+
+        ``columns`` has the shape from `columns`, and any floating type.
+        """
         width = self.source[1] // self.groups
         part = source[tile.images, tile.groups.start * width : tile.groups.stop * width]
         part = part.reshape(part.shape[0], -1, width, *part.shape[2:]) if self.groups > 1 else part[:, None]
@@ -84,6 +100,7 @@ class Unfolding:
         every: tuple[Any, ...] = (slice(None),) * 3
         for tap in product(*map(range, self.taps)):
             target = columns[every + tap]
+            # Positions without an element under this tap lie in the padding, which is zero.
             target[...] = 0
             met = [self._meet(axis, tap[axis], *bounds[axis]) for axis in range(spatial)]
             if all(met):
@@ -91,15 +108,20 @@ class Unfolding:
                 target[every + there] = part[every + here]
 
     def _meet(self, axis: int, tap: int, low: int, high: int) -> tuple[slice, slice] | None:
-        """Return the positions from ``low`` to ``high`` with an element under a tap (from ``low``), and these."""
+        """Return the positions under a tap, and their elements, as slices.
+
+        The positions count from ``low`` and end before ``high``. Returns None if no position has an element.
+        """
         geometry, extent = self.geometry, self.source[axis + 2]
         step = geometry.stride[axis]
         offset = tap * geometry.dilation[axis] - geometry.before[axis]
-        if self.transposed:  # position = element * step + offset
+        # Here position = element * step + offset.
+        if self.transposed:
             first, stop = max(0, _ceil(low - offset, step)), min(extent, _ceil(high - offset, step))
             start = first * step + offset - low
             pair = slice(start, start + (stop - first - 1) * step + 1, step), slice(first, stop)
-        else:  # element = position * step + offset
+        else:
+            # Here element = position * step + offset.
             first, stop = max(low, _ceil(-offset, step)), min(high, _ceil(extent - offset, step))
             start = first * step + offset
             pair = slice(first - low, stop - low), slice(start, start + (stop - first - 1) * step + 1, step)
@@ -107,17 +129,24 @@ class Unfolding:
 
 
 def filter_matrix(weight: Array, unfolding: Unfolding, dtype: np.dtype[Any]) -> Array:
-    """Return the filters as (groups, rows, columns per position), ready to multiply what `Unfolding.gather` made."""
+    """Return the filters as (groups, rows, columns per position).
+
+    The matrix is ready to multiply the columns of `Unfolding.gather`.
+    """
     groups, taps = unfolding.groups, math.prod(unfolding.taps)
     weight = flip(weight, unfolding.geometry)
     matrix = np.asarray(weight, dtype).reshape(groups, weight.shape[0] // groups, weight.shape[1], taps)
     if unfolding.transposed:
+        # The gradient of the image exchanges the roles of input and output channels.
         matrix = matrix.swapaxes(1, 2)
     return matrix.reshape(*matrix.shape[:2], -1)
 
 
 def multiply(matrix: Array, columns: Array, output: Array, tile: Tile) -> None:
-    """Write the tile's part of ``output``, (N, channels, …), from the filters and the columns."""
+    """Write the tile's part of ``output`` from filters and columns.
+
+    ``output`` has the shape (N, channels, …).
+    """
     images, groups = columns.shape[:2]
     width = matrix.shape[1]
     result = matrix[tile.groups] @ columns.reshape(images, groups, matrix.shape[2], -1)
@@ -126,7 +155,10 @@ def multiply(matrix: Array, columns: Array, output: Array, tile: Tile) -> None:
 
 
 def accumulate(loss: Array, columns: Array, total: Array, tile: Tile) -> None:
-    """Add the tile's part to ``total``, (groups, filters per group, columns per position), from the loss."""
+    """Add the tile's part to ``total``, from the loss.
+
+    ``total`` has the shape (groups, filters per group, columns per position).
+    """
     images, groups = columns.shape[:2]
     width = total.shape[1]
     part = loss[tile.images, tile.groups.start * width : tile.groups.stop * width, tile.rows]
@@ -146,7 +178,10 @@ def _ceil(numerator: int, denominator: int) -> int:
 
 
 def _cut(count: int, most: int) -> list[slice]:
-    """Cut a range into as few parts as possible, as even as possible."""
+    """Cut a range into few parts of nearly equal size.
+
+    The number of parts is the smallest possible.
+    """
     parts = _ceil(count, min(count, most))
     edges = [count * part // parts for part in range(parts + 1)]
     return [slice(low, high) for low, high in pairwise(edges)]

@@ -1,8 +1,13 @@
-"""The driver without a GPU: NumPy arrays, streams that are ordered queues, events, handles, memory and captures.
+"""The driver without a GPU: NumPy arrays on simulated devices.
 
-`HostDriver` stands on `scheduler` (what runs when), `streams`, `captures` and `graphs` (programs), `memory` (scratch, arenas),
-`array`, `contract` (handles, checks, counts, faults), `executable` over `evaluator` (graphs), and `testing` (what tests need
-beside the protocol).
+`HostDriver` builds on one module per noun:
+
+- `scheduler`: the order in which operations run.
+- `streams`, `captures` and `graphs`: streams, events and programs.
+- `memory` and `array`: scratch, arenas and arrays.
+- `contract`: handles, checks, counts and faults.
+- `executable` over `evaluator`: graphs.
+- `testing`: controls that tests need beside the protocol.
 """
 
 import itertools
@@ -50,33 +55,34 @@ class HostDriver(Controls):
         Pretended devices, each with its own memory and streams.
     scheduler : {"threads", "adversarial"}
         "threads" overlaps streams for real. "adversarial" has no threads and runs queued work in an order that the seed
-        picks, mostly when somebody waits for it, so that a wait that is missing gives wrong results again and again.
+        picks, mostly when a thread waits for it. So a missing wait gives wrong results in every run.
     seed : int
         Of the adversarial scheduler.
     memory : int, optional
-        Bytes of each device. By default what ``HANDLEPOOL_HOST_MEMORY`` says (``4G``), else half of what the machine has free.
+        Bytes of each device. By default the size in ``HANDLEPOOL_HOST_MEMORY`` (``4G``), else half of the machine's free memory.
     checks : bool
-        Whether to check how handles are used, which cuDNN does not.
+        Whether to check the use of handles, which cuDNN leaves unchecked.
     check_order : bool
         Whether to check that conflicting accesses to device memory are ordered, by streams, events or waits of the host; see
-        `handlepool.drivers.host.race_checker`. For tests: it costs several times what the work does. A pool with
+        `handlepool.drivers.host.race_checker`. For tests: the check costs several times as much as the work. A pool with
         ``check=True`` turns it on for its driver.
     strict : bool
-        Whether arrays refuse what CuPy's refuse: to become NumPy's by themselves, and NumPy's as operands beside them.
+        Whether arrays refuse the uses that CuPy's arrays refuse: implicit conversion to NumPy, and NumPy operands beside them.
 
     Notes
     -----
     The legacy default stream (pointer 0) alone is synchronous with the host. There is no implicit order between it and any other
     stream, as between it and non-blocking streams on a GPU.
 
-    What fails in queued work is raised by the next call that waits for a stream or event.
+    The next call that waits for a stream or event raises a failure of queued work.
 
-    The finaliser of a stream spoils no capture. Of the calls that do, see `Captures.forbid`.
+    The finaliser of a stream spoils no capture. `Captures.forbid` describes the calls that do.
     """
 
     name = "host"
     memory_advice = f"; {ADVICE}"
-    _numbers = itertools.count(0x1000)  # of handles
+    # Each handle gets the next number as its backend handle.
+    _numbers = itertools.count(0x1000)
     array_types: tuple[type, ...] = (HostArray, np.ndarray)
     block_type: type = Owner
 
@@ -121,7 +127,10 @@ class HostDriver(Controls):
         return self._thread.device
 
     def current_stream(self, device: int = -1) -> Stream:
-        """Return this thread's current stream of a device, by default the current one's; the same object while it is used."""
+        """Return this thread's current stream of a device.
+
+        The default is the current device. The call returns the same object while that stream is in use.
+        """
         self._note("current_stream")
         thread = self._thread
         return thread.current[thread.device if device == -1 else device]
@@ -153,13 +162,19 @@ class HostDriver(Controls):
         self._streams.set_device(ordinal)
 
     def create_stream(self) -> Stream:
-        """Return a new stream of the current device, at the address of the one that was destroyed last."""
+        """Return a new stream of the current device.
+
+        It takes the address of the stream that was destroyed last.
+        """
         self._note("create_stream")
         self._forbid("create_stream")
         return self._streams.create()
 
     def wrap_stream(self, pointer: int, owner: object) -> Stream:
-        """Wrap somebody else's pointer in a stream object; as by CuPy's ``from_external``, nothing is asked of it."""
+        """Wrap a foreign pointer in a stream object.
+
+        As with CuPy's ``from_external``, the call does not check the pointer.
+        """
         self._note("wrap_stream")
         default = {LEGACY_STREAM: self._streams.legacy, PER_THREAD_STREAM: self._streams.per_thread}.get(pointer)
         return default or Stream(self._streams, None, pointer, -1, owner)
@@ -171,22 +186,32 @@ class HostDriver(Controls):
     def pop_stream(self, stream: Any, previous: Any) -> None:
         self._note("pop_stream")
         stream.__exit__(None, None, None)
+        # `__exit__` restores the stream that was entered before, and `use` may have made another stream current.
         previous.use()
 
     def owns_stream(self, stream: object) -> bool:
-        """Whether the object's life is the stream's life, or it is a default stream's object of this driver."""
+        """Return whether the object owns its stream, or is a default stream.
+
+        A default stream's object must belong to this driver.
+        """
         self._note("owns_stream")
         return isinstance(stream, Stream) and stream.is_owned_by(self._streams)
 
     def stream_id(self, pointer: int) -> int:
-        """Return the stream's id, which no other stream ever has; asking it of a capturing stream invalidates the capture."""
+        """Return the stream's id, which no other stream ever has.
+
+        Asking for the id of a capturing stream invalidates the capture.
+        """
         self._note("stream_id")
         queue = self._streams.resolve(pointer)
         self._streams.captures.refuse(queue, "stream_id")
         return queue.id
 
     def capture_id(self, pointer: int) -> int:
-        """Return the id of the capture that a stream takes part in, also of an invalidated one, or 0."""
+        """Return the id of a stream's capture, or 0.
+
+        An invalidated capture still has its id.
+        """
         self._note("capture_id")
         capture = self._streams.resolve(pointer).capture
         return 0 if capture is None else capture.id
@@ -194,6 +219,7 @@ class HostDriver(Controls):
     def stream_device(self, pointer: int) -> int:
         self._note("stream_device")
         queue = self._streams.resolve(pointer)
+        # A default stream's pointer names a queue of every device.
         if queue.default:
             raise ContractError(f"stream_device({pointer}): a default stream belongs to whatever device is current")
         return queue.device
@@ -213,7 +239,7 @@ class HostDriver(Controls):
         return event
 
     def destroy_event(self, event: Event) -> None:
-        """Destroy an event; waits that were queued hold what they wait for."""
+        """Destroy an event; queued waits keep the operation that they wait for."""
         self._note("destroy_event")
         self._streams.check_event(event)
         self._forbid("destroy_event")
@@ -221,13 +247,17 @@ class HostDriver(Controls):
         self._events_alive.discard(event)
 
     def event_done(self, event: Event, failures: bool = False) -> bool:
-        """Whether what the event stands for has run; true of an event that was never recorded."""
+        """Return whether the event's work has run.
+
+        An event that was never recorded counts as done.
+        """
         self._note("event_done")
         self._forbid("event_done")
         operation = self._streams.operation_of(event, "event_done")
         done = self._streams.is_done(operation)
         if done and failures:
-            self._streams.wait_on_host(operation, repr(event))  # it raises what failed
+            # The wait returns at once. It raises failures of queued work, which `is_done` leaves alone.
+            self._streams.wait_on_host(operation, repr(event))
         return done
 
     def synchronize_event(self, event: Event) -> None:
@@ -267,15 +297,20 @@ class HostDriver(Controls):
         if handle.backend_handle is not None:
             self._forbid("destroy_handle")
             with HandleUse(self._streams, handle, "destroy_handle", self.checks):
+                # Later uses of the handle see None and raise.
                 handle.backend_handle = handle.stream = None
                 self._handles_alive.discard(handle)
 
     # When something is wrong
 
     def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
-        """Return what `lose_context` was told, once a call has failed for it, or for the asking."""
+        """Return the error of `lose_context` if a call failed for it.
+
+        With ``ask``, return the error even if no call has failed yet.
+        """
         lost = self.lost
         while error is not None and error is not lost:
+            # Python chains the original error behind the errors that other code raised for it.
             error = error.__cause__ or error.__context__
         return lost if ask or error is not None else None
 
@@ -292,24 +327,28 @@ class HostDriver(Controls):
         return partial(self._streams.watchers.remove, report)
 
     def watch_shared_state(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
-        """Check the order of accesses from now on, on all streams of the driver; NumPy shares nothing else between streams."""
+        """Check the order of accesses on all streams from now on.
+
+        NumPy shares no state between streams other than memory.
+        """
         if not check:
             return lambda: None
         scheduler = self._streams.scheduler
         scheduler.watch()
-        ends = [scheduler.unwatch]  # taken by the first call; whoever closes twice ends it once
+        # The first call empties the list, so that a second close has no effect.
+        ends = [scheduler.unwatch]
         return lambda: ends.pop()() if ends else None
 
     # Memory
 
     def allocate(self, nbytes: int) -> int:
-        """Scratch memory of the current device, aligned to 256 bytes."""
+        """Allocate scratch on the current device, aligned to 256 bytes."""
         self._note("allocate")
         self._forbid("allocate")
         return self._memory.current.allocate(nbytes)
 
     def free(self, pointer: int) -> None:
-        """Give scratch memory back; waits for queued work that touches it."""
+        """Free scratch memory after queued work that uses it has run."""
         self._note("free")
         self._forbid("free")
         self._memory.current.free(pointer)
@@ -320,7 +359,10 @@ class HostDriver(Controls):
         return memory.total - memory.used, memory.total
 
     def release_cached(self) -> None:
-        """Give the arenas' free blocks back to the current device; waits for queued work that touches them."""
+        """Free the arenas' unused blocks on the current device.
+
+        The call waits for queued work that uses them.
+        """
         self._note("release_cached")
         self._forbid("release_cached")
         self._memory.current.release_cached()
@@ -331,13 +373,16 @@ class HostDriver(Controls):
         return self._memory.scratch_array(pointer, nbytes, owner)
 
     def end_scratch(self, array: HostArray, why: str) -> None:
-        """Refuse uses of a scratch array and its views from now on."""
+        """Refuse later uses of a scratch array and its views."""
         lease = owner_of(array)
         if lease is not None:
             lease.ended = why
 
     def region_allocator(self, stream: Any, keep: Callable[[object], None], of: Callable[[int], Any]) -> RegionAllocator:
-        """Return an allocator for branches of a region that was forked from ``stream``, on the current device."""
+        """Return an allocator for the branches of a region.
+
+        The region was forked from ``stream``, on the current device.
+        """
         self._note("region_allocator")
         return RegionAllocator(self._streams, stream, keep, of)
 
@@ -378,6 +423,7 @@ class HostDriver(Controls):
         while cause is not None:
             if isinstance(cause, CaptureError):
                 return str(cause)
+            # Python chains the original error behind the errors that other code raised for it.
             cause = cause.__cause__ or cause.__context__
         return None
 
@@ -388,7 +434,10 @@ class HostDriver(Controls):
     # Arrays and graphs
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> HostArray:
-        """Return an uninitialised array on the current device; strides in bytes, none negative."""
+        """Return an uninitialised array on the current device.
+
+        Strides are in bytes, and none is negative.
+        """
         self._note("empty")
         return self._memory.empty(shape, strides, check_type(np.dtype(dtype)))
 
@@ -397,7 +446,10 @@ class HostDriver(Controls):
         return lambda: [self.empty(*lie) for lie in lies]
 
     def asarray(self, values: Any) -> HostArray:
-        """Return a copy on the current device, in the same layout, made by the current stream from the values as they are now."""
+        """Return a copy on the current device, in the same layout.
+
+        The current stream makes the copy from the values at the time of the call.
+        """
         self._note("asarray")
         ours = isinstance(values, HostArray) and work_of(values) is self._work
         source = values if ours else np.array(values, order="K")
@@ -411,7 +463,10 @@ class HostDriver(Controls):
         return copy() if ours or watched is None else watched[0](source, copy)
 
     def asnumpy(self, array: Array) -> np.ndarray[Any, Any]:
-        """Return a copy on the host, after all work on the current stream of the array's device."""
+        """Return a copy on the host.
+
+        The copy follows all work on the current stream of the array's device.
+        """
         self._note("asnumpy")
         home: AbstractContextManager[object] = nullcontext()
         if isinstance(array, HostArray):
@@ -420,6 +475,7 @@ class HostDriver(Controls):
         with home:
             self._streams.synchronize(self._current_queue())
         raw, block = raw_view(array)
+        # NumPy's arrays have no block, so the checker has nothing to compare.
         if self.order is not None and block is not None:
             self.order.host_reads(block, raw, "copy to the host")
         return np.array(raw, order="K")
@@ -438,10 +494,11 @@ class HostDriver(Controls):
         self._note("copy")
         queue = self._current_queue()
         if isinstance(source, np.ndarray) and not isinstance(source, HostArray) and queue.capture is None:
-            # NumPy's memory has its values now, and may be filled anew as soon as this returns.
+            # The caller may overwrite NumPy's memory as soon as this call returns, so the work reads a copy of its values.
             source = np.array(source, order="K")
         self._enqueue(queue, np.copyto, (target,), (source,), "copy")
-        if raw_view(target)[1] is None and queue.capture is None:  # nobody else waits for who reads it
+        # A reader of NumPy's memory has no stream to wait for, so this call waits for the copy.
+        if raw_view(target)[1] is None and queue.capture is None:
             self._streams.wait_on_host(queue.tail, "a copy to NumPy's memory")
 
     def copy_run(self, target: Array, source: Array, pointer: int) -> None:
@@ -455,6 +512,7 @@ class HostDriver(Controls):
 
     def copy_from_host(self, target: Array, values: np.ndarray[Any, Any], pointer: int) -> object:
         self._note("copy_from_host")
+        # The caller may overwrite its array before the work runs, so the work reads a copy.
         read = np.array(values)
         self._enqueue(self._streams.resolve(pointer), np.copyto, (target,), (read,), "copy from the host")
         return read
@@ -473,14 +531,17 @@ class HostDriver(Controls):
         views = [raw_view(array) for array in arrays]
         sums = HostSums(partial(self._streams.wait_on_host, purpose="checksums"))
         raw = [view for view, _ in views]
-        # Memory that is freed waits for these reads, and their order is not checked.
+        # Freed memory waits for these reads, but the checker ignores their order.
         reads = [Access(block, view, False, checked=False) for view, block in views if block is not None]
         self._streams.give(queue, lambda: sums.compute(*raw), reads, "checksums")
         sums.queued(queue.tail)
         return sums
 
     def _check_run(self, target: Array, source: Array, call: str) -> None:
-        """Refuse what a GPU would copy wrongly: it copies as many bytes, whatever lies there."""
+        """Refuse operands that a GPU would copy wrongly.
+
+        A GPU copies the same number of bytes regardless of types and strides.
+        """
         one, other = ((array.shape, array.dtype) for array in (target, source))
         if one != other or not one_run(target.shape, target.strides, source.strides, target.dtype.itemsize):
             raise ContractError(f"{call}: {shown(target)} of strides {target.strides}, {shown(source)} of {source.strides}")
@@ -490,7 +551,10 @@ class HostDriver(Controls):
         return False
 
     def array_device(self, array: Array) -> int:
-        """Return the ordinal of an array's device; the current one, for an array that this driver did not make."""
+        """Return the ordinal of an array's device.
+
+        For an array that this driver did not make, it is the current device.
+        """
         self._note("array_device")
         if isinstance(array, HostArray):
             self._work.check(array, "the call")
@@ -513,7 +577,8 @@ class HostDriver(Controls):
     ) -> HostArray:
         self._note("part")
         begin, end = span(address, shape, strides, dtype.itemsize)
-        memory = bytes_at(begin, end, None)  # an array's elements do not keep its owner, which the array does
+        # The elements of an array do not keep its owner alive. The array object does.
+        memory = bytes_at(begin, end, None)
         raw: Any = np.ndarray(tuple(shape), dtype, memory, address - begin, tuple(strides))
         return view_of(array, raw)
 
@@ -522,7 +587,7 @@ class HostDriver(Controls):
         return owner_of(array)
 
     def adopt(self, view: View) -> HostArray:
-        """Host memory of another library's as an array; no device is its own."""
+        """Wrap host memory of another library; it belongs to no device."""
         self._note("adopt")
         if view.device_id != HOST:
             raise ArrayTypeError("it is in a GPU's memory, and the host driver takes arrays in the host's")
@@ -531,29 +596,39 @@ class HostDriver(Controls):
         return HostArray(view.as_numpy(), None, self._work)
 
     def array_over(self, view: View) -> HostArray:
-        """Host memory of another library's as an array; see `adopt`."""
+        """Wrap host memory of another library; see `adopt`."""
         self._note("array_over")
         return self.adopt(view)
 
     def launch_buffer(self) -> tuple[()]:
-        """Nothing to write to: a launch here needs no storage of the slot's."""
+        """Return nothing: a launch here needs no storage of the slot's."""
         return ()
 
     def new_graph(self, **settings: Any) -> Any:
-        """Return an empty `cudnn.pygraph`, which is read and never built; see `handlepool.tensors.frontend.new_graph`."""
+        """Return an empty `cudnn.pygraph`, which is read and never built.
+
+        See `handlepool.tensors.frontend.new_graph`.
+        """
         self._note("new_graph")
         return frontend.new_graph(**settings)
 
     def plan_environment(self) -> str:
-        """Return nothing more than that it is this driver: a plan here depends on its graph alone."""
+        """Return the driver's name alone.
+
+        A plan of this driver depends on its graph alone.
+        """
         self._note("plan_environment")
         return json.dumps({"driver": self.name})
 
     def compile(
         self, graph: Any, operands: Sequence[Any], *, handle: Any = None, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> HostExecutable:
-        """Plan a graph for the current device. Of the settings for cuDNN, only ``workspace_limit`` means anything here."""
-        from handlepool.drivers.host import evaluator  # needed by graphs alone
+        """Plan a graph for the current device.
+
+        Of the settings for cuDNN, only ``workspace_limit`` has an effect here.
+        """
+        # Only graphs need this module, so other users do not pay for its import.
+        from handlepool.drivers.host import evaluator
 
         self._note("compile")
         self._forbid("compile")
@@ -570,7 +645,8 @@ class HostDriver(Controls):
         return executable
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> HostExecutable:
-        from handlepool.drivers.host import kernels  # needed by these alone
+        # Only kernels need this module, so other users do not pay for its import.
+        from handlepool.drivers.host import kernels
 
         self._note("kernel")
         self._forbid("kernel")

@@ -17,7 +17,7 @@ def _rounded(name: str) -> Callable[[Array], Array]:
 
 
 def _by_element(function: Callable[[float], float]) -> Callable[[Any], Array]:
-    """Return a Python function of numbers as a function of arrays."""
+    """Return a function of arrays from a function of numbers."""
 
     # NumPy has no error function, and the package does not depend on SciPy.
     def computed(x: Any) -> Array:
@@ -28,6 +28,7 @@ def _by_element(function: Callable[[float], float]) -> Callable[[Any], Array]:
 
 
 def _gelu(x: float) -> float:
+    # `erfc` keeps its precision for large negative inputs, where 1 + erf(x) would cancel.
     return x * (math.erfc(-x * math.sqrt(0.5)) / 2)
 
 

@@ -1,10 +1,10 @@
-"""Evaluates the frontend's own graph nodes with NumPy, as a list of steps for the host's streams.
+"""Evaluate the frontend's graph nodes with NumPy, as a list of steps.
 
-What no operand holds lives in the given workspace: intermediate tensors, each in a region of its own, and the unfolded
-input of the convolution that is running. A plan has no memory of its own, so it may run on many streams at once, and
-two that share a workspace corrupt each other as they do on a GPU.
+The steps run on the host's streams. The given workspace holds all tensors that are not operands: intermediate tensors, each in
+a region of its own, and the unfolded input of the running convolution. A plan has no memory of its own, so it may run on many
+streams at once. Two streams that share a workspace corrupt each other's results, as on a GPU.
 
-Everything is computed in float32, or in float64 where an operand is that; a result is rounded as it is written.
+The steps compute in float32, or in float64 if an operand has that type. A result is rounded when it is written.
 """
 
 import math
@@ -31,7 +31,10 @@ from handlepool.tensors.inference import (
 
 ALIGNMENT = 256
 COLUMN_BYTES = 128 << 20
-"""What a convolution unfolds at once, at most, also without a limit."""
+"""Bytes that a convolution unfolds at once, at most.
+
+The bound holds even without a workspace limit.
+"""
 
 REDUCTIONS: Mapping[str, Callable[..., Any]] = {
     "ADD": np.sum,
@@ -44,14 +47,20 @@ REDUCTIONS: Mapping[str, Callable[..., Any]] = {
     "NORM1": lambda x, **over: np.sum(np.abs(x), **over),
     "NORM2": lambda x, **over: np.sqrt(np.sum(x * x, **over)),
 }
-"""By the name in `cudnn.reduction_mode`, of a floating array over ``axis``, with ``keepdims``."""
+"""Functions by the name in `cudnn.reduction_mode`.
+
+Each takes a floating array, ``axis`` and ``keepdims``.
+"""
 
 Body = Callable[[Sequence[Array], Array], None]
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationStep:
-    """One queued piece of work. `reads` and `writes` are indices of operands."""
+    """One queued piece of work.
+
+    `reads` and `writes` are indices of operands.
+    """
 
     name: str
     reads: tuple[int, ...]
@@ -59,14 +68,21 @@ class EvaluationStep:
     body: Body = field(repr=False)
 
     def run(self, arrays: Sequence[Array], workspace: Array) -> None:
-        """Run on the operands' arrays, which have the operands' shape, and a uint8 workspace."""
-        with np.errstate(all="ignore"):  # a GPU does not warn of an overflow or a division by zero
+        """Run the step on the operands' arrays and a workspace.
+
+        The arrays have the operands' shapes, and the workspace is uint8.
+        """
+        # A GPU does not warn of an overflow or a division by zero.
+        with np.errstate(all="ignore"):
             self.body(arrays, workspace)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A planned graph. `steps` run one after the other, with whatever lies between them."""
+    """A planned graph.
+
+    `steps` run in order, and other work may run between them.
+    """
 
     engine: str
     workspace_size: int
@@ -80,11 +96,11 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class _TensorPlace:
-    """Where a tensor is: among the operands, in the workspace, or nowhere (a constant)."""
+    """The place of a tensor: an operand, the workspace, or a constant."""
 
     shape: Shape
     dtype: np.dtype[Any]
-    """Of what lies in the workspace, and of a constant; an operand has its own."""
+    """dtype of workspace tensors and constants; operands carry their own."""
     operand: int | None = None
     offset: int = 0
     constant: float | None = None
@@ -118,15 +134,15 @@ def plan(
     Parameters
     ----------
     graph : cudnn.pygraph
-        Its real outputs were marked by `handlepool.tensors.inference.infer`.
+        `handlepool.tensors.inference.infer` has marked its real outputs.
     operands : sequence of graph tensor
         The graph's real tensors in the order in which the arrays will come: inputs, then outputs.
     shapes : mapping, optional
-        What `infer` returned.
+        The result of `infer`.
     workspace_limit : int, optional
         Bytes. Convolutions are cut into parts to fit.
     exact : bool
-        Whether everything is computed in float64, whatever the operands are.
+        Whether to compute in float64 for operands of any type.
 
     Raises
     ------
@@ -147,11 +163,14 @@ class _Planner:
         self.shapes = shapes
         self.limit = workspace_limit
         self.operands = {tensor.uid: i for i, tensor in enumerate(operands)}
+        # One operand of double precision makes the whole graph compute in float64.
         double = exact or any(getattr(tensor.data_type, "name", "") == "DOUBLE" for tensor in operands)
         self.dtype = np.dtype(np.float64 if double else np.float32)
         self.places: dict[int, _TensorPlace] = {}
-        self.end = 0  # of the regions given out
-        self.size = 0  # of the workspace
+        # This is the end of the regions handed out so far.
+        self.end = 0
+        # This is the size of the workspace.
+        self.size = 0
         self.steps: list[EvaluationStep] = []
         self.engines: set[str] = set()
 
@@ -178,6 +197,7 @@ class _Planner:
                     "driver"
                 )
             self.place(node)
+            # The sums over all tiles need a region that lasts from the first tile to the last.
             if node.node_type.name == "CONV_WGRAD":
                 totals[id(node)] = self.region(self.shapes[node.outputs["DW"].uid])
         self.totals = totals
@@ -188,6 +208,7 @@ class _Planner:
             )
         for node in nodes:
             rules[node.node_type.name](node)
+        # The first engine in this list that the graph uses names the whole plan.
         engines = ("host_im2col", "host_attention", "host_matmul", "host_reduction", "host_pointwise", "host_copy")
         return Evaluation(next((name for name in engines if name in self.engines), engines[-1]), self.size, tuple(self.steps))
 
@@ -215,12 +236,17 @@ class _Planner:
     def region(self, shape: Shape) -> _TensorPlace:
         place = _TensorPlace(shape, self.dtype, offset=self.end)
         self.size = self.end + math.prod(shape) * self.dtype.itemsize
+        # The next region begins at an aligned offset.
         self.end = -(-self.size // ALIGNMENT) * ALIGNMENT
         return place
 
     def columns(self, node: FrontendNode, unfolding: Unfolding) -> tuple[_TensorPlace, list[Any]]:
-        """Return the region of a convolution's columns, which all convolutions share, and the tiles that fit in it."""
+        """Return the region of a convolution's columns, and its tiles.
+
+        All convolutions share the region, and the tiles fit in it.
+        """
         least = unfolding.elements_per_row * self.dtype.itemsize
+        # The columns follow the regions of all nodes and use the rest of the allowed workspace.
         room = COLUMN_BYTES if self.limit is None else min(COLUMN_BYTES, self.limit - self.end)
         if self.limit is not None and self.end + least > self.limit:
             raise GraphNotSupportedError(
@@ -293,6 +319,7 @@ class _Planner:
 
         def finish(tile: Any, columns: Array, arrays: Sequence[Array], workspace: Array) -> None:
             sums = total.view_as(grouped, workspace)
+            # The workspace holds old data, so the first tile clears the sums.
             if tile is tiles[0]:
                 sums[...] = 0
             accumulate(loss.view(arrays, workspace), columns, sums, tile)
@@ -310,7 +337,10 @@ class _Planner:
         output: _TensorPlace,
         finish: Callable[[Any, Array, Sequence[Array], Array], None],
     ) -> list[Any]:
-        """Add two steps a tile: unfold ``source`` into the columns; ``finish`` with them."""
+        """Add two steps per tile: unfold ``source``, then call ``finish``.
+
+        The first step writes the columns, and ``finish`` reads them.
+        """
         self.engines.add("host_im2col")
         columns, tiles = self.columns(node, unfolding)
         for number, tile in enumerate(tiles, 1):
@@ -341,6 +371,7 @@ class _Planner:
 
         def compute(arrays: Sequence[Array], workspace: Array) -> None:
             inputs = [np.asarray(source.view(arrays, workspace), self.dtype) for source in sources]
+            # A scalar input gets axes, so that NumPy broadcasts it along all of them.
             inputs = [x if x.ndim == rank else x.reshape((1,) * rank) for x in inputs]
             output.view(arrays, workspace)[...] = operation(params, *inputs)
 
@@ -377,7 +408,9 @@ class _Planner:
             for bias in biases:
                 scores += bias.view(arrays, workspace)
             if causal:
+                # A query must not see later keys, and exp(-inf) is 0.
                 scores[..., np.triu(np.ones(scores.shape[-2:], bool), 1)] = -np.inf
+            # Subtracting the maximum keeps the exponentials from overflowing.
             scores = np.exp(scores - scores.max(-1, keepdims=True))
             scores /= scores.sum(-1, keepdims=True)
             output.view(arrays, workspace)[...] = np.matmul(scores, values)
@@ -412,7 +445,10 @@ class _Planner:
         self.move(node, move)
 
     def order(self, node: FrontendNode, tensor: FrontendTensor) -> Shape:
-        """Return the order of a tensor's axes in memory, which a reshape that is a view leaves as it is."""
+        """Return the order of a tensor's axes in memory.
+
+        A reshape that is a view keeps that order.
+        """
         shape, strides = self.shapes[tensor.uid], tuple(tensor.stride)
         if tensor.is_virtual and not tensor.stride_assigned:
             raise GraphNotSupportedError(
@@ -421,6 +457,7 @@ class _Planner:
             )
         order = axis_order(shape, strides)
         dense = dense_strides(shape, order)
+        # The stride of an axis of extent 1 is never used, so it may have any value.
         if any(extent > 1 and step != tight for extent, step, tight in zip(shape, strides, dense, strict=True)):
             raise GraphNotSupportedError(
                 f"{title(node)}: is a view of memory, and {tensor.name!r}, of shape {shape} with strides {strides}, lies there "
@@ -449,7 +486,10 @@ class _Planner:
         self.move(node, move)
 
     def move(self, node: FrontendNode, move: Callable[..., None]) -> None:
-        """Add a step that only copies: of its elements none is converted but to the output's type."""
+        """Add a step that only copies elements.
+
+        The copy converts an element to the output's type and nothing else.
+        """
         self.engines.add("host_copy")
         sources = [self.places[tensor.uid] for tensor in node.inputs.values()]
         (output,) = self.ports(node, "OUT_0")

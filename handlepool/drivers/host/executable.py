@@ -1,7 +1,7 @@
-"""A graph on the host: each step of the evaluator's plan is one operation of the handle's stream.
+"""A graph on the host: a list of steps for a stream.
 
-Another stream's work can come between two steps, as between two kernels, so a workspace that two streams share corrupts
-results here as it does on a GPU (G5).
+Each step of the evaluator's plan is one operation of the handle's stream. Work of another stream can run between two steps, as
+between two kernels. So a workspace that two streams share corrupts results here as it does on a GPU (G5).
 """
 
 import math
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class HostExecutable:
-    """A planned graph of one device, as `handlepool.drivers.executable.Executable`."""
+    """A planned graph of one device; see `handlepool.drivers.executable.Executable`."""
 
     candidates = 1
     untried = False
@@ -47,12 +47,14 @@ class HostExecutable:
         self.name, self.titles = name, titles
         self._copies = copies
         self._copied = [copy.operand for copy in copies]
+        # The scratch of the copies follows the plan's workspace, aligned as the plan's regions are.
         self._copies_at = -(-plan.workspace_size // ALIGNMENT) * ALIGNMENT
         self.workspace_size: int = self._copies_at + scratch_of(copies) if copies else plan.workspace_size
         self.engine: str = plan.engine
         self.device = device
         self._steps = tuple(plan.steps)
-        self._geometry = geometry  # shape and strides in elements as the graph declares them, whatever those of the arrays are
+        # Shapes and strides in elements are the graph's declarations. The arrays may lie differently.
+        self._geometry = geometry
         self._streams = streams
         self._memory = memory
         self._note = note
@@ -69,7 +71,11 @@ class HostExecutable:
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """Queue the steps on the handle's stream; see `handlepool.drivers.executable.Executable.launch`."""
+        """Queue the steps on the handle's stream.
+
+        See `handlepool.drivers.executable.Executable.launch`.
+        """
+        # The checks come before the call is noted, so that a rejected launch does not count.
         self._check_operands(self.name, self.device, operands, self.titles.__getitem__, self._copied)
         if check is not None:
             check([address_of(array) for array in operands])
@@ -78,6 +84,7 @@ class HostExecutable:
         with use:
             if self._checks and handle.device != self.device:
                 raise ContractError(f"{self!r} was launched with {handle!r}")
+            # Several steps may write the same operand, so the set holds each index once.
             written = {index for step in self._steps for index in step.writes}
             for index in written:
                 if not operands[index].flags.writeable:
@@ -91,6 +98,7 @@ class HostExecutable:
             views = [raw_view(array) for array in operands]
             plain = next((self.titles[index] for index in written if views[index][1] is None), None)
             if plain is not None:
+                # A reader of plain memory cannot wait for a replay, so a capture refuses the launch.
                 self._streams.captures.refuse_plain(queue, f"a write of {self.name} to {plain}")
             block, space = self._workspace(workspace)
             copied = {copy.operand: self._scratch(space, copy, views[copy.operand][0].dtype) for copy in self._copies}
@@ -98,9 +106,11 @@ class HostExecutable:
             arrays = [_declared(array, *geometry) for array, geometry in zip(memory, self._geometry, strict=True)]
 
             def give(run: Callable[[], object], reads: Sequence[int], writes: Sequence[int], name: str) -> None:
+                # Every step counts as a write of the whole workspace, so the checker finds two streams that share it.
                 touched = accesses([(space, block), *(views[index] for index in writes)], writes=True)
                 touched += accesses([views[index] for index in reads], writes=False)
-                if checked and queue.capture is None:  # a replay reads what is there by then
+                # A replay reads the values at replay time, so the checker does not watch NumPy's arrays during a capture.
+                if checked and queue.capture is None:
                     touched += plain_reads(operands[index] for index in reads)
                 self._streams.give(queue, run, touched, name)
 
@@ -114,6 +124,7 @@ class HostExecutable:
                         if output:
                             give(partial(np.copyto, theirs, ours), (), place, "copy of an output")
                             continue
+                        # Padding around the copied elements must read as zero, because the workspace holds old data.
                         if copy.zeros:
                             give(partial(scratch.fill, 0), (), (), "zeros around a copy")
                         give(partial(np.copyto, ours, theirs), place, (), "copy of an operand")
@@ -123,17 +134,21 @@ class HostExecutable:
                 reads, writes = ([index for index in indices if index not in copied] for indices in (step.reads, step.writes))
                 give(partial(step.run, arrays, space), reads, writes, step.name)
             copy_all(True)
-        if plain is not None:  # nobody else waits for who reads it
+        # A reader of NumPy's memory has no stream to wait for, so this call waits for the work.
+        if plain is not None:
             self._streams.wait_on_host(queue.tail, f"{self.name}, which writes NumPy's memory")
 
     def _reads(self) -> list[int]:
         return [index for step in self._steps for index in step.reads]
 
     def shortcut(self, *_: object) -> None:
-        """None."""
+        """Return None: the host driver has no shortcut."""
 
     def save(self) -> SavedPlan:
-        """Return its geometry: planning takes no time here, and only whether a plan is that of its graph can be told."""
+        """Return the plan's geometry.
+
+        Planning takes no time here, so the geometry only serves to tell whether a plan belongs to its graph.
+        """
         return SavedPlan(self.engine, self.workspace_size, self.candidates, repr(self._geometry).encode())
 
     def _scratch(self, space: Raw, copy: OperandCopy, dtype: np.dtype[Any]) -> Raw:
@@ -153,14 +168,20 @@ class HostExecutable:
 
 
 def _declared(array: Raw, shape: tuple[int, ...], strides: tuple[int, ...]) -> Raw:
-    """Return the array's memory as the graph declares it, which is how a GPU takes it."""
+    """Return the array's memory as the graph declares it.
+
+    A GPU uses the declared shape and strides as well.
+    """
     if array.size < math.prod(shape):
         raise ContractError(f"an array of shape {array.shape} was launched where the graph declares {shape}")
     return _strided(array, shape, [step * array.itemsize for step in strides])
 
 
 def _strided(array: Raw, shape: Sequence[int], strides: Sequence[int] | None) -> Raw:
-    """Return the memory from the array's first element on, with another shape and strides; dense without strides."""
+    """Return the array's memory with another shape and strides.
+
+    The view begins at the first element. Without strides it is dense.
+    """
     if strides is None:
         strides = [step * array.itemsize for step in dense_strides(shape)]
     return as_strided(array, shape, strides)

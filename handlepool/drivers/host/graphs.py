@@ -1,4 +1,7 @@
-"""What the host driver needs to record: graphs that are launched by a stream's pointer, and memory of a recording's own."""
+"""Graphs and memory that the host driver needs for recording.
+
+A stream's pointer launches a graph. A recording has memory of its own.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,15 +32,15 @@ class RecordedGraph:
         return [(earlier, node) for node in self.graph.nodes for earlier in node.after]
 
     def allocations(self) -> Sequence[Any]:
-        """Nothing: what is allocated under a capture is allocated then."""
+        """Return nothing: an allocation under a capture happens at once."""
         return ()
 
     def host_copies(self) -> Sequence[int]:
-        """Nothing: a thread that watches its host data has refused such copies."""
+        """Return nothing: a thread that watches its host data refuses such copies."""
         return ()
 
     def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
-        """Return a graph of the same nodes, with edges more and edges less."""
+        """Return a graph of the same nodes with changed edges."""
         self._note("arrange_graph")
         if not add and not remove:
             return self
@@ -46,53 +49,58 @@ class RecordedGraph:
     def marked(
         self, add: Sequence[tuple[Any, Any]], remove: Sequence[tuple[Any, Any]], groups: Sequence[Sequence[Any]]
     ) -> "MarkedGraph":
-        """Return a graph as `arranged`, which takes the time when all nodes of a group have ended."""
+        """Return a graph as `arranged`, with a time mark per group.
+
+        A mark takes the time when all nodes of its group have ended.
+        """
         self._note("mark_graph")
         moments: dict[int, float] = {}
         first, *marks = [Node(partial(_take, moments, place), "a mark", (), (), object()) for place in range(len(groups) + 1)]
         later = {node for _, node in add}
+        # The first mark must precede every node, so each root of the graph depends on it.
         more = [(first, node) for node in self.graph.nodes if not node.after and node not in later]
         more += [(node, mark) for mark, group in zip(marks, groups, strict=True) for node in (*group, first)]
         nodes = rewired([first, *self.graph.nodes, *marks], [*add, *more], remove)
         return MarkedGraph(HostGraph(self._table, nodes), self._table, self._note, moments)
 
     def instantiate(self) -> None:
-        """Nothing: there is no device to make it ready for."""
+        """Do nothing but check captures: there is no device to prepare."""
         self._note("instantiate_graph")
         self._table.captures.forbid("instantiate_graph")
 
     def launch(self, pointer: int) -> None:
-        """Queue it on a stream."""
+        """Queue the graph on a stream."""
         self._note("launch_graph")
+        # No device object exists that could fail by itself, so this check raises.
         if self._destroyed:
             raise ContractError(f"a graph of {self.nodes} nodes is launched after it was destroyed")
         self._table.launch_on(self.graph, self._table.resolve(pointer))
 
     def upload(self, pointer: int) -> None:
-        """Nothing: there is no device to bring it to."""
+        """Do nothing but check the pointer: there is no device."""
         self._note("upload_graph")
         self._table.resolve(pointer)
 
     def destroy(self) -> None:
-        """Refuse launches from now on."""
+        """Refuse later launches."""
         self._note("destroy_graph")
         self._table.captures.forbid("destroy_graph")
         self._destroyed = True
 
 
 class MarkedGraph(RecordedGraph):
-    """As `handlepool.drivers.captures.MarkedGraph`."""
+    """A graph as `handlepool.drivers.captures.MarkedGraph`."""
 
     def __init__(self, graph: HostGraph, table: StreamTable, note: Callable[[str], None], moments: dict[int, float]) -> None:
         super().__init__(graph, table, note)
         self._moments = moments
 
     def times(self) -> list[float]:
-        """Return for each group the microseconds from the beginning to its end."""
+        """Return each group's time from the beginning to its end, in microseconds."""
         return [(self._moments[place] - self._moments[0]) * 1e6 for place in range(1, len(self._moments))]
 
     def cost(self) -> float:
-        """Return nothing: what is behind a node does not wait for its mark."""
+        """Return zero: no node waits for a mark."""
         return 0.0
 
 
@@ -114,10 +122,12 @@ class RecordingMemory:
         self._known: Callable[[object], bool] = bool
 
     def take(self, device: DeviceMemory, key: object, nbytes: int) -> Owner:
-        """Return a block; take care of captures by itself, as an allocator must."""
+        """Return a block; as an allocator, handle captures itself."""
         size = DeviceMemory.rounded(nbytes)
+        # Under a reuse policy, streams known to the policy get each other's memory, so they share an arena.
         arena = self._arenas.setdefault((device, None if self._may_have and self._known(key) else key), FreedBlocks())
-        if self._may_have is None:  # the block freed last comes first
+        # Without a policy the arena works as a stack, as CuPy's arenas do: the block freed last comes first.
+        if self._may_have is None:
             home = arena.of_size(size)
             block = home.pop() if home else None
         else:
@@ -136,16 +146,20 @@ class RecordingMemory:
         return self._may_have is None or self._may_have(block.address, block.address + block.nbytes)
 
     def on_allocate(self, of: Callable[[object], None] | None) -> None:
-        """Pass each block that is allocated from now on to a function."""
+        """Pass each later allocated block to a function."""
         self._tell = of
 
     def set_reuse_policy(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
-        """Ask a function for whom a block may be, and another which streams may have each other's."""
+        """Set the functions that decide the reuse of blocks.
+
+        ``may_have`` decides for a range of addresses, and ``known`` decides which streams may share blocks.
+        """
         self._may_have, self._known = may_have, known
         return True
 
     def _fresh(self, device: DeviceMemory, size: int) -> Block:
         thread = self._table.thread
+        # An allocation of device memory harms captures outside relaxed mode.
         thread.relaxed += 1
         try:
             block = device.fresh(size)
@@ -157,20 +171,23 @@ class RecordingMemory:
 
     @property
     def in_order(self) -> int:
-        """Bytes that it would have taken if all that was recorded ran one after the other."""
+        """Bytes that the recording would need if all its work ran serially."""
         return sum(arena.in_order() for arena in self._arenas.values())
 
     def holds(self, value: object) -> bool:
-        """Whether a value is an array in this memory, or what owns a block of it."""
+        """Return whether a value is an array or owner in this memory."""
         owner = owner_of(value) if isinstance(value, HostArray) else value
         return isinstance(owner, Owner) and owner.block in self._blocks
 
     def begins(self, pointer: int) -> bool:
-        """Whether one of its blocks begins at an address."""
+        """Return whether a block of this memory begins at an address."""
         return any(block.address == pointer for block in self._blocks)
 
     def release(self) -> bool:
-        """Free the blocks that no array has."""
+        """Free the blocks that no array uses.
+
+        Returns whether all blocks are free now.
+        """
         self._table.captures.forbid("release of a recording's memory")
         for (device, _), arena in self._arenas.items():
             for block in arena.take_all():

@@ -1,4 +1,7 @@
-"""The kernels of our own (`handlepool.drivers.kernel`) with NumPy: each is one step, and computes in float32."""
+"""Run the package's kernels (`handlepool.drivers.kernel`) with NumPy.
+
+Each kernel is one step, and computes in float32.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -16,7 +19,10 @@ from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel, NetworkKer
 
 
 def evaluation(kernel: Kernel, inputs: int) -> Evaluation:
-    """Plan a kernel of so many inputs and one output, in memory of its own."""
+    """Plan a kernel with ``inputs`` inputs and one output.
+
+    The kernel needs no workspace.
+    """
     if isinstance(kernel, Add):
         name, compute = "add", _add(kernel)
     elif isinstance(kernel, Concat):
@@ -45,6 +51,7 @@ def _add(kernel: Add) -> Callable[[Sequence[Array], Array], None]:
 
 def _concat(kernel: Concat) -> Callable[[Sequence[Array], Array], None]:
     def compute(xs: Sequence[Array], y: Array) -> None:
+        # Each input begins where the previous input ends along the axis.
         ends = accumulate((x.shape[kernel.axis] for x in xs), initial=0)
         for x, (start, stop) in zip(xs, pairwise(ends), strict=True):
             y[(*(slice(None),) * kernel.axis, slice(start, stop))] = x
@@ -59,6 +66,7 @@ def _windows(kernel: Windows) -> Callable[[Sequence[Array], Array], None]:
         before = ((0, 0),) * (x.ndim - 2)
         padded = np.pad(padded, before + tuple((padding, padding) for padding in kernel.padding), constant_values=outside)
         axes = zip(counts, kernel.stride, kernel.window, padded.shape[-2:], strict=True)
+        # The last window may reach past the padding, so the array grows until the window fits.
         more = tuple((0, max(0, (count - 1) * stride + window - extent)) for count, stride, window, extent in axes)
         padded = np.pad(padded, before + more, constant_values=beyond)
         rows, columns = kernel.stride
@@ -69,6 +77,7 @@ def _windows(kernel: Windows) -> Callable[[Sequence[Array], Array], None]:
         if kernel.kind == "max":
             y[...] = slid(x, -np.inf, -np.inf).max((-2, -1))
             return
+        # The divisor of an average counts the elements in each window, and the padding where `kernel.counted` says so.
         inside = np.ones(x.shape[-2:], np.float32)
         y[...] = slid(x, 0, 0).sum((-2, -1)) / slid(inside, kernel.counted, 0).sum((-2, -1))
 

@@ -1,4 +1,7 @@
-"""How much memory a simulated device has: what ``HANDLEPOOL_HOST_MEMORY`` says, else a share of what the machine has free."""
+"""Limit the memory of a simulated device.
+
+``HANDLEPOOL_HOST_MEMORY`` sets the limit. Without it, a device gets a share of the machine's free memory.
+"""
 
 import os
 import re
@@ -9,16 +12,19 @@ from handlepool.errors import ArgumentError
 
 VARIABLE = "HANDLEPOOL_HOST_MEMORY"
 SHARE = 2
-"""Each device may have one part in so many of the memory that is free when the driver is made."""
+"""Divisor: each device may use 1/SHARE of the free memory.
+
+The memory is measured when the driver is made.
+"""
 UNKNOWN = 1 << 30
-"""For machines that do not say what is free."""
+"""Bytes per device on machines that do not report their free memory."""
 ADVICE = f"the memory is simulated: {VARIABLE}, as in {VARIABLE}=4G, sets how much each device has"
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 
 
 def limit() -> tuple[int, str]:
-    """Say how many bytes each simulated device has, and why so many.
+    """Return the bytes of each simulated device, and the reason.
 
     Raises
     ------
@@ -35,12 +41,14 @@ def limit() -> tuple[int, str]:
 
 
 def parse(text: str) -> int:
-    """Read a number of bytes, with or without a unit: K, M, G and T are powers of 1024.
+    """Read a number of bytes, with or without a unit.
+
+    The units K, M, G and T are powers of 1024.
 
     Raises
     ------
     ArgumentError
-        For what is no size.
+        For a text that is no size.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -50,7 +58,10 @@ def parse(text: str) -> int:
 
 
 def _free() -> int | None:
-    """Read what the machine can give without swapping, or a container allows; None where nobody says."""
+    """Read the bytes that the machine or its container has free.
+
+    The bytes can be used without swapping. Returns None if the machine does not report them.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -59,5 +70,6 @@ def _free() -> int | None:
     try:
         allowed, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
         return max(0, min(free, allowed - used))
-    except (OSError, ValueError):  # no container's limit, which may be the word "max"
+    except (OSError, ValueError):
+        # The container has no limit; its file may then hold the word "max".
         return free

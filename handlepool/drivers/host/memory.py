@@ -1,8 +1,8 @@
-"""Device memory of the host driver: blocks with a budget, scratch, and array arenas that are as careless as CuPy's.
+"""Device memory of the host driver: blocks, scratch and array arenas.
 
-Arenas are keyed by the *pointer* of the stream that was current when the block was allocated, as in CuPy's pool. A block whose
-last array has gone is reused at once by the next allocation under that pointer, whoever freed it and whatever is still queued on
-it: the hazard that a pool has to prevent (G8).
+Each device has a budget. Arenas are keyed by the *pointer* of the stream that was current at the allocation, as in CuPy's pool.
+When the last array of a block has gone, the next allocation under that pointer reuses the block at once. The arena checks
+neither the thread that freed the block nor the work still queued on it. A pool has to prevent this hazard (G8).
 """
 
 import threading
@@ -27,7 +27,10 @@ from handlepool.errors import CaptureError, ContractError
 
 ALIGNMENT = 256
 POISON = 0xFF
-"""Each byte of memory that was given out and not written: NaN for floating-point numbers, -1 for integers."""
+"""Value of each byte that was allocated and not yet written.
+
+It reads as NaN in floating-point numbers and as -1 in integers.
+"""
 
 
 class Block:
@@ -36,6 +39,7 @@ class Block:
     __slots__ = ("address", "device", "freed", "generation", "memory", "nbytes", "past")
 
     def __init__(self, device: int, nbytes: int) -> None:
+        # The extra bytes allow the block to begin at an aligned address.
         raw = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
         offset = -raw.ctypes.data % ALIGNMENT
         self.memory = raw[offset : offset + nbytes]
@@ -44,21 +48,24 @@ class Block:
         self.nbytes = nbytes
         self.freed = False
         self.generation = 0
-        """How many owners it had before; a new one counts as a write."""
+        """Number of earlier owners; a new owner counts as a write."""
         self.past: list[Past] = []
-        """Accesses, where their order is checked."""
+        """Accesses to the block, while their order is checked."""
 
     def __repr__(self) -> str:
         return f"<{self.nbytes} bytes at {self.address:#x} of device {self.device}>"
 
     def check_live(self, label: str) -> None:
-        """Raise if it was freed."""
+        """Raise if the block was freed."""
         if self.freed:
             raise ContractError(f"{label or 'an operation'} ran and touches {self!r}, which was freed before")
 
 
 class HostValues:
-    """NumPy's own memory that queued work reads, where the order of accesses is checked: it must stay as it is until then."""
+    """Values in NumPy's own memory that queued work reads.
+
+    The object exists only while the order of accesses is checked. The values must stay unchanged until the work has run.
+    """
 
     def __init__(self, values: Raw) -> None:
         self.address: int = values.ctypes.data
@@ -66,6 +73,7 @@ class HostValues:
         self.generation = 0
         self.past: list[Past] = []
         self._values = values
+        # A checksum is enough to notice a later write, and needs no copy of the values.
         self._sum = crc32(values.tobytes())
         self._where = place_of_call()
 
@@ -73,7 +81,7 @@ class HostValues:
         return f"<a numpy.ndarray of shape {self._values.shape}>"
 
     def check_live(self, label: str) -> None:
-        """Raise if it was written since."""
+        """Raise if the host has written the values since."""
         if self._sum != crc32(self._values.tobytes()):
             raise ContractError(
                 f"not ordered: {label!r}, given at {self._where}, reads {self!r} that the host has written before the work ran: "
@@ -82,7 +90,10 @@ class HostValues:
 
 
 class Owner:
-    """What the arrays over a block keep; the block is released to its arena when it goes."""
+    """The owner of a block, kept alive by the arrays over it.
+
+    The end of the owner releases the block to its arena.
+    """
 
     __slots__ = ("__weakref__", "_bin", "block")
 
@@ -91,16 +102,17 @@ class Owner:
         self._bin = home
 
     def __del__(self) -> None:
+        # A finaliser may run inside any lock, so it appends to a list and takes no lock.
         self._bin.append(self.block)
 
 
 class Lease:
-    """What a scratch array and its views keep: a block, and whoever owns it.
+    """A lease on a block; scratch arrays and their views keep it.
 
     Attributes
     ----------
     ended : str
-        Why nobody may use the arrays any more; empty as long as they may be used.
+        Reason why the arrays may no longer be used; empty while they may be used.
     """
 
     __slots__ = ("__weakref__", "_block", "_owner", "ended")
@@ -112,7 +124,7 @@ class Lease:
 
     @property
     def block(self) -> Block:
-        """The block, which each use of the arrays asks for."""
+        """The block; each use of the arrays asks for it."""
         if self.ended:
             raise ContractError(
                 f"a workspace is used after {self.ended}: it is its caller's until then, and the same memory is given out again. "
@@ -122,19 +134,25 @@ class Lease:
 
 
 def accesses(views: Sequence[tuple[Raw, Block | None]], *, writes: bool) -> list[Access]:
-    """Return accesses to what `raw_view` gave; none to arrays that this driver did not make."""
+    """Return accesses to the results of `raw_view`.
+
+    Arrays that this driver did not make have no accesses.
+    """
     return [Access(block, view, writes) for view, block in views if block is not None]
 
 
 def tell_plain(read: ReadHost, arrays: Iterable[Any], label: str, copies: bool = False) -> None:
-    """Tell of NumPy's arrays among operands; those without axes are numbers to CuPy."""
+    """Report NumPy's arrays among operands to a listener.
+
+    Arrays without axes do not count, because they are numbers to CuPy.
+    """
     for array in arrays:
         if isinstance(array, np.ndarray) and array.ndim:
             read(array, label, copies)
 
 
 def plain_reads(arrays: Iterable[Any]) -> list[Access]:
-    """Return reads of NumPy's own arrays, where the order of accesses is checked."""
+    """Return reads of NumPy's own arrays, for the race checker."""
     return [Access(HostValues(array), array, False) for array in arrays if isinstance(array, np.ndarray) and array.size]
 
 
@@ -155,7 +173,10 @@ class DeviceMemory:
         self._arenas: dict[tuple[object, int], list[Block]] = {}
 
     def fresh(self, nbytes: int) -> Block:
-        """Return new memory; give the arenas' free blocks back first if there is not enough, as CuPy does."""
+        """Return a new block.
+
+        If the budget does not allow it, free the arenas' unused blocks first, as CuPy does.
+        """
         if not self._reserve(nbytes):
             self.release_cached()
             if not self._reserve(nbytes):
@@ -173,7 +194,10 @@ class DeviceMemory:
             return fits
 
     def _quiesce(self, block: Block) -> None:
-        """Wait until no queued work touches a block, as ``cudaFree`` does; what failed is left to the next synchronisation."""
+        """Wait until no queued work uses a block, as ``cudaFree`` does.
+
+        Failures are left to the next synchronisation.
+        """
         for operation in self._scheduler.users(block):
             self._scheduler.reach(operation, f"{operation.label!r}, which uses memory that is being freed")
             if self._scheduler.order is not None:
@@ -181,6 +205,7 @@ class DeviceMemory:
 
     def _release(self, block: Block) -> None:
         block.freed = True
+        # Poisoned memory turns a later use of the block into wrong values that tests notice.
         block.memory.fill(POISON)
         with self._lock:
             self.used -= block.nbytes
@@ -188,12 +213,12 @@ class DeviceMemory:
     # Scratch
 
     def scratch_bytes(self) -> int:
-        """Bytes of scratch that are allocated."""
+        """Return the allocated bytes of scratch."""
         with self._lock:
             return sum(block.nbytes for block in self._scratch.values())
 
     def allocate(self, nbytes: int) -> int:
-        """Scratch memory; its address."""
+        """Allocate scratch memory and return its address."""
         block = self.fresh(max(ALIGNMENT, _up(nbytes, ALIGNMENT)))
         with self._lock:
             self._scratch[block.address] = block
@@ -201,8 +226,9 @@ class DeviceMemory:
         return block.address
 
     def free(self, pointer: int) -> None:
-        """Give scratch memory back."""
+        """Free scratch memory."""
         block = self._scratch.get(pointer)
+        # The wait may run queued work in this thread, so it happens outside the lock.
         if block is not None:
             self._quiesce(block)
         with self._lock:
@@ -215,7 +241,10 @@ class DeviceMemory:
         self._release(block)
 
     def find(self, pointer: int, nbytes: int, purpose: str) -> tuple[Block, int]:
-        """Return the scratch block that holds so many bytes from a pointer on, and the pointer's offset in it."""
+        """Return the scratch block that holds a range, and its offset.
+
+        The range begins at ``pointer`` and has ``nbytes`` bytes.
+        """
         with self._lock:
             index = bisect_right(self._starts, pointer) - 1
             block = self._scratch[self._starts[index]] if index >= 0 else None
@@ -231,17 +260,18 @@ class DeviceMemory:
     # Arrays
 
     def take(self, key: object, nbytes: int) -> Owner:
-        """Memory from an arena; the block freed last comes first."""
+        """Take a block from an arena; the latest freed block comes first."""
         home, size = self._home(key, nbytes)
         try:
             block = home.pop()
+            # A new generation tells the race checker that the memory has another owner.
             block.generation += 1
         except IndexError:
             block = self.fresh(size)
         return Owner(block, home)
 
     def has_free(self, key: object, nbytes: int) -> bool:
-        """Whether `take` will find a block in the arena."""
+        """Return whether `take` will find a block in the arena."""
         return bool(self._home(key, nbytes)[0])
 
     def _home(self, key: object, nbytes: int) -> tuple[list[Block], int]:
@@ -254,18 +284,23 @@ class DeviceMemory:
         return max(ARENA_ALIGNMENT, _up(nbytes, ARENA_ALIGNMENT))
 
     def give_back(self, block: Block) -> None:
-        """Give a block that no array has, and no arena of ours, back to the device."""
+        """Return a block that no array uses to the device.
+
+        No arena of ours may have the block either.
+        """
         self._quiesce(block)
         self._release(block)
 
     def release_cached(self) -> None:
-        """Give the free blocks of all arenas back to the device."""
+        """Return the free blocks of all arenas to the device."""
         for home in list(self._arenas.values()):
+            # Finalisers and other threads change the list during the loop, so the loop runs over a copy.
             for block in home.copy():
                 self._quiesce(block)
                 try:
                     home.remove(block)
-                except ValueError:  # another thread has taken it
+                except ValueError:
+                    # Another thread has taken the block from the arena meanwhile.
                     continue
                 self._release(block)
 
@@ -275,18 +310,19 @@ def _up(nbytes: int, multiple: int) -> int:
 
 
 class ArrayMemory(Protocol):
-    """Where arrays come from while a function is recorded."""
+    """The source of arrays while a function is recorded."""
 
     def take(self, device: DeviceMemory, key: object, nbytes: int) -> Owner:
-        """Memory for one array, on the current device."""
+        """Allocate memory for one array, on the current device."""
 
 
 class RegionAllocator:
-    """Allocates for the branches of a region that was forked from a stream; see `Driver.region_allocator`."""
+    """An allocator for the branches of a region; see `Driver.region_allocator`."""
 
     def __init__(
         self, table: StreamTable, stream: Stream, keep: Callable[[object], None], of: Callable[[int], "RegionAllocator | None"]
     ) -> None:
+        # Inside a recording, the region's arrays come from the recording's memory as well.
         outer = table.thread.allocator
         self.recording: ArrayMemory | None = outer.recording if isinstance(outer, RegionAllocator) else outer
         self.device = table.thread.device
@@ -296,7 +332,10 @@ class RegionAllocator:
         self.of = of
 
     def settle(self, owner: Owner, current: Queue) -> None:
-        """Keep what was allocated, and let the current stream write to it after what the region's stream was given so far."""
+        """Keep an allocation, and order it after the region's stream.
+
+        The current stream may write to it after the work that the region's stream has so far.
+        """
         self._keep(owner)
         home = self._table.resolve(self.stream.ptr)
         if home is not current:
@@ -305,16 +344,17 @@ class RegionAllocator:
                     f"an allocation on {current!r} inside a region of {home!r}, one of which began to be captured since: the "
                     f"capture cannot wait for the other. Begin it before the region, or after"
                 )
+            # The block comes from the arena of the region's stream, so this stream waits for that stream's earlier work.
             event = Event(home.device, timing=False)
             self._table.record(event, home)
             self._table.wait(current, event)
 
 
 class Memory:
-    """The memory of all devices, and arrays in it."""
+    """The memory of all devices, and the arrays in it."""
 
     work: Work
-    """What is done with arrays; set by the driver."""
+    """Operations on arrays; the driver sets it."""
 
     def __init__(self, table: StreamTable, total: int) -> None:
         self._table = table
@@ -322,35 +362,39 @@ class Memory:
 
     @property
     def current(self) -> DeviceMemory:
-        """The current device's."""
+        """The memory of the current device."""
         return self._devices[self._table.thread.device]
 
     def scratch_bytes(self) -> int:
-        """Bytes of scratch that are allocated, of all devices."""
+        """Return the allocated bytes of scratch on all devices."""
         return sum(device.scratch_bytes() for device in self._devices)
 
     def scratch_array(self, pointer: int, nbytes: int, owner: object) -> HostArray:
         """Return an array over scratch memory."""
         if not nbytes and not pointer:
-            return HostArray(np.empty(0, np.uint8), None, self.work)  # a workspace of 0 bytes before its first growth
+            # A workspace has 0 bytes and no pointer before its first growth.
+            return HostArray(np.empty(0, np.uint8), None, self.work)
         block, offset = self.current.find(pointer, nbytes, "scratch_array")
         return HostArray(block.memory[offset : offset + nbytes], Lease(block, owner), self.work)
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> HostArray:
-        """Return an array from the arena that this thread's allocator says."""
+        """Return an array from the arena of this thread's allocator."""
         thread = self._table.thread
         stream = thread.current[thread.device]
         allocator: RegionAllocator | ArrayMemory | None = thread.allocator
         region = allocator if isinstance(allocator, RegionAllocator) else None
         recording = allocator.recording if isinstance(allocator, RegionAllocator) else allocator
         if region is not None and region.device != thread.device:
-            region = None  # another device's memory has nothing to do with the region's stream
+            # The region's stream does not order memory of another device.
+            region = None
         if region is not None and stream.ptr != region.stream.ptr:
+            # The current stream may belong to another region, whose allocator then decides.
             region = region.of(stream.ptr)
         source = stream if region is None else region.stream
-        # CuPy, too, gives each thread's per-thread default stream an arena of its own. It knows the thread by this number, which
-        # goes to another thread later, so a missing wait between the two has to show here as it would there.
+        # CuPy, too, gives each thread's per-thread default stream an arena of its own. CuPy knows the thread by this number,
+        # which another thread gets later. So a missing wait between the two threads has to show here as on a GPU.
         key = (source.ptr, threading.get_ident()) if source.ptr == PER_THREAD_STREAM else source.ptr
+        # Strides may leave gaps, so the extent can exceed the size of the elements.
         extent = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + dtype.itemsize
         nbytes = extent if all(shape) else 0
         device = self.current
@@ -364,6 +408,7 @@ class Memory:
         if region is not None:
             region.settle(owner, queue)
         block = owner.block
-        if block.generation and queue.capture is None:  # or yesterday's right values would hide a wait that is missing
+        # Old contents of a reused block could hide a missing wait behind correct values.
+        if block.generation and queue.capture is None:
             self._table.give(queue, partial(block.memory.fill, POISON), [Access(block, block.memory, True)], "an allocation")
         return HostArray(np.ndarray(tuple(shape), dtype, owner.block.memory, strides=tuple(strides)), owner, self.work)

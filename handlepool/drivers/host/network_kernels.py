@@ -1,4 +1,7 @@
-"""The kernels of normalisations and of copies (`handlepool.drivers.kernel`) with NumPy, in float32."""
+"""Run kernels of normalisations and copies with NumPy, in float32.
+
+See `handlepool.drivers.kernel`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +16,7 @@ Compute = Callable[[Sequence[Array], Array], None]
 
 
 def computation(kernel: NetworkKernel) -> Compute:
-    """Return the function that computes a kernel's output from its inputs."""
+    """Return the function that computes a kernel's output."""
     if isinstance(kernel, Normalise):
         return _normalise(kernel)
     if isinstance(kernel, Affine):
@@ -32,6 +35,7 @@ def _normalise(kernel: Normalise) -> Compute:
             values = values.reshape(x.shape[0], kernel.groups, -1)
             axes = (2,)
         if kernel.kind == "softmax":
+            # Subtracting the maximum keeps the exponentials from overflowing.
             result = np.exp(values - values.max(axes, keepdims=True))
             result /= result.sum(axes, keepdims=True)
         else:
@@ -51,7 +55,7 @@ def _normalise(kernel: Normalise) -> Compute:
 
 
 def _scaled(values: Array, parameters: Sequence[Array], weighted: bool) -> Array:
-    """Multiply by the weight and add the bias, as far as given."""
+    """Multiply by the weight and add the bias, if given."""
     for place, parameter in enumerate(parameters):
         values = values * parameter if weighted and not place else values + parameter
     return values
@@ -76,8 +80,10 @@ def _pad(kernel: Pad) -> Compute:
         for axis, (before, within, extent) in enumerate(zip(kernel.before, x.shape, y.shape, strict=True)):
             places = np.arange(extent) - before
             if kernel.mode == "reflect":
+                # Reflection does not repeat the edge element.
                 places = np.abs(places)
                 places = np.where(places >= within, 2 * within - 2 - places, places)
+            # Places outside the input read its nearest element, and the constant mode overwrites them later.
             inside = np.clip(places, 0, within - 1)
             found = np.take(found, inside, axis)
             outside |= (inside != places).reshape([-1 if axis == own else 1 for own in range(y.ndim)])

@@ -1,7 +1,8 @@
 """The frontend's pointwise operations in NumPy, in one table.
 
-The names are `cudnn.pygraph`'s methods. Every function gets the node's parameters and its inputs in order, floating and of
-one type; what it returns is broadcast and rounded by the caller. Backward operations take (gradient, input of forward).
+The names are the methods of `cudnn.pygraph`. Every function gets the node's parameters and its inputs in order. The inputs are
+floating and of one type. The caller broadcasts and rounds the result. Backward operations take the gradient and the forward
+operation's input.
 """
 
 import math
@@ -15,7 +16,7 @@ Parameters = Mapping[str, Any]
 
 
 def _erf(x: Array) -> Array:
-    # NumPy has none, and SciPy is no dependency of the package.
+    # NumPy has no error function, and the package does not depend on SciPy.
     flat = np.asarray(x, np.float64).ravel()
     return np.fromiter(map(math.erf, flat.tolist()), np.float64, flat.size).reshape(x.shape).astype(x.dtype)
 
@@ -26,7 +27,8 @@ def _sigmoid(x: Array) -> Array:
 
 def _relu(p: Parameters, x: Array) -> Array:
     lower, slope = p.get("lower_clip", 0.0), p.get("negative_slope", 0.0)
-    below = slope * (x - lower) if slope else np.where(np.isnan(x), x, 0)  # 0 times -inf would be NaN
+    # With a slope of 0 the product is avoided, because 0 times -inf would be NaN.
+    below = slope * (x - lower) if slope else np.where(np.isnan(x), x, 0)
     return np.where(x > lower, np.minimum(x, p.get("upper_clip", math.inf)), lower + below)
 
 
@@ -96,6 +98,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "rsqrt": lambda p, x: 1 / np.sqrt(x),
     "sigmoid": lambda p, x: _sigmoid(x),
     "sin": lambda p, x: np.sin(x),
+    # `logaddexp` does not overflow for large inputs, as log(1 + exp(x)) would.
     "softplus": lambda p, x: np.logaddexp(x, np.zeros((), x.dtype)),
     "sqrt": lambda p, x: np.sqrt(x),
     "swish": _swish,
@@ -115,6 +118,7 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "logical_or": lambda p, a, b: (a != 0) | (b != 0),
     "max": lambda p, a, b: np.maximum(a, b),
     "min": lambda p, a, b: np.minimum(a, b),
+    # `fmod` keeps the sign of the dividend, as C does.
     "mod": lambda p, a, b: np.fmod(a, b),
     "mul": lambda p, a, b: a * b,
     "pow": lambda p, a, b: np.power(a, b),

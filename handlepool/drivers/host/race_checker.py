@@ -1,15 +1,19 @@
-"""A happens-before checker: which accesses to device memory nothing orders, whatever the schedule was (G5, G6, G8, G9, G11).
+"""A happens-before checker for accesses to device memory.
 
-Every operation carries a vector clock with one component for each stream: how much of what that stream was given has surely run
-before it. It is made when the operation is queued, of the clocks of all that the operation waits for, so it depends on what the
-program asked for and never on what happened to run when. What the host has waited for comes before all that it queues from then
-on; threads of the host are not told apart, so that what one has waited for counts for all.
+It finds accesses that no wait orders, independent of the schedule (G5, G6, G8, G9, G11). Every operation carries a vector clock
+with one component for each stream. A component says how much of that stream's work has surely run before the operation. The
+checker computes the clock when the operation is queued, from the clocks of the operations that it depends on. So the clock
+follows from the waits of the program and never from the actual schedule.
 
-Memory remembers who accessed it. Two accesses to the same bytes are a conflict when at least one writes, or when the allocator
-gave the memory to another owner in between, which counts as a write; a conflict without an order is an error that names both.
+Operations that the host has waited for come before all operations that it queues later. The checker does not distinguish the
+threads of the host, so a wait of one thread counts for all threads.
 
-The null stream is a stream like any other here: that it has run what it was given when a call returns is the host driver's own
-doing, and orders nothing on a GPU.
+Memory remembers its accesses. Two accesses to the same bytes conflict when at least one access writes. They also conflict when
+the allocator gave the memory to another owner in between, which counts as a write. A conflict without an order is an error that
+names both accesses.
+
+The null stream is an ordinary stream here. The host driver runs the null stream's work before a call returns, but that orders
+nothing on a GPU.
 """
 
 import itertools
@@ -31,12 +35,12 @@ Clock = dict[int, int]
 
 
 class Access:
-    """What an operation does to a part of a block.
+    """An access of an operation to a part of a block.
 
     Attributes
     ----------
     checked : bool
-        Whether the order of the access is checked. That of a checksum is not: nothing depends on the values that it reads.
+        Whether the order of the access is checked. A checksum's reads are not checked: nothing depends on the values.
     """
 
     __slots__ = ("block", "checked", "view", "writes")
@@ -48,12 +52,13 @@ class Access:
         self.checked = checked
 
     def meets(self, other: "Access") -> bool:
-        """Whether the two may not run beside each other."""
+        """Return whether the two accesses exclude each other."""
+        # The test compares bounds only. A false match costs a wait and no error.
         return (self.writes or other.writes) and self.block is other.block and np.may_share_memory(self.view, other.view)
 
 
 class Past:
-    """An access that was queued, and when."""
+    """A queued access, and its moment."""
 
     __slots__ = ("component", "generation", "moment", "start", "stop", "view", "what", "where", "writes")
 
@@ -72,15 +77,19 @@ class Past:
         return f"{self.what!r} on {self.where} {'writes' if self.writes else 'reads'}"
 
     def conflicts(self, other: "Past") -> bool:
-        """Whether the two may not be unordered."""
+        """Return whether the two accesses need an order."""
         if not (self.writes or other.writes or self.generation != other.generation):
             return False
         if self.stop <= other.start or other.stop <= self.start:
             return False
+        # The exact test is slow, so the comparison of address ranges comes first.
         return share_bytes(self.view, other.view)
 
     def stands_for(self, earlier: "Past") -> bool:
-        """Whether whoever is ordered after this access, or in conflict with the earlier one, is so with this one, too."""
+        """Return whether this access can replace the earlier access.
+
+        Any later access that conflicts with the earlier access, or follows it, must do the same with this access.
+        """
         mine, theirs = self.view, earlier.view
         return (
             (self.writes or not earlier.writes)
@@ -104,26 +113,30 @@ class Order:
         self._host: Clock = {}
         self._moments: Clock = {}
         self._components = itertools.count(-1, -1)
-        self._lock = threading.Lock()  # taken inside the scheduler's
+        # This lock is taken inside the scheduler's lock, never the other way round.
+        self._lock = threading.Lock()
 
     def component(self) -> int:
-        """Return a component for what is on no stream: one branch of a recorded graph."""
+        """Return a clock component for work on no stream.
+
+        A branch of a recorded graph is such work.
+        """
         return next(self._components)
 
     def given(self, operation: "QueuedOperation", component: int, where: str, after: Sequence["QueuedOperation"]) -> None:
-        """Give an operation that is being queued its clock, and see whether its accesses are in order.
+        """Set the clock of a new operation, and check its accesses.
 
         Raises
         ------
         ContractError
-            For the first that is not; the operation must not be queued then.
+            For the first access without an order; the operation must not be queued then.
         """
         with self._lock:
             host = self._host
             clock: Clock = {}
             for earlier in after:
                 for stream, moment in earlier.clock.items():
-                    # What the host knows to have run is before everything, so no clock has to say so.
+                    # Operations that the host has waited for precede everything, so no clock has to list them.
                     if moment > clock.get(stream, 0) and moment > host.get(stream, 0):
                         clock[stream] = moment
             moment = self._moments[component] = self._moments.get(component, 0) + 1
@@ -138,9 +151,11 @@ class Order:
     def _accessed(self, now: Past, block: Any, clock: Clock) -> None:
         kept = []
         for past in block.past:
+            # The host has waited for the earlier access, so no later access can conflict with it.
             if self._host.get(past.component, 0) >= past.moment:
                 continue
             if clock.get(past.component, 0) >= past.moment:
+                # This access orders or conflicts wherever the earlier access would, so the earlier access need not be kept.
                 if not now.stands_for(past):
                     kept.append(past)
                 continue
@@ -160,19 +175,25 @@ class Order:
         raise error
 
     def forgive(self) -> None:
-        """Take all accesses so far as waited for: what came between them and the next ones was not seen."""
+        """Treat all earlier accesses as waited for.
+
+        The checker did not see the waits between them and later accesses.
+        """
         with self._lock:
             self._host = dict(self._moments)
 
     def waited(self, operation: "QueuedOperation") -> None:
-        """Note that the host has waited for an operation, or seen that it was done."""
+        """Note that the host has waited for an operation.
+
+        Seeing that an operation is done counts as a wait.
+        """
         with self._lock:
             for stream, moment in operation.clock.items():
                 if moment > self._host.get(stream, 0):
                     self._host[stream] = moment
 
     def host_reads(self, block: Any, view: Array, what: str) -> None:
-        """Note that the host reads a part of a block, now.
+        """Note that the host reads a part of a block now.
 
         Raises
         ------

@@ -1,11 +1,12 @@
-"""Which operation runs next, and on which thread.
+"""Decide which operation runs next, and on which thread.
 
-`ThreadScheduler` runs operations on worker threads: two streams overlap for real. `AdversarialScheduler` has no thread and picks
-any operation that can run, by a seed: whatever order the program failed to ask for, it will not get, reproducibly.
+`ThreadScheduler` runs operations on worker threads, so that two streams overlap for real. `AdversarialScheduler` has no thread.
+A seed picks among the operations that can run. An order that the program failed to ask for is missing again in every run.
 
-Python raises an interrupt after any call, in the main thread. The interrupt ends a wait of the program, and loses no operation:
-it is put back where it was taken and not begun, and done where it was begun. All steps under the lock can be made again:
-`Scheduler._pending` has an operation until all that follows from it is settled, and the next thread goes on with that.
+Python raises an interrupt after any call, in the main thread. The interrupt ends a wait of the program, and loses no operation.
+An operation that a thread took and did not begin goes back to the ready list. An operation that has begun counts as done. All
+steps under the lock can be repeated: `Scheduler._pending` keeps an operation until its consequences are settled, and the next
+thread continues from there.
 """
 
 import atexit
@@ -23,11 +24,11 @@ from handlepool.drivers.host.race_checker import Access, Clock, Order
 from handlepool.errors import ContractError
 
 PATIENCE_SECONDS = 10.0
-"""How long a wait that nothing queued can satisfy is held for another thread that may yet release a latch."""
+"""Seconds a stuck wait allows for another thread to release a latch."""
 
 
 class Line(Protocol):
-    """What keeps operations in order: it remembers the last."""
+    """A queue of operations in order, which remembers the last operation."""
 
     id: int
     tail: "QueuedOperation"
@@ -37,7 +38,10 @@ NO_CLOCK: Clock = {}
 
 
 class QueuedOperation:
-    """One entry of a stream. Without a function it is a marker, which is done when what it waits for is done."""
+    """One entry of a stream.
+
+    An operation without a function is a marker. A marker is done when every operation that it waits for is done.
+    """
 
     __slots__ = (
         "accesses",
@@ -67,57 +71,67 @@ class QueuedOperation:
         self.label = label
         self.accesses = accesses
         self.clock = NO_CLOCK
-        """What surely runs before it; see `ordering`."""
+        """Clock of the operations that surely run earlier; see `race_checker.Order`."""
         self.claimed = claimed
-        """The thread that submitted it will run it, and no worker."""
+        """bool: the submitting thread runs the operation, and no worker does."""
         self.waits: set[QueuedOperation] = {self} if held else set()
-        """The operations that it still waits for; itself stands for the release of a latch."""
+        """Operations that this operation still waits for.
+
+        The operation itself in the set represents the release of a latch.
+        """
         self.dependents: list[QueuedOperation] = []
         self.queued = False
-        """A scheduler has it; until then nothing comes of it."""
+        """bool: a scheduler has accepted the operation.
+
+        Before that the operation has no effect.
+        """
         self.offered = False
-        """Whether the operation is, or was, among those that can run."""
+        """bool: the operation is or was in the scheduler's ready list."""
         self.begun = False
-        """Its function was called."""
+        """bool: a thread has called the function."""
         self.done = False
         self.time = 0.0
-        """When it was done, by `time.perf_counter`."""
+        """Time of completion in seconds, by `time.perf_counter`."""
 
 
 NOTHING = QueuedOperation()
-"""An operation that was done before the first: the tail of a stream that was given nothing."""
+"""A finished operation: the tail of a stream without work."""
 NOTHING.done = NOTHING.queued = True
 
 
 class Scheduler:
-    """What both schedulers share: the graph of operations, who waits for whom, and what failed."""
+    """The shared part of both schedulers: operations, their dependencies, and failures."""
 
     inline = False
-    """Whether a thread that must wait for its own operation runs it itself."""
+    """bool: a thread that waits for its operation runs it itself."""
 
     def __init__(self) -> None:
         self.order: Order | None = None
-        """Checks the accesses of what is queued, while that is asked for."""
+        """The checker of queued accesses, or None while no check is on."""
         self._checker = Order()
         self._watchers = 0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._ready: deque[QueuedOperation] = deque()  # what can run and nobody runs yet
+        # Operations that can run and that no thread has taken yet.
+        self._ready: deque[QueuedOperation] = deque()
         self._running: dict[QueuedOperation, None] = {}
-        # Operations that may wait for nothing more, or whose dependents may not. To look at one twice does no harm.
+        # Operations that may wait for nothing more, or whose dependents may not. A second look at an operation does no harm.
         self._pending: deque[QueuedOperation] = deque()
-        # Whether threads were told of all that was settled.
+        # Whether threads were notified of everything that was settled.
         self._told = True
         self._errors: list[BaseException] = []
         self._latches: dict[QueuedOperation, None] = {}
         self._users: dict[QueuedOperation, None] = {}
         self._inside = threading.local()
-        # Threads that were there before and never use this driver (a test runner's own) cannot be the ones to release a latch.
+        # Threads that existed earlier and never use this driver (a test runner's own) cannot release a latch.
         self._strangers = weakref.WeakSet(threading.enumerate())
         self._strangers.discard(threading.current_thread())
 
     def watch(self) -> None:
-        """Check the order of accesses from now on; of what was queued before, nothing is known and nothing is said."""
+        """Check the order of accesses from now on.
+
+        The checker knows nothing about work that was queued earlier, and reports nothing about it.
+        """
         with self._lock:
             self._watchers += 1
             if self.order is None:
@@ -125,31 +139,37 @@ class Scheduler:
                 self.order = self._checker
 
     def unwatch(self) -> None:
-        """End `watch`; the last to do so ends the checks."""
+        """End `watch`; the last caller ends the checks."""
         with self._lock:
             self._watchers -= 1
             if not self._watchers:
                 self.order = None
 
-    # What a scheduler decides
+    # Decisions of a scheduler
 
     def _wake(self, spare: int) -> None:
-        """After operations were offered, of which the calling worker will take ``spare``. The lock is held."""
+        """React to newly offered operations. The lock is held.
+
+        The calling worker will take ``spare`` of the operations itself.
+        """
 
     def _take(self, awaited: QueuedOperation, purpose: str, taken: list[QueuedOperation]) -> None:
-        """List the operations that a waiting thread must run itself; none when its operation is done. The lock is held."""
+        """List the operations that a waiting thread must run itself.
+
+        The list stays empty when the awaited operation is done. The lock is held.
+        """
         raise NotImplementedError
 
-    # What they share
+    # Shared steps
 
     def meet(self) -> None:
         """Note that the calling thread uses the driver."""
         self._strangers.discard(threading.current_thread())
 
     def submit(self, operation: QueuedOperation, line: Line | None, after: Sequence[QueuedOperation] = (), lane: int = 0) -> None:
-        """Queue an operation at the end of a line (or on none), to run after some others as well.
+        """Queue an operation at the end of a line, after further operations.
 
-        ``lane`` is the clock's component of an operation on no line.
+        Without a line, the operation depends on the further operations alone. ``lane`` is then its component of the clock.
         """
         with self._lock:
             if line is not None:
@@ -159,12 +179,14 @@ class Scheduler:
                 self.order.given(operation, *place, after)
             held = operation in operation.waits
             for earlier in after:
-                # One that is not queued never is: an interrupt came before.
+                # An interrupt prevented an unqueued operation from being queued, so it will never run and must not be waited
+                # for.
                 if earlier.queued and not earlier.done:
                     operation.waits.add(earlier)
                     earlier.dependents.append(operation)
             self._pending.append(operation)
-            # No call from here to the last of these, after which an interrupt could come: all of it is queued, or nothing.
+            # An interrupt can come only after a call, and there is no call until the last of these assignments. So either all
+            # of the operation is queued or nothing.
             operation.queued = True
             if line is not None:
                 line.tail = operation
@@ -175,7 +197,10 @@ class Scheduler:
             self._settle()
 
     def disclaim(self, operation: QueuedOperation) -> None:
-        """Let a worker run an operation that the calling thread was to run, or all that is queued behind it would be stuck."""
+        """Let a worker run an operation claimed by the calling thread.
+
+        Otherwise all operations that depend on it would be stuck.
+        """
         with self._lock:
             self._disclaim(operation)
 
@@ -186,7 +211,7 @@ class Scheduler:
             self._settle()
 
     def release(self, operation: QueuedOperation) -> None:
-        """Let a held operation go; harmless when that was done already."""
+        """Let a held operation run; a second release has no effect."""
         with self._lock:
             if operation in self._latches:
                 operation.waits.discard(operation)
@@ -200,7 +225,10 @@ class Scheduler:
             return [operation for operation in self._users if any(access.block is block for access in operation.accesses)]
 
     def conflicting(self, accesses: Sequence[Access]) -> list[QueuedOperation]:
-        """Return the queued operations that write what is accessed, or access what is written."""
+        """Return the queued operations that conflict with accesses.
+
+        An operation conflicts if it writes memory that the accesses use, or uses memory that they write.
+        """
         with self._lock:
             return [
                 operation
@@ -209,12 +237,13 @@ class Scheduler:
             ]
 
     def nudge(self) -> None:
-        """Mark a moment at which queued work may run, or not."""
+        """Mark a moment at which queued work may run."""
 
     def wait(self, operation: QueuedOperation, purpose: str) -> None:
-        """Return when an operation is done; raise what failed in queued work since the last wait.
+        """Return when an operation is done; raise failures of queued work.
 
-        Several failures are one exception with the others as its notes.
+        The call raises each failure since the last wait. It combines several failures into one exception, with the rest as its
+        notes.
 
         Raises
         ------
@@ -227,11 +256,15 @@ class Scheduler:
                 errors, self._errors = self._errors, []
             for other in errors[1:]:
                 errors[0].add_note(f"{len(errors)} queued operations failed; another: {other!r}")
-            for error in errors[:1]:  # another thread may have raised them
+            # Another thread may have raised the failures meanwhile, so the list can be empty here.
+            for error in errors[:1]:
                 raise error
 
     def reach(self, operation: QueuedOperation, purpose: str) -> None:
-        """Return when an operation is done, as `wait` does, and leave what failed to the next `wait`."""
+        """Return when an operation is done, and leave failures to `wait`.
+
+        Otherwise the call behaves as `wait`.
+        """
         label = getattr(self._inside, "operation", None)
         if label is not None:
             raise ContractError(f"the queued operation {label!r} waits for {purpose}: queued work must not wait for streams")
@@ -239,7 +272,10 @@ class Scheduler:
             pass
 
     def _settle(self, spare: int = 0) -> None:
-        """Offer what waits for nothing more or, if it has no function (left), go on with what waits for it. The lock is held."""
+        """Offer operations that wait for nothing more. The lock is held.
+
+        An operation without a function, or whose function has run, becomes done here, and its dependents follow.
+        """
         pending = self._pending
         while pending:
             operation = pending[0]
@@ -254,7 +290,7 @@ class Scheduler:
                         pending.append(dependent)
                     operation.dependents.clear()
                 elif not (operation.claimed or operation.offered):
-                    # No call in between.
+                    # An interrupt can come only after a call, and there is no call between these two steps.
                     operation.offered = True
                     self._ready.append(operation)
             pending.popleft()
@@ -264,7 +300,10 @@ class Scheduler:
             self._told = True
 
     def _run_one(self, take: Callable[[list[QueuedOperation]], None]) -> bool:
-        """Run the operations taken, outside the lock; return whether there were any."""
+        """Run the operations taken, outside the lock.
+
+        Returns whether ``take`` took any.
+        """
         _descend(HEADROOM)
         taken: list[QueuedOperation] = []
         try:
@@ -283,7 +322,10 @@ class Scheduler:
             raise
 
     def _put_back(self, operation: QueuedOperation) -> None:
-        """Let another thread run what this one took, or, where it has begun, go on with what waits for it."""
+        """Let another thread run an operation that this thread took.
+
+        If the operation has begun, settle its dependents instead.
+        """
         with self._lock:
             if operation.begun:
                 self._finish(operation, None)
@@ -294,14 +336,17 @@ class Scheduler:
             self._settle()
 
     def _call(self, operation: QueuedOperation) -> BaseException | None:
-        """Call an operation's function, and return what it raised; an interrupt of a thread that waits goes straight on."""
+        """Call an operation's function, and return the exception that it raised.
+
+        An interrupt of a thread that waits propagates at once.
+        """
         function: Any = operation.function
         outer = getattr(self._inside, "operation", None)
         self._inside.operation = operation.label
         try:
             for access in operation.accesses:
                 access.block.check_live(operation.label)
-            # No call in between.
+            # An interrupt can come only after a call, so no interrupt separates the mark from the function.
             operation.begun = True
             function()
         except BaseException as error:
@@ -317,7 +362,10 @@ class Scheduler:
         return None
 
     def _finish(self, operation: QueuedOperation, failure: BaseException | None, spare: int = 0) -> None:
-        """Go on with what waits for an operation that has run. The lock is held; ``spare`` if the thread will take another."""
+        """Settle the dependents of an operation that has run.
+
+        The lock is held. ``spare`` is 1 if the calling thread will take another operation.
+        """
         if failure is not None:
             self._errors.append(failure)
         operation.function = None
@@ -328,7 +376,10 @@ class Scheduler:
         self._settle(spare)
 
     def _pause(self, purpose: str) -> None:
-        """Sleep until something changed. The lock is held, and there is nothing for this thread to run."""
+        """Sleep until something changes.
+
+        The lock is held, and this thread has nothing to run.
+        """
         if self._running or self._ready:
             self._changed.wait()
         elif self._alone() or not self._changed.wait(PATIENCE_SECONDS):
@@ -339,7 +390,7 @@ class Scheduler:
             )
 
     def _alone(self) -> bool:
-        """Whether no other thread is there that may release a latch."""
+        """Return whether no other thread can release a latch."""
         current = threading.current_thread()
         return all(
             thread is current or thread in self._strangers or isinstance(thread, Worker) for thread in threading.enumerate()
@@ -350,37 +401,49 @@ class Worker(threading.Thread):
     """A scheduler's own thread, which never releases a latch."""
 
     wanted = True
-    """False where its start was interrupted, and so it was not counted."""
+    """False if its start was interrupted and the worker does not count."""
 
 
 def _descend(frames: int) -> None:
-    """Raise RecursionError where so many calls more would, and nothing is lost by it yet."""
+    """Raise RecursionError unless so many more calls fit on the stack.
+
+    No operation was taken yet, so the error loses nothing.
+    """
     if frames:
         _descend(frames - 1)
 
 
 HEADROOM = 60
-"""Frames that a thread has free before it takes an operation, for its own steps and for those of most operations."""
+"""Frames that a thread must have free before it takes an operation.
+
+They cover the scheduler's own steps and the steps of most operations.
+"""
 
 
 MAX_WORKERS = 64
-"""More streams than this that can all run take turns, as on a GPU with its 32 queues."""
+"""Upper limit of worker threads per scheduler.
+
+More streams than this that can all run take turns, as on a GPU with its 32 queues.
+"""
 
 IDLE_SECONDS = 1.0
-"""A worker with nothing to do ends after this."""
+"""Seconds after which an idle worker ends."""
 
 EXIT_SECONDS = 1.0
-"""How long the interpreter's exit waits for what is running just then; what is queued behind is dropped, as on a GPU."""
+"""Seconds that the interpreter's exit waits for running operations.
+
+The exit drops queued operations that have not begun, as on a GPU.
+"""
 
 EAGERNESS = 0.25
-"""How likely it is that the adversarial scheduler runs one more operation after something was queued."""
+"""Probability that the adversarial scheduler runs one more operation after a submission."""
 
 
 class ThreadScheduler(Scheduler):
-    """Runs whatever can run on worker threads: one for each operation that can run, up to `MAX_WORKERS`.
+    """Run every operation that can run, on worker threads.
 
-    An operation that waits holds no worker, so workers wait for work only, never for each other. The null stream's operations are
-    run by the thread that gave them.
+    There is one worker for each operation that can run, up to `MAX_WORKERS`. A waiting operation holds no worker, so workers
+    wait for work only and never for each other. The submitting thread runs the null stream's operations.
     """
 
     inline = True
@@ -394,7 +457,7 @@ class ThreadScheduler(Scheduler):
         _open.add(self)
 
     def _wake(self, spare: int) -> None:
-        # `_idle` counts a worker until it has taken the lock again, so every operation that is ready has its own.
+        # `_idle` counts a worker until the worker has taken the lock again, so every ready operation has a worker of its own.
         wanted = len(self._ready) - spare
         if wanted > 0:
             self._work.notify(min(wanted, self._idle))
@@ -405,12 +468,12 @@ class ThreadScheduler(Scheduler):
             try:
                 worker.start()
             except BaseException as error:
-                # After an interrupt it may have begun, and wait for the lock.
+                # After an interrupt the worker may have begun, and may wait for the lock.
                 worker.wanted = False
                 self._workers -= 1
                 self._idle -= 1
                 if isinstance(error, RuntimeError):
-                    # The system has no more threads: what waits runs the operation, or a worker that is there.
+                    # The system has no more threads. A waiting thread or an existing worker runs the operation.
                     return
                 raise
 
@@ -436,7 +499,9 @@ class ThreadScheduler(Scheduler):
                     failure = self._call(operation)
                 finally:
                     self._lock.acquire()
+                # This worker takes the next ready operation itself, so `_wake` need not start another worker for it.
                 self._finish(operation, failure, spare=1)
+                # An idle worker must not keep the arrays of its last operation alive.
                 del operation, failure
         finally:
             self._workers -= 1
@@ -447,11 +512,13 @@ class ThreadScheduler(Scheduler):
         try:
             while not (awaited.done or taken):
                 if awaited.claimed and not awaited.waits:
-                    # Another thread may wait for it, too, as `free` does: one of them runs it.
+                    # Another thread may wait for the same operation, as `free` does. Clearing the claim lets only one thread
+                    # run it.
                     awaited.claimed = False
                     self._running[awaited] = None
                     taken.append(awaited)
                 elif self._ready and not self._workers:
+                    # One call moves the operation between the lists, so that an interrupt cannot lose it.
                     taken.extend(map(deque.popleft, (self._ready,)))
                     self._running[taken[0]] = None
                 else:
@@ -461,7 +528,10 @@ class ThreadScheduler(Scheduler):
             raise
 
     def close(self) -> None:
-        """Let the workers end after what they are running: no thread of ours runs while the interpreter is taken down."""
+        """Let the workers end after their current operations.
+
+        No thread of the scheduler may run while the interpreter is taken down.
+        """
         with self._lock:
             self._closed = True
             self._work.notify_all()
@@ -479,12 +549,12 @@ def _close_all() -> None:
         scheduler.close()
 
 
-# A forked child has none of the workers, and a lock that one of them held stays locked: its exit waits for nothing.
+# A forked child has none of the workers, and a lock that a worker held stays locked. So the child's exit must wait for nothing.
 os.register_at_fork(after_in_child=_open.clear)
 
 
 class AdversarialScheduler(Scheduler):
-    """Runs any operation that can run, as a seeded generator picks, and mostly only when somebody waits.
+    """Run operations in a seeded random order, mostly when a thread waits.
 
     Parameters
     ----------
@@ -504,25 +574,25 @@ class AdversarialScheduler(Scheduler):
                 self._pause(purpose)
 
     def nudge(self) -> None:
-        """As `Scheduler.nudge`."""
+        """Run a few random operations; see `Scheduler.nudge`."""
         while self._ready and self._run_one(self._stray):
             pass
 
     def _stray(self, taken: list[QueuedOperation]) -> None:
-        """Put an operation to run for no reason into a list, or none. The lock is held."""
+        """Take an operation at random, or none. The lock is held."""
         if self._ready and self._random.random() < EAGERNESS:
             self._pick(taken)
 
     def _pick(self, taken: list[QueuedOperation]) -> None:
         index = self._random.randrange(len(self._ready))
         self._ready[index], self._ready[-1] = self._ready[-1], self._ready[index]
-        # By one call, or an interrupt between two could lose it.
+        # One call moves the operation between the lists. With two calls an interrupt between them could lose it.
         taken.extend(map(deque.pop, (self._ready,)))
         self._running[taken[0]] = None
 
 
 def make(name: str, seed: int) -> Scheduler | None:
-    """Return a scheduler by its name; None for a name that no scheduler has."""
+    """Return a scheduler by its name, or None for an unknown name."""
     makers: dict[str, Callable[[], Scheduler]] = {
         "threads": ThreadScheduler,
         "adversarial": lambda: AdversarialScheduler(seed),

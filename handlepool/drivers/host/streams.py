@@ -1,7 +1,7 @@
-"""Stream objects, and what is current for a thread.
+"""Streams, events, and the current device and stream of each thread.
 
-A stream is destroyed by a finaliser, which may run in any thread at any moment, also inside the lock of a scheduler: it marks
-the stream's queue and appends to a deque, and takes no lock (G10).
+A finaliser destroys a stream. The finaliser may run in any thread at any moment, even while a scheduler's lock is held. So it
+takes no lock (G10): it marks the stream's queue and appends to a deque.
 """
 
 import itertools
@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """A stream as CuPy's: equal by pointer, weakly referenceable, with free attributes, destroyed with its last reference.
+    """A stream with the interface of CuPy's streams.
+
+    Streams are equal by pointer, weakly referenceable, and accept free attributes. The last reference destroys the stream.
 
     Attributes
     ----------
     ptr : int
     device_id : int
-        -1 for a default stream and for a pointer that somebody else owns.
+        -1 for a default stream and for a pointer that another library owns.
     """
 
     def __init__(self, table: "StreamTable", queue: "Queue | None", pointer: int, device_id: int, owner: object) -> None:
@@ -37,16 +39,20 @@ class Stream:
         self.device_id = device_id
         self._table = table
         self._queue = queue
-        """Set if the stream's life is this object's."""
+        """The stream's queue if this object owns the stream, else None."""
         self._owner = owner
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` itself is None by then
+    # The default argument keeps the function, because `sys` itself is None when late finalisers run.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         queue = self._queue
         if queue is not None and not is_finalizing():
             self._table.retire(queue)
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied."""
+        """Refuse to be copied.
+
+        The end of the copy would destroy the stream.
+        """
         raise TypeError(f"{self!r} cannot be copied or pickled; the end of the copy would be its own")
 
     def __cuda_stream__(self) -> tuple[int, int]:
@@ -69,7 +75,7 @@ class Stream:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # As CuPy has it: what is current again is what was *entered* before, whatever `use` made current meanwhile.
+        # As in CuPy, the stream that was *entered* before becomes current again, regardless of any `use` in between.
         thread = self._table.thread
         device = thread.entered_on.pop()
         thread.entered[device].pop()
@@ -77,11 +83,14 @@ class Stream:
         thread.current[thread.device if previous.device_id == -1 else previous.device_id] = previous
 
     def is_owned_by(self, table: "StreamTable") -> bool:
-        """Whether this is the object of one of the table's streams, and not somebody's wrapper around a pointer."""
+        """Return whether this is the table's own object for a stream.
+
+        A wrapper around a foreign pointer is not.
+        """
         return self._table is table and (self._queue is not None or self is table.legacy or self is table.per_thread)
 
     def use(self) -> "Stream":
-        """Make it the current stream of this thread and of the current device."""
+        """Make this stream current for this thread and the current device."""
         thread = self._table.thread
         if self.device_id not in (-1, thread.device):
             raise ContractError(f"{self!r} cannot be used while device {thread.device} is current")
@@ -90,59 +99,71 @@ class Stream:
 
     @property
     def done(self) -> bool:
-        """Whether all that it was given has run."""
+        """Whether all work of the stream has run."""
         return self._table.is_done(self._table.resolve(self.ptr).tail)
 
     def synchronize(self) -> None:
-        """Wait on the host until all that it was given has run."""
+        """Wait on the host until all work of the stream has run."""
         self._table.synchronize(self._table.resolve(self.ptr))
 
     def record(self, event: "Event | None" = None) -> "Event":
-        """Record an event, or a new one."""
+        """Record an event, by default a new event."""
         if event is None:
             event = self._table.event()
         self._table.record(event, self._table.resolve(self.ptr))
         return event
 
     def wait_event(self, event: "Event") -> None:
-        """Run what comes from now on after the event."""
+        """Let later work of this stream wait for the event."""
         self._table.wait(self._table.resolve(self.ptr), event)
 
     def is_capturing(self) -> bool:
-        """Whether it takes part in a capture."""
+        """Return whether the stream takes part in a capture."""
         return self._table.resolve(self.ptr).capture is not None
 
     def begin_capture(self, mode: str = "global") -> None:
-        """Record what it is given from now on instead of running it; mode: global, thread_local or relaxed."""
+        """Record later work of this stream instead of running it.
+
+        The mode is ``global``, ``thread_local`` or ``relaxed``.
+        """
         self._table.captures.begin(self._table.resolve(self.ptr), mode)
 
     def end_capture(self) -> HostGraph:
-        """End the capture that began here, and return what was recorded."""
+        """End the capture that began here, and return its graph."""
         return HostGraph(self._table, self._table.captures.end(self._table.resolve(self.ptr)))
 
 
 class ThreadState(threading.local):
-    """What is current for a thread. Made for each thread at its first use."""
+    """The state of a thread: current device, streams and allocator.
+
+    Each thread gets its state at its first use.
+    """
 
     def __init__(self, legacy: Stream, devices: int, scheduler: "Scheduler") -> None:
         self.token = object()
-        """The thread's identity: unlike `threading.get_ident` it is never given to another."""
+        """The thread's identity.
+
+        Unlike `threading.get_ident` it is never reused for another thread.
+        """
         self.device = 0
         self.current = [legacy] * devices
         self.entered = [[legacy] for _ in range(devices)]
-        """Of each device, the streams of the ``with`` statements that this thread is in."""
+        """Streams of the open ``with`` statements of this thread, per device."""
         self.entered_on: list[int] = []
         self.own: list[Queue | None] = [None] * devices
-        """The queues of the per-thread default stream."""
+        """Queues of the per-thread default stream, per device."""
         self.relaxed = 0
         self.allocator: Any = None
         self.host_data: Any = None
-        """Of `Driver.watch_host_data`: the makers of `asarray`'s arrays, and the listener for reads of host memory."""
+        """Callbacks of `Driver.watch_host_data`, or None.
+
+        They are the maker of `asarray`'s arrays and the listener for reads of host memory.
+        """
         scheduler.meet()
 
 
 class Device:
-    """Makes a device current while entered, and the one before afterwards."""
+    """Make a device current while entered, and restore the previous device."""
 
     __slots__ = ("_before", "_table", "id")
 
@@ -165,7 +186,7 @@ _drivers = itertools.count(1)
 
 
 class Queue:
-    """What a stream is to the device: an identity, and the last operation that it was given."""
+    """The device side of a stream: an identity and its last operation."""
 
     __slots__ = ("alive", "capture", "default", "device", "frontier", "id", "pointer", "synchronous", "tail")
 
@@ -176,7 +197,7 @@ class Queue:
         self.alive = True
         self.default = pointer in (LEGACY_STREAM, PER_THREAD_STREAM)
         self.synchronous = pointer == LEGACY_STREAM
-        """The null stream alone has run what it was given when the call returns."""
+        """bool: calls on the null stream return after their work has run."""
         self.tail = NOTHING
         self.capture: Capture | None = None
         self.frontier: tuple[Node, ...] = ()
@@ -187,7 +208,7 @@ class Queue:
 
 
 class Event:
-    """A moment of a stream, as `HostDriver.create_event` returns it."""
+    """A moment of a stream, as returned by `HostDriver.create_event`."""
 
     __slots__ = ("__weakref__", "destroyed", "device", "moment", "timing")
 
@@ -195,7 +216,10 @@ class Event:
         self.device = device
         self.timing = timing
         self.moment: QueuedOperation | Mark | None = None
-        """What was last in the stream, or in the capture, when it was recorded; a wait keeps that, whatever is recorded later."""
+        """The last operation at record time, or None.
+
+        A wait keeps the operation, even if the event is recorded again later.
+        """
         self.destroyed = False
 
     def __repr__(self) -> str:
@@ -205,7 +229,7 @@ class Event:
 
 
 class Latch:
-    """Blocks a stream at one place until it is released, by any thread."""
+    """A block on a stream until any thread releases it."""
 
     def __init__(self, scheduler: Scheduler, operation: QueuedOperation) -> None:
         self._scheduler = scheduler
@@ -213,16 +237,16 @@ class Latch:
 
     @property
     def passed(self) -> bool:
-        """Whether the stream has come to the latch and passed it."""
+        """Whether the stream has passed the latch."""
         return self._operation.done
 
     def release(self) -> None:
-        """Let the stream go on; harmless when that was done already."""
+        """Let the stream continue; a second release has no effect."""
         self._scheduler.release(self._operation)
 
 
 class StreamTable:
-    """Pointers to queues, and all that is done with queues."""
+    """The map from pointers to queues, and the operations on queues."""
 
     def __init__(self, devices: int, scheduler: Scheduler) -> None:
         self.devices = devices
@@ -232,18 +256,22 @@ class StreamTable:
         self.thread = ThreadState(self.legacy, devices, scheduler)
         self.captures = Captures(self.thread)
         self.watchers: list[Callable[[str], None]] = []
-        """Told of work that is no launch and none of the driver's own."""
+        """Listeners for work outside launches and outside the driver's own work."""
         self._ids = itertools.count(1)
         self._null = [Queue(LEGACY_STREAM, device, next(self._ids)) for device in range(devices)]
         self._queues: dict[int, Queue] = {}
         self._retired: list[deque[int]] = [deque() for _ in range(devices)]
-        base = next(_drivers) << 40  # another driver's pointers are unknown to this one
+        # The base differs for each driver, so that a driver rejects the pointers of another driver.
+        base = next(_drivers) << 40
         self._pointers = [itertools.count(base + (device << 32) + 0x1000, 0x100) for device in range(devices)]
 
     # Streams
 
     def create(self) -> Stream:
-        """Return a stream of the current device, at the address of the one that was destroyed last."""
+        """Return a stream of the current device.
+
+        It takes the address of the stream that was destroyed last, as addresses are reused on a GPU.
+        """
         device = self.thread.device
         try:
             pointer = self._retired[device].pop()
@@ -253,16 +281,19 @@ class StreamTable:
         return Stream(self, queue, pointer, device, None)
 
     def retire(self, queue: Queue) -> None:
-        """Note that a stream's last reference has gone. Runs in finalisers: no lock."""
+        """Note that the last reference to a stream is gone.
+
+        Finalisers call this method, so it takes no lock.
+        """
         queue.alive = False
         self._retired[queue.device].append(queue.pointer)
 
     def alive(self) -> int:
-        """How many streams there are beside the default streams."""
+        """Return the number of streams, without the default streams."""
         return sum(queue.alive for queue in list(self._queues.values()))
 
     def resolve(self, pointer: int) -> Queue:
-        """Return the queue that a pointer names now, for the calling thread.
+        """Return the queue that a pointer names for the calling thread.
 
         Raises
         ------
@@ -270,7 +301,8 @@ class StreamTable:
             For a pointer that names no live stream. On a GPU that is a segmentation fault.
         """
         thread = self.thread
-        if pointer == LEGACY_STREAM or pointer == 1:  # 1 is cudaStreamLegacy
+        # The value 1 is cudaStreamLegacy.
+        if pointer == LEGACY_STREAM or pointer == 1:
             return self._null[thread.device]
         if pointer == PER_THREAD_STREAM:
             own = thread.own[thread.device]
@@ -284,7 +316,7 @@ class StreamTable:
         return queue
 
     def set_device(self, ordinal: int) -> None:
-        """Make a device current."""
+        """Make a device current for this thread."""
         if not 0 <= ordinal < self.devices:
             raise ArgumentError(f"device {ordinal} does not exist: this driver has {self.devices}")
         self.thread.device = ordinal
@@ -292,7 +324,7 @@ class StreamTable:
     # Work
 
     def give(self, queue: Queue, function: Callable[[], object], accesses: Sequence[Access] = (), label: str = "") -> None:
-        """Queue an operation: on a capture if the stream is in one."""
+        """Queue an operation, or record it in the stream's capture."""
         if queue.device != self.thread.device:
             raise ContractError(f"{label or 'an operation'} was given to {queue!r} while device {self.thread.device} is current")
         if queue.capture is not None and self.captures.add(queue, function, accesses, label):
@@ -303,6 +335,7 @@ class StreamTable:
             scheduler.submit(operation, queue)
             self._given(queue, operation)
         except BaseException:
+            # This thread runs nothing more after an error, so a worker must take the claimed operation.
             scheduler.disclaim(operation)
             raise
 
@@ -313,28 +346,39 @@ class StreamTable:
             self.scheduler.nudge()
 
     def latch(self, queue: Queue) -> Latch:
-        """Block a queue; the null stream, too, and there the next call waits."""
+        """Block a queue until the latch is released.
+
+        On the null stream the next call waits.
+        """
         self.captures.refuse(queue, "a latch")
         operation = QueuedOperation(label=f"latch on {queue!r}", held=True)
         self.scheduler.submit(operation, queue)
         return Latch(self.scheduler, operation)
 
     def synchronize(self, queue: Queue) -> None:
-        """Wait on the host for all that a queue was given."""
+        """Wait on the host for all work of a queue."""
         self.captures.refuse(queue, "synchronisation with the host")
         self.wait_on_host(queue.tail, repr(queue))
 
     def wait_on_host(self, operation: QueuedOperation, purpose: str) -> None:
-        """Return when an operation is done; whatever is queued from now on runs after it."""
+        """Return when an operation is done.
+
+        Work that is queued later runs after the operation.
+        """
         try:
             self.scheduler.wait(operation, purpose)
-        finally:  # also where it raises what failed in queued work: the host has waited all the same
+        finally:
+            # The wait may raise a failure of queued work. The host has waited all the same, so the checker learns of it.
             if self.scheduler.order is not None and operation.done:
                 self.scheduler.order.waited(operation)
 
     def is_done(self, operation: QueuedOperation) -> bool:
-        """Whether an operation is done; who sees that it is has waited for it."""
-        self.scheduler.nudge()  # who polls must see progress
+        """Return whether an operation is done.
+
+        A caller that sees True counts as having waited for the operation.
+        """
+        # A caller that polls must see progress, so the adversarial scheduler gets a chance to run work here.
+        self.scheduler.nudge()
         done = operation.done
         if done and self.scheduler.order is not None:
             self.scheduler.order.waited(operation)
@@ -347,7 +391,7 @@ class StreamTable:
         return Event(self.thread.device, timing)
 
     def record(self, event: Event, queue: Queue) -> None:
-        """Let an event stand for what a queue was given so far."""
+        """Let an event represent the work that a queue has so far."""
         self.check_event(event)
         if event.device != queue.device:
             raise ContractError(f"{event!r} was recorded on {queue!r}: an event is recorded on its own device")
@@ -363,26 +407,31 @@ class StreamTable:
             event.moment = queue.tail
 
     def wait(self, queue: Queue, event: Event) -> None:
-        """Let what a queue is given from now on run after an event; nothing, for one that was never recorded."""
+        """Let later work of a queue wait for an event.
+
+        An event that was never recorded has no effect.
+        """
         self.check_event(event)
         moment = event.moment
         if isinstance(moment, Mark):
             self.captures.join(queue, moment)
         elif moment is not None:
             self.captures.refuse(queue, f"a wait for work outside the capture ({event!r})")
-            if not moment.done or self.scheduler.order is not None:  # the checker's clocks depend on no schedule
+            # The checker's clocks must not depend on the schedule, so a finished event is queued as well while the checker is
+            # on.
+            if not moment.done or self.scheduler.order is not None:
                 operation = QueuedOperation(label="wait for an event")
                 self.scheduler.submit(operation, queue, (moment,))
                 if queue.synchronous:
                     self.scheduler.wait(operation, f"an event that {queue!r} waits for")
 
     def check_event(self, event: Event) -> None:
-        """Raise for an event that was destroyed."""
+        """Raise if an event was destroyed."""
         if event.destroyed:
             raise ContractError(f"{event!r} is used after it was destroyed")
 
     def operation_of(self, event: Event, call: str) -> QueuedOperation:
-        """Return what an event stands for, for a call that asks on the host."""
+        """Return the operation of an event, for a call on the host."""
         self.check_event(event)
         if isinstance(event.moment, Mark):
             event.moment.capture.spoil(f"{call} of an event that was recorded in it")
@@ -392,15 +441,19 @@ class StreamTable:
     # Graphs
 
     def launch(self, graph: HostGraph, stream: Stream | None) -> None:
-        """Queue a recorded graph on a stream, the current one by default."""
+        """Queue a recorded graph on a stream, by default the current stream."""
         stream = stream or self.thread.current[self.thread.device]
         self.launch_on(graph, self.resolve(stream.ptr))
 
     def launch_on(self, graph: HostGraph, queue: Queue) -> None:
-        """Queue a recorded graph: its nodes in the order of their own edges only, as one entry of the queue."""
+        """Queue a recorded graph as one entry of the queue.
+
+        Its nodes run in the order of their own edges only.
+        """
         if queue.capture is not None and self.captures.embed(queue, graph.nodes):
             return
         scheduler = self.scheduler
+        # A graph never runs beside itself, so a launch depends on the end of the previous launch.
         start = QueuedOperation(label="graph launch")
         scheduler.submit(start, queue, (graph.last,))
         made: dict[Node, QueuedOperation] = {}

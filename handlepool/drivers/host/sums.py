@@ -24,22 +24,25 @@ class HostSums:
         self._operation: QueuedOperation | None = None
 
     def compute(self, *arrays: np.ndarray[Any, Any]) -> None:
-        """Compute the checksums, as the queued work."""
+        """Compute the checksums; queued work calls this."""
         self._values = [of_host(array) for array in arrays]
 
     def queued(self, operation: QueuedOperation) -> None:
-        """Take note of the operation that computes them."""
+        """Remember the operation that computes the checksums."""
         self._operation = operation
 
     def ready(self) -> bool:
-        """As the protocol says. Neither makes queued work run, nor counts as a wait of the host, in the check of the order."""
+        """Return whether the checksums are there; see the protocol.
+
+        The call neither runs queued work nor counts as a wait of the host for the race checker.
+        """
         return self._operation is not None and self._operation.done
 
     def wait(self) -> None:
-        """As the protocol says."""
+        """Wait for the checksums; see the protocol."""
         if self._operation is not None:
             self._wait(self._operation)
 
     def values(self) -> list[int] | None:
-        """As the protocol says."""
+        """Return the checksums, or None; see the protocol."""
         return self._values

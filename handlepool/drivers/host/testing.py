@@ -1,6 +1,7 @@
-"""What the host driver offers beside the protocol: work of one's own on its streams, latches, counts and faults.
+"""Controls that the host driver offers beside the protocol.
 
-Tests stand on it. No GPU has it, so nothing of the package above the drivers may.
+They are custom work on its streams, latches, counts and faults. Tests depend on them. No GPU has them, so no part of the
+package above the drivers may use them.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -12,18 +13,18 @@ from handlepool.drivers.host.race_checker import Order
 from handlepool.drivers.host.streams import Event, Latch, Queue, Stream, StreamTable
 
 _ASKS = ("current_device", "current_stream", "owns_stream", "wrap_stream", "set_device", "device_count", "array_device")
-"""Calls that ask the host alone, and succeed also without a device."""
+"""Calls that ask the host alone, and succeed without a device."""
 
 
 class Controls:
-    """The part of `HostDriver` that is not of the protocol.
+    """The part of `HostDriver` beside the protocol.
 
     Attributes
     ----------
     calls : collections.Counter
         How often each method of the protocol was called, by its name, and ``launch`` of an executable; clear it at will.
     checks : bool
-        Whether it is checked how handles are used.
+        Whether the use of handles is checked.
     """
 
     def __init__(self, streams: StreamTable, memory: Memory, checks: bool) -> None:
@@ -39,7 +40,10 @@ class Controls:
         self.lost: Exception | None = None
 
     def alive(self) -> dict[str, int]:
-        """Return what was made through the protocol and is not destroyed: handles, events, streams, bytes of scratch."""
+        """Return the counts of objects that are made and not destroyed.
+
+        The objects are handles, events, streams and bytes of scratch, made through the protocol.
+        """
         return {
             "handles": len(self._handles_alive),
             "events": len(self._events_alive),
@@ -48,12 +52,15 @@ class Controls:
         }
 
     def captures_under_way(self) -> int:
-        """Count the captures that have begun and are not over."""
+        """Return the number of captures under way."""
         return len(self._streams.captures.active)
 
     @property
     def order(self) -> Order | None:
-        """The checker of the order of accesses, where that is asked for; ``order.found`` has what it found."""
+        """The checker of the order of accesses, or None while off.
+
+        ``order.found`` lists its findings.
+        """
         return self._streams.scheduler.order
 
     @property
@@ -81,16 +88,19 @@ class Controls:
         ----------
         pointer : int
         function : callable
-            Called as ``function(*writes, *reads)``, as NumPy's ``copyto``, with arrays over the raw memory of those given here.
-            Give it arrays in this way: one that it closes over stays alive until the work has run, which on a GPU it would not.
+            Called as ``function(*writes, *reads)``, as NumPy's ``copyto``, with arrays over the raw memory of the given arrays.
+            Pass arrays in this way. An array in the function's closure stays alive until the work has run, unlike on a GPU.
         writes, reads : sequence of array
         label : str
-            What errors call it.
+            Name of the work in errors.
         """
         self._enqueue(self._streams.resolve(pointer), function, writes, reads, label)
 
     def use_handle(self, handle: HostHandle, function: Callable[..., object], *arrays: Array, label: str = "use_handle") -> None:
-        """Queue ``function(*arrays)`` on a handle's stream, with the checks that a cuDNN call with the handle calls for."""
+        """Queue ``function(*arrays)`` on a handle's stream.
+
+        The call makes the checks of a cuDNN call with the handle.
+        """
         use = HandleUse(self._streams, handle, label, self.checks)
         with use:
             self._enqueue(use.bound_queue(), function, arrays, (), label)
@@ -100,23 +110,29 @@ class Controls:
         return self._streams.latch(self._streams.resolve(pointer))
 
     def fail_at(self, k: int, method: str | None = None, error: BaseException | None = None, spared: Container[str] = ()) -> None:
-        """Make the k-th call from now raise, once, before it has any effect.
+        """Make the k-th call from now raise, once.
+
+        The call raises before it has any effect.
 
         Parameters
         ----------
         k : int
-            From 1; 0 takes the order back.
+            From 1; 0 cancels the failure.
         method : str, optional
-            Count calls of this method only. By default all that `calls` counts are.
+            Count calls of this method only. By default every call that `calls` counts.
         error : BaseException, optional
-            What to raise; a RuntimeError that says so by default.
+            The error to raise; by default a RuntimeError that says so.
         spared : container of str
             Methods that are not counted.
         """
         self._log.fail_at(k, method, error, spared)
 
     def lose_context(self, error: Exception | None = None) -> Exception:
-        """Make every further call fail but those that ask for the current device and stream, as after an illegal address."""
+        """Make every later call fail, as after an illegal address.
+
+        Calls that ask for the current device and stream still succeed.
+        """
+        # The same error object is raised each time, so that `context_lost` recognises it.
         lost = self.lost = error or RuntimeError("an illegal memory access was encountered")
 
         def fault(called: str) -> None:
@@ -127,9 +143,10 @@ class Controls:
         return lost
 
     def lose_device(self, device: int) -> None:
-        """Make every further call fail that is made while a device is current, as where a GPU is taken away.
+        """Make later calls fail while a device is current.
 
-        Work that the device was given before still runs, and other devices go on. ``fail_at(0)`` brings the device back.
+        This simulates the loss of a GPU. Work that the device has already still runs, and other devices continue.
+        ``fail_at(0)`` restores the device.
         """
         thread = self._thread
 
@@ -150,6 +167,7 @@ class Controls:
         read = [raw_view(array) for array in reads]
         raw = [view for view, _ in (*written, *read)]
         touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
+        # A listener may remove itself during the loop, so the loop runs over a copy.
         for report in self._streams.watchers[:]:
             report(label or getattr(function, "__name__", "work"))
         self._streams.give(queue, lambda: function(*raw), touched, label)
