@@ -217,7 +217,7 @@ def _get_default_handle(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _lowering(original: Callable[..., Any]) -> Callable[..., Any]:
     def _backend_handle_for_lowering(graph: "cudnn.pygraph", settings: Any) -> Any:
-        handle = graph._handle  # noqa: SLF001 - here and below, what it has no public name for
+        handle = graph._handle  # noqa: SLF001 - here and below, the attribute has no public name
         default = handle is None and settings.get("device_property") is None and is_installed()
         if not default and not isinstance(handle, PooledHandle):
             return original(graph, settings)
@@ -438,7 +438,7 @@ def uninstall() -> None:
 
 @contextmanager
 def pooled_handles() -> Iterator[None]:
-    """Do what `install` does until a ``with`` statement ends.
+    """Install the replacements until a ``with`` statement ends.
 
     The replacement holds in every thread. Of several contexts, the last to end restores the functions.
     """

@@ -1,6 +1,6 @@
 """Check assumptions about nvidia-cudnn-frontend without a GPU.
 
-The assumptions are those that `handlepool.integrations.cudnn` makes. The checks change nothing. They are for versions that
+`handlepool.integrations.cudnn` makes these assumptions. The checks change nothing. They are for versions that
 the integration was not written against. They run copies of the frontend's functions over a binding that only takes notes. A
 copy finds no other module: cuDNN ends the process when it gets a number that is not a handle.
 """

@@ -339,7 +339,7 @@ def conv2d(
     -----
     A plan contains bias, residual and activation where cuDNN has a plan that is known to be right. A bias is fused for
     any layouts. The rest is fused only if all arrays are channels-last without gaps. Parts outside the plan cost one more
-    launch, and the result is rounded to its type before that launch. Some views are copied, up to 16 MiB: a view with a
+    launch, and the result is rounded to its type before that launch. Some views are copied, up to 16 MiB. These are a view with a
     bias, a residual or an activation, every second channel, and every second row or column of an odd number. Uneven
     padding also needs a copy. ``docs/graphs.md`` gives the costs.
     """

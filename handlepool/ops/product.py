@@ -185,7 +185,7 @@ def _product(g: Any, a: Any, b: Any, bias: Any, activation: str | None, transpos
 
 
 def _of_rank(tensor: Any, rank: int, transposed: bool = False) -> Any:
-    """Declare one or several matrices with a given number of axes.
+    """Declare matrices with a given number of axes.
 
     With ``transposed``, the last two axes change places.
     """

@@ -468,7 +468,9 @@ class DeviceWorker:
         return caller
 
     def _spare(self, copy_plan: CopyPlan) -> tuple[list[Any], list[Any]]:
-        """Allocate staging buffers for an item and, for `to="host"`, its result.
+        """Allocate staging buffers for an item and its host result.
+
+        The result has buffers only with ``to="host"``.
 
         Each buffer comes from the arena of the stream that writes it.
         """

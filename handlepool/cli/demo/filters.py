@@ -42,7 +42,10 @@ class Filter:
 
 
 def builtin_filters() -> tuple[Filter, ...]:
-    """Return six filters of 3 by 3 and five of 5 by 5."""
+    """Return the built-in filters.
+
+    Six filters are 3 by 3, and five are 5 by 5.
+    """
     binomial = np.outer([1, 4, 6, 4, 1], [1, 4, 6, 4, 1]) / 256
     unsharp = -binomial
     unsharp[2, 2] += 2.0

@@ -204,7 +204,7 @@ class _Work:
     def trace(self, names: Sequence[str]) -> tuple[float, list[Span]]:
         """Run the region once, with events around every branch.
 
-        The last two branches are those of the chain.
+        The last two branches belong to the chain.
         """
         driver, count = self.driver, len(names)
         events = timing_events(driver, 2 * count + 2)
@@ -281,7 +281,7 @@ def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, state
 def _check(
     photograph: NDArray[np.float32], filters: Sequence[Filter], weights: Sequence[Any], y: NDArray[Any], work: _Work
 ) -> Result:
-    """Compare the result of one or two filters with the reference."""
+    """Compare the result of a filter or chain with the reference."""
     plans = [work.plan(w) for w in weights]
     # The reference gets the same work in another form: three groups of one channel, in float64.
     expected: NDArray[Any] = photograph[np.newaxis].transpose(0, 3, 1, 2)

@@ -27,7 +27,7 @@ LANES = 4
 MODULES, NARROW, WIDE = 3, 16, 64
 """Give the number of modules and their channels.
 
-Each module has four branches. The channels are those of a branch, and of all four branches.
+Each module has four branches. The channel numbers are for a branch, and for all four branches.
 """
 _BUDGET = 4000.0
 """Limit the total time of all repeats, in milliseconds."""
@@ -86,7 +86,9 @@ class NetworkReport:
 
 
 def network(x: Any, weights: Weights, ops: Any = library) -> Any:
-    """Return a picture (N, 3, H / 2, W / 2) for (N, 3, H, W).
+    """Return a picture of half the size.
+
+    The input has the shape (N, 3, H, W), the result (N, 3, H / 2, W / 2).
 
     The network consists of modules of four branches that do not depend on each other.
     """
