@@ -52,9 +52,11 @@ def conv2d_input_grad(
         Gradient of the result; float16, bfloat16 or float32; contiguous, or channels-last in memory.
     w : array, shape (K, C / groups, R, S)
         Filters, of the same type.
-    Shape of the images: with a stride, images of several sizes lead to the same result. As a transposed convolution it
-    takes every size of torch's ``output_padding``, which is less than stride or dilation. From the stride on, the images
-    lead to more rows or columns than ``dy`` has. The gradient of these rows and columns counts as 0.
+    shape : (N, C, H, W)
+        Shape of the images: with a stride, images of several sizes lead to the same result. As a transposed
+        convolution it takes every size of torch's ``output_padding``, which is less than stride or dilation. From the
+        stride on, the images lead to more rows or columns than ``dy`` has. The gradient of these rows and columns
+        counts as 0.
     stride, padding, dilation, groups
         As given to `handlepool.conv2d`.
     out, workspace_limit, allow_tf32, deterministic, pool

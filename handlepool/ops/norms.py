@@ -45,7 +45,8 @@ def layer_norm(
         ``normalized_shape`` of two axes.
     weight, bias : array, optional
         Of the extents of x along ``axis``, in the order of x's axes. Of the type of x, or both float32.
-    Added to the variance, inside the root. The variance counts all elements, without Bessel's correction.
+    eps : float
+        Added to the variance, inside the root. The variance counts all elements, without Bessel's correction.
     out : array, optional
         Where the result goes, which may be x itself. Its strides decide the layout; without it the result lies as x does, without
         gaps.
