@@ -46,6 +46,7 @@ class Arguments:
         self.options = options
         self._key = self.numbers, tuple([(option, _exact(value)) for option, value in sorted(options.items())])
         try:
+            # The hash is computed once, because every look-up of a plan needs it.
             self._hash = hash(self._key)
         except TypeError:
             raise _unhashable(name, options) from None
@@ -116,10 +117,12 @@ class ElementwiseFunction:
         """Launch on the current stream, or become part of another elementwise function."""
         plain = not options
         for arg in args:
+            # A traced argument means that another elementwise function is being traced, and this call becomes a part of it.
             if type(arg) is Traced:
                 return self._inline(args, out, options)
             if isinstance(arg, NUMBERS):
                 plain = False
+        # Calls with arrays alone share cached arguments, which keeps their look-up cheap.
         if plain and len(args) < len(_ARRAYS):
             return self._kernel.call(args, out, pool, (_ARRAYS[len(args)],))
         if any(type(value) is Traced for value in options.values()):
@@ -142,6 +145,7 @@ class ElementwiseFunction:
             found: Any = reduce(getattr, name.split("."), sys.modules.get(self.__module__))
         except AttributeError:
             found = None
+        # Pickling by name works only if the name leads to this object.
         if found is self:
             return name
         raise ArgumentError(

@@ -108,10 +108,11 @@ class Stages:
         most = None if key is None else splits.get(key)
         if most is None:
             most = len(parts)
-        # An unfused call skips the plan's build, so its checks of the arrays run here.
+        # A known split skips the fused build that is refused. The checks of that build run here instead.
         else:
             driver = self.pool.driver
             check_arrays(self.name, driver, driver.current_device(), arrays, given[len(arrays) :])
+        # The longest prefix of the epilogue that fuses wins, because each unfused part costs a launch.
         for count in range(most, -1, -1):
             some = parts[:count]
             first = 2 + sum(part != "activation" for part in some)
@@ -119,6 +120,7 @@ class Stages:
                 call = self._attempt(some, arrays[:first], out, converted)
             except GraphNotSupportedError as error:
                 if count:
+                    # A shorter prefix of the epilogue may still fuse.
                     continue
                 advice = _advice(arrays[0], _outs(out))
                 if advice:
@@ -126,6 +128,7 @@ class Stages:
                 raise
             if count == len(parts):
                 return call
+            # Remember the split, so that later calls skip the refused builds.
             if key is not None:
                 splits[key] = count
             return self._finish(call, arrays, first, parts[count:], out)
@@ -152,6 +155,7 @@ class Stages:
             try:
                 return self.fused(some, False, arrays, out, converted)
             except GraphNotSupportedError:
+                # With copies, only a complete epilogue of views, or no epilogue, is tried.
                 if some and (some != self.parts or not _gaps((*arrays[:2], *_outs(out)))):
                     raise
         try:

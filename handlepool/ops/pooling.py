@@ -200,6 +200,7 @@ def _describe_whole(layouts: tuple[Layout, ...], *, keepdims: bool) -> Described
             f"mean2d: images of shape {x.shape} have no pixels, and a mean of no pixels is no number; pass images with pixels"
         )
     shape = (images, channels, 1, 1) if keepdims else (images, channels)
+    # The kernel treats the whole image as one window.
     return Windows("mean", (height, width)), dense(shape, x.dtype)
 
 

@@ -159,6 +159,7 @@ class _Product:
             some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None
         ) -> GraphCall:
             applied = activation if "activation" in some else None
+            # An activation that was not measured in one plan runs in a launch of its own.
             if applied in ACTIVATIONS and applied not in BEHIND_A_PRODUCT:
                 raise GraphNotSupportedError(f"{self.name}: {applied} behind a product was not measured in one plan")
             function = self.copying if copies else self.plain
