@@ -1,6 +1,7 @@
-"""``python -m handlepool info``: what is installed, what was found and which driver would be chosen.
+"""Run ``python -m handlepool info``.
 
-Nothing here raises: every probe is a function of its own, and the text of its failure takes the place of its value.
+The command shows installed software, detected hardware and the driver that would be chosen. No function here raises: every
+probe is a function of its own, and the text of its failure replaces its value.
 """
 
 import ctypes
@@ -29,7 +30,8 @@ _PACKAGES = (
     "torch",
 )
 _LIBRARIES = {"cublasLt": "libcublasLt.so", "nvrtc": "libnvrtc.so"}
-_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
+# These are values of `CUdevice_attribute`.
+_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
 
 
 def collect() -> dict[str, Any]:
@@ -38,7 +40,7 @@ def collect() -> dict[str, Any]:
     Returns
     -------
     dict
-        Of strings, lists and dicts that JSON can hold. A probe that failed has ``"unavailable: <why>"`` as its value.
+        Strings, lists and dicts that JSON can hold. A probe that failed has ``"unavailable: <why>"`` as its value.
     """
     probes: dict[str, Callable[[], Any]] = {
         "driver": chosen_driver,
@@ -57,7 +59,7 @@ def collect() -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> str:
-    """Return what `collect` found, as aligned text."""
+    """Return the output of `collect` as aligned text."""
     lines: list[tuple[str, str]] = []
     for name, value in found.items():
         title = name.replace("_", " ")
@@ -74,14 +76,17 @@ def render(found: dict[str, Any]) -> str:
 
 
 def main(*, as_json: bool) -> int:
-    """Print what was found; the exit status is always 0."""
+    """Print the output of all probes; always return exit status 0."""
     found = collect()
     print(json.dumps(found, indent=2, default=str) if as_json else render(found))
     return 0
 
 
 def describe(ordinal: int) -> int:
-    """Print a device as plans are made for it elsewhere; the exit status is 1 where that is not known."""
+    """Print a device's properties, for plans made elsewhere.
+
+    The exit status is 1 if the properties are unknown.
+    """
     from handlepool.errors import HandlePoolError
     from handlepool.tensors.device_properties import DeviceProperties
 
@@ -94,18 +99,21 @@ def describe(ordinal: int) -> int:
 
 
 def python() -> str:
-    """Version and implementation of the interpreter."""
+    """Return version and implementation of the interpreter."""
     return f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})"
 
 
 def gil() -> str:
-    """Whether the global interpreter lock is on, in this process, now."""
+    """Tell whether this process now has the global interpreter lock."""
     enabled: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
     return "enabled" if enabled() else "disabled"
 
 
 def packages() -> dict[str, str]:
-    """Versions from the packages' metadata; none is imported for it, and ours is there also without an installation."""
+    """Return package versions from the packages' metadata.
+
+    No package is imported for its version. The version of handlepool is known even without an installation.
+    """
     from handlepool import __version__
 
     found = {"handlepool": __version__}
@@ -121,7 +129,10 @@ def packages() -> dict[str, str]:
 
 
 def integrations() -> dict[str, str]:
-    """Whether other libraries' code has the pool's handles now, and whether it can with the versions that are installed."""
+    """Tell whether other libraries' code uses the pool's handles.
+
+    The text also says whether the installed versions support it.
+    """
     from handlepool.integrations import cudnn
 
     verdict = cudnn.judge()
@@ -134,38 +145,44 @@ def integrations() -> dict[str, str]:
 
 
 def cudnn_backend() -> dict[str, str]:
-    """Return the version of libcudnn that the frontend loads, and the file that it was loaded from."""
+    """Return the version and file of the frontend's libcudnn."""
     number = int(importlib.import_module("cudnn").backend_version())
     version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     return {"version": version, "file": next(iter(_mapped("libcudnn.so")), "unknown")}
 
 
 def libraries() -> dict[str, str]:
-    """Where each CUDA library is, in the order in which it is looked for: loaded, in a wheel, on the search path."""
+    """Return the place of each CUDA library.
+
+    The search order is: loaded libraries, wheels, the search path.
+    """
     return {name: _guarded(partial(_locate, prefix)) for name, prefix in _LIBRARIES.items()}
 
 
 def cuda_driver() -> str:
-    """Return the newest CUDA version that the installed NVIDIA driver serves."""
+    """Return the newest CUDA version that the NVIDIA driver supports."""
     library, version = _libcuda(), ctypes.c_int()
     _check(library, library.cuDriverGetVersion(ctypes.byref(version)))
     return f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def devices() -> list[dict[str, Any]]:
-    """Return the visible devices, read from libcuda itself, so that they are seen also where CuPy is missing."""
+    """Return the visible devices, read from libcuda itself.
+
+    The list is therefore complete even without CuPy.
+    """
     library, count = _libcuda(), ctypes.c_int()
     _check(library, library.cuDeviceGetCount(ctypes.byref(count)))
     return [_device(library, ordinal) for ordinal in range(count.value)]
 
 
 def device_name(ordinal: int = 0) -> str:
-    """Return the name of a device, or why it is not known."""
+    """Return the name of a device, or the reason for its absence."""
     return str(_guarded(lambda: devices()[ordinal]["name"]))
 
 
 def host_memory() -> str:
-    """How much memory each device of the host driver has, and why."""
+    """Return the memory of a simulated device, and the reason."""
     from handlepool.drivers.host.limit import limit
 
     nbytes, reason = limit()
@@ -173,7 +190,10 @@ def host_memory() -> str:
 
 
 def chosen_driver() -> str:
-    """Return the driver that a pool made without ``driver=`` would have, why, and whether it can run here."""
+    """Return the driver of a pool made without ``driver=``.
+
+    The text includes the reason, and whether the driver can run here.
+    """
     from handlepool import drivers
 
     name, reason = drivers.choose()
@@ -237,20 +257,23 @@ def _locate(prefix: str) -> str:
 
 
 def _mapped(prefix: str) -> Iterable[str]:
-    """Files of that name that this process has loaded."""
+    """Return files of that name that this process has loaded."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line}
     return sorted(path for path in paths if os.path.basename(path).startswith(prefix))
 
 
 def _in_wheels(prefix: str) -> Iterable[str]:
-    """Files of that name in NVIDIA's wheels: nvidia/<package>/lib, and nvidia/cu13/lib since CUDA 13."""
+    """Return files of that name in NVIDIA's wheels.
+
+    The folders are nvidia/<package>/lib, and nvidia/cu13/lib since CUDA 13.
+    """
     for entry in sys.path:
         yield from sorted(glob.glob(os.path.join(glob.escape(entry or "."), "nvidia", "*", "lib", f"{prefix}*")))
 
 
 def _on_search_path(prefix: str) -> Iterable[str]:
-    """Files of that name where the loader and a toolkit put theirs."""
+    """Return files of that name in the loader's and toolkit's folders."""
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     roots = [os.environ[name] for name in ("CUDA_PATH", "CUDA_HOME") if os.environ.get(name)]
     folders += [os.path.join(root, "lib64") for root in [*roots, "/usr/local/cuda", "/usr"]]

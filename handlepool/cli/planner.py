@@ -1,4 +1,7 @@
-"""A driver that computes nothing, and has cuDNN plan each graph for a device that is elsewhere."""
+"""Plan graphs for a device elsewhere, and compute nothing.
+
+The driver here lets cuDNN plan each graph for a described device.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,17 +25,17 @@ _USUAL = {"allow_tf32": True, "deterministic": False}
 
 @dataclass(slots=True)
 class PlannedGraph:
-    """A graph that was met.
+    """Hold a graph that the planner was given.
 
     Attributes
     ----------
     title : str
-        Its function's name, its nodes with their numbers, and its arrays.
+        The name of its function, its nodes with their numbers, and its arrays.
     said : str
-        The engine, or why there is none.
+        The engine, or the reason for a missing plan.
     refused : bool
     kept : bool
-        Whether it is in the plan directory, as far as that takes it.
+        Whether the plan is in the plan directory, as far as the directory accepts it.
     """
 
     title: str
@@ -42,7 +45,7 @@ class PlannedGraph:
 
 
 class Unlaunched(DescribedExecutable):
-    """A plan of which each launch does nothing."""
+    """Hold a plan whose launches do nothing."""
 
     def __init__(self, made: DescribedExecutable, met: PlannedGraph) -> None:
         super().__init__(made.planned, made.name, made.titles, "")
@@ -55,11 +58,13 @@ class Unlaunched(DescribedExecutable):
         return found
 
     def launch(self, *_: object) -> None:  # type: ignore[override]
-        """Do nothing: the arrays stay what they are."""
+        """Do nothing: the arrays keep their values."""
 
 
 class Planner(HostDriver):
-    """Plans for a described device whatever is called on it; its pool's plan directory keeps the plans, for who has that device.
+    """Plan every called operation for a described device.
+
+    The plan directory of the driver's pool keeps the plans, for use on a machine with that device.
 
     Parameters
     ----------
@@ -68,7 +73,7 @@ class Planner(HostDriver):
     Attributes
     ----------
     met : list of PlannedGraph
-        One for each graph. An operation may go on with smaller graphs where one is refused.
+        The graphs, each with one entry. If a graph is refused, the operation may go on with smaller graphs.
     """
 
     def __init__(self, device: DeviceProperties) -> None:
@@ -77,47 +82,51 @@ class Planner(HostDriver):
         self.met: list[PlannedGraph] = []
 
     def arrays_of(self, value: object) -> Any:
-        """Return an array for each specification in lists, tuples and dictionaries; anything else as it is."""
+        """Return an array for each specification in a value.
+
+        Specifications may be in lists, tuples and dictionaries. All other values are returned as they are.
+        """
         if isinstance(value, ArraySpec):
             return self.empty(value.shape, value.strides, value.dtype)
         if isinstance(value, dict):
             return {name: self.arrays_of(each) for name, each in value.items()}
         if isinstance(value, (list, tuple)):
             arrays = map(self.arrays_of, value)
-            return type(value)(*arrays) if hasattr(value, "_fields") else type(value)(arrays)  # a namedtuple
+            # A namedtuple takes its fields as separate arguments.
+            return type(value)(*arrays) if hasattr(value, "_fields") else type(value)(arrays)
         return value
 
     def new_graph(self, **settings: object) -> Any:
-        """As `Driver.new_graph`."""
+        """Delegate `Driver.new_graph` to the described device."""
         return self._described.new_graph(**settings)
 
     def plan_environment(self) -> str:
-        """As `Driver.plan_environment`, where the device is."""
+        """Return the plan environment of the described device."""
         return self._described.plan_environment()
 
     def compile(
         self, graph: Any, operands: Sequence[Any], *, handle: object = None, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> Any:
-        """As `Driver.compile`."""
+        """Compile a graph as `Driver.compile` does, and record it."""
         try:
             made = self._described.compile(graph, operands, copies=copies, **settings)
         except GraphNotSupportedError as error:
             self.met.append(PlannedGraph(_title(graph, operands, settings), f"refused: {error}", refused=True))
             raise
-        # A plan that was loaded is there, and one of several candidates is for a comparison.
+        # A loaded plan is in the directory already. A plan out of several candidates serves a comparison only.
         met = PlannedGraph(_title(graph, operands, settings), made.engine, kept=made.untried or "plan_index" in settings)
         self.met.append(met)
         return Unlaunched(made, met)
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> HostExecutable:
-        """As `Driver.kernel`, without what it computes."""
+        """Make a kernel as `Driver.kernel` does, without its computation."""
         executable = super().kernel(kernel, operands, name=name, titles=titles)
         executable.launch = lambda *_: None  # type: ignore[method-assign]
         return executable
 
 
 def _title(graph: FrontendGraph, operands: Sequence[Any], settings: dict[str, Any]) -> str:
-    """Return what a graph is, in a line."""
+    """Describe a graph in a line."""
     asked = {name: settings[name] for name in COMPILE_SETTINGS if settings.get(name, _USUAL.get(name)) != _USUAL.get(name)}
     nodes = " -> ".join(f"{node.node_type.name.lower()}{_told(node.params)}" for node in graph.nodes)
     arrays = ", ".join(f"{frontend.numpy_dtype(tensor.data_type)} {'x'.join(map(str, tensor.dim))}" for tensor in operands)

@@ -1,4 +1,7 @@
-"""``python -m handlepool plans``: what is in a plan directory, and plans for a device that is elsewhere."""
+"""Run ``python -m handlepool plans``.
+
+The command shows and manages a plan directory, and builds plans for a device elsewhere.
+"""
 
 import argparse
 import json
@@ -18,7 +21,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run ``list``, ``verify``, ``clear`` or ``build``; returns the exit status."""
+    """Run ``list``, ``verify``, ``clear`` or ``build``; return the exit status."""
     try:
         path = options.directory or os.environ.get(VARIABLE)
         if not path:
@@ -26,7 +29,8 @@ def main(options: argparse.Namespace) -> int:
         if options.action == "build":
             return _build(options.module, options.device_properties, path)
         found = absolute(path)
-        if not (found.exists() or found.is_symlink()):  # else `PlanDirectory` says what is there
+        # For any other existing path `PlanDirectory` raises the right error.
+        if not (found.exists() or found.is_symlink()):
             raise ArgumentError(f"there is no plan directory {path}")
         actions = {"list": _list, "verify": _verify, "clear": _clear}
         return actions[options.action](PlanDirectory(path))
@@ -47,7 +51,7 @@ def _list(files: PlanDirectory) -> int:
 
 
 def _verify(files: PlanDirectory) -> int:
-    """Print the files that cannot be used; the status is 1 where there are any."""
+    """Print unusable files; return status 1 if there are any."""
     found = list(files.files())
     bad = [file for file in found if file.plan is None]
     for file in bad:
@@ -62,7 +66,10 @@ def _clear(files: PlanDirectory) -> int:
 
 
 def _build(name: str, properties: Path, path: str) -> int:
-    """Plan what a module lists for a described device; the status is 1 where one cannot be planned, or kept."""
+    """Plan a module's list of calls for a described device.
+
+    The status is 1 if a call cannot be planned, or a plan cannot be kept.
+    """
     from handlepool.cli.planner import Planner
     from handlepool.graphs.compile import UNKEPT
     from handlepool.pool.default import substitute_default
@@ -73,7 +80,8 @@ def _build(name: str, properties: Path, path: str) -> int:
         device = DeviceProperties(properties.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ArgumentError(f"{properties} is no file that info --device-properties wrote: {error}") from error
-    sys.path.insert(0, os.getcwd())  # as ``python -m`` has it for its own module
+    # ``python -m`` puts the current folder on the path for its own module; the listed module gets the same.
+    sys.path.insert(0, os.getcwd())
     if "" in name.split("."):
         raise ArgumentError(f"{shown(name)} is no name of a module; pass one as in an import, mymodule or package.mymodule")
     try:
@@ -93,15 +101,18 @@ def _build(name: str, properties: Path, path: str) -> int:
             before = sum(met.refused for met in planner.met)
             try:
                 function(*planner.arrays_of(specs), **planner.arrays_of(options))
-            except DriverNotAvailableError:  # whatever the entry
+            # A missing driver affects every entry, so the loop ends.
+            except DriverNotAvailableError:
                 raise
             except (HandlePoolError, MemoryError, TypeError) as error:
                 trace = error.__traceback__
                 if type(error) is TypeError and trace is not None and trace.tb_next is not None:
-                    raise  # from inside the function; else it does not take these arguments
+                    # The error comes from inside the function. Otherwise the function does not take these arguments.
+                    raise
                 why = f"its arrays are more than the memory of this machine: {error}" if isinstance(error, MemoryError) else error
                 failed.append(f"{getattr(function, '__name__', function)} cannot be planned: {why}")
-                early += before == sum(met.refused for met in planner.met)  # cuDNN was not asked
+                # Count errors that came before cuDNN was asked.
+                early += before == sum(met.refused for met in planner.met)
         if unwritten := pool.stats()["plan_files_unwritten"]:
             failed.append(f"{unwritten} plans could not be written to {path}: it is full or read-only")
     for met in planner.met:

@@ -1,1 +1,4 @@
-"""Other libraries' code on handlepool: each module stands on the public names, and is imported only when asked for."""
+"""Connect other libraries to handlepool.
+
+Each module uses public names only, and is imported only on request.
+"""

@@ -1,18 +1,18 @@
-"""Code that was written against nvidia-cudnn-frontend on the pool's handles, by one call.
+"""Run code for nvidia-cudnn-frontend on the pool's handles.
 
 Such code makes a handle, keeps it somewhere and binds it to a stream before it uses it. While `install` is in force,
-`cudnn.create_handle` returns a `PooledHandle`: it stands, in whichever thread it is used, for the default pool's handle of that
-thread, its current device and the stream that the thread has set. So wherever it is kept, two threads never use one cuDNN handle,
-and nothing is left of a thread that has ended.
+`cudnn.create_handle` returns a `PooledHandle`. In each thread, this object resolves to the default pool's handle for that
+thread, its current device and the stream that the thread has set. So two threads never use the same cuDNN handle, wherever
+the object is kept. Nothing is left of a thread that has ended.
 
-What that rests on:
+The integration rests on these assumptions:
 
-- The frontend asks a handle for its ``backend_handle`` at each use and keeps none but the one that a graph is built with. Graphs
-  are therefore built with a handle of their own for each device, which lives as long as the process. No two threads use it at
-  once: the binding holds the GIL.
+- The frontend asks a handle for its ``backend_handle`` at each use. It keeps only the handle that a graph is built with. The
+  integration therefore builds graphs with a separate handle for each device, which lives as long as the process. No two
+  threads use that handle at once: the binding holds the GIL.
 - The driver makes the pool's handles with the frontend's own function, which it finds as ``__wrapped__``.
-- The methods of graphs stay as they are after `uninstall`, since graphs that were made meanwhile need them. On others they do
-  nothing.
+- The methods of graphs stay replaced after `uninstall`, since graphs that were made meanwhile need them. For other graphs the
+  replacements do nothing.
 """
 
 import functools
@@ -34,14 +34,18 @@ from handlepool.integrations.cudnn_assumptions import broken, called, missing
 __all__ = ["KNOWN_VERSIONS", "PooledHandle", "install", "is_installed", "pooled_handles", "uninstall"]
 
 KNOWN_VERSIONS = ("1.32",)
-"""Of nvidia-cudnn-frontend, each with all that begins like it. Others have to pass a self-test, `judge`."""
+"""List the supported version prefixes of nvidia-cudnn-frontend.
+
+Any other version has to pass a self-test, `judge`.
+"""
 
 
 class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
-    """What `cudnn.create_handle` returns: in each thread the pool's handle for the current device and the thread's stream.
+    """Resolve to the pool's handle for device, stream and thread.
 
-    The stream is what the thread itself has set with `cudnn.set_stream`. Where it has set none, it is the current one of torch or
-    CuPy; where both are the default stream, what another thread has set last.
+    `cudnn.create_handle` returns this object. The stream is the stream that the thread itself has set with
+    `cudnn.set_stream`. Without such a stream, it is the current stream of torch or CuPy. If both are the default stream,
+    it is the stream that another thread has set last.
     """
 
     def __init__(self) -> None:
@@ -50,14 +54,15 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
         self._destroyed = False
 
     def actual(self) -> Any:
-        """Return the pool's handle, which is the calling thread's until its stream or device changes.
+        """Return the pool's handle for the calling thread.
 
         Raises
         ------
         OwnershipError
             When the handle was destroyed.
         DeviceMismatchError, StreamError
-            When its stream is another device's, or torch and CuPy have different current streams and it was bound to none.
+            When its stream belongs to another device. Also when torch and CuPy have different current streams and
+            the handle was bound to no stream.
         """
         if self._destroyed:
             raise OwnershipError("this cudnn handle was given to cudnn.destroy_handle; make another one with cudnn.create_handle")
@@ -65,19 +70,25 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
         return handlepool.get_handle(_current(self._last) if stream is None else _given(stream))
 
     def bind(self, stream: int | None) -> None:
-        """Remember the calling thread's stream. Nothing is called: the pool has a handle that is bound to it, or makes one."""
+        """Remember the calling thread's stream.
+
+        The method calls no library: the pool has a handle that is bound to the stream, or makes one handle later.
+        """
         self._mine.stream = self._last = None if stream is None else operator.index(stream)
 
     def destroy(self) -> None:
-        """End it for every thread. The pool's handles stay the pool's."""
+        """End the object for every thread; the pool keeps its handles."""
         self._destroyed = True
 
-    # Only functions of the frontend's that somebody has kept from before `install` set these two, after they bound or destroyed
-    # the pool's handle itself. The pool mends a handle that says so.
+    # Only frontend functions that were saved before `install` set these two properties. They do so after they bound or
+    # destroyed the pool's handle itself. The pool repairs a handle with such a stale state.
 
     @property
     def backend_handle(self) -> int | None:
-        """The ``cudnnHandle_t`` for the calling thread; None once the handle was destroyed."""
+        """Return the calling thread's ``cudnnHandle_t``.
+
+        The value is None once the handle was destroyed.
+        """
         return None if self._destroyed else self.actual().backend_handle
 
     @backend_handle.setter
@@ -88,7 +99,10 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
 
     @property
     def stream(self) -> int | None:
-        """The ``cudaStream_t`` that the calling thread's work goes to; None once the handle was destroyed."""
+        """Return the ``cudaStream_t`` of the calling thread's work.
+
+        The value is None once the handle was destroyed.
+        """
         if self._destroyed:
             return None
         stream: int | None = getattr(self._mine, "stream", None)
@@ -108,7 +122,7 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
     def _ordinal(self, value: object) -> None:
         pass
 
-    # What has a handle may be copied, as with the frontend's own: a copy is the same handle.
+    # A copy is the same handle, as with the frontend's own handles.
 
     def __copy__(self) -> "PooledHandle":
         return self
@@ -124,12 +138,18 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
 
 
 def _given(stream: int) -> int | None:
-    """Return a stream as `handlepool.get_handle` takes it: None for CuPy's current one, whose own object has a slot already."""
+    """Convert a stream for `handlepool.get_handle`.
+
+    The result is None for CuPy's current stream, because its own object has a slot already.
+    """
     return None if handlepool.default_pool().driver.current_stream().ptr == stream else stream
 
 
 def _current(handed: int | None = None) -> int | None:
-    """Return this thread's current stream in that form; ``handed`` where it is the default stream of torch and CuPy both."""
+    """Return this thread's current stream for `handlepool.get_handle`.
+
+    The result is ``handed`` if torch and CuPy both use the default stream.
+    """
     torch = sys.modules.get("torch")
     theirs = torch.cuda.current_stream().cuda_stream if torch is not None and torch.cuda.is_initialized() else 0
     ours = handlepool.default_pool().driver.current_stream().ptr
@@ -143,19 +163,23 @@ def _current(handed: int | None = None) -> int | None:
     return int(theirs) if theirs else handed
 
 
-# What takes the place of the frontend's functions. Each is given the one that it replaces.
+# The functions below replace the frontend's functions. Each function receives the function that it replaces.
 
 
 def _create_handle(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_handle() -> PooledHandle:
-        _ = handlepool.default_pool().driver  # raises where there is none, as the frontend does
+        # Accessing the driver raises if there is no driver, as the frontend does.
+        _ = handlepool.default_pool().driver
         return PooledHandle()
 
     return create_handle
 
 
 def _of_pooled(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a function serve the pool's handles, and the one that it replaces all others."""
+    """Dispatch on the handle: pooled handles use the given function.
+
+    All other handles use the function that it replaces.
+    """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def made(handle: object, *args: object, **options: object) -> Any:
@@ -167,12 +191,14 @@ def _of_pooled(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], C
 
 
 def _get_default_handle(original: Callable[..., Any]) -> Callable[..., Any]:
-    handles = threading.local()  # a thread's end ends its own
+    # Thread-local storage ends a thread's handles with the thread.
+    handles = threading.local()
 
     def get_default_handle(stream: Any = None) -> Any:
         torch = sys.modules.get("torch")
         if torch is None:
-            return original(stream)  # which says so
+            # The original function raises the right error without torch.
+            return original(stream)
         if stream is None:
             stream = torch.cuda.current_stream()
         theirs = isinstance(stream, torch.cuda.Stream)
@@ -186,12 +212,12 @@ def _get_default_handle(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_default_handle
 
 
-# And of the methods of its graphs.
+# The functions below replace methods of the frontend's graphs.
 
 
 def _lowering(original: Callable[..., Any]) -> Callable[..., Any]:
     def _backend_handle_for_lowering(graph: "cudnn.pygraph", settings: Any) -> Any:
-        handle = graph._handle  # noqa: SLF001 - here and below, what it has no public name for
+        handle = graph._handle  # noqa: SLF001 - here and below, the attribute has no public name
         default = handle is None and settings.get("device_property") is None and is_installed()
         if not default and not isinstance(handle, PooledHandle):
             return original(graph, settings)
@@ -202,10 +228,10 @@ def _lowering(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Builders:
-    """The handles that graphs are built with, one for each device, of a pool that has no other user.
+    """Hold the handles that graphs are built with, per device.
 
-    They live as long as the process, as the graphs that keep them may. No lock: of two threads that come at once, both get the
-    handle that was stored first.
+    The handles come from pools without any other user. They live as long as the process, as the graphs that keep them
+    may. No lock is needed: if two threads come at once, both get the handle that was stored first.
     """
 
     def __init__(self) -> None:
@@ -228,7 +254,10 @@ _builders = Builders()
 
 
 def _of_graph(graph: "cudnn.pygraph", handle: object) -> Any:
-    """Return what a graph is executed with: the handle that is given, else the graph's own, else the current stream's."""
+    """Return the handle for executing a graph.
+
+    The choice is the given handle, else the graph's own handle, else the handle of the current stream.
+    """
     handle = graph._handle if handle is None else handle  # noqa: SLF001
     if handle is None and getattr(graph, "_handlepool", False):
         return handlepool.get_handle(_current())
@@ -260,7 +289,10 @@ def _execute_at(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _ON_ITS_STREAM = object()
-"""Stands in a `cudnn.Graph` for its workspace: it has none, and takes that of the stream."""
+"""Mark a `cudnn.Graph` without a workspace of its own.
+
+Such a graph takes the workspace of the stream.
+"""
 
 
 def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,7 +307,8 @@ def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(wrapper: cudnn.Graph, *tensors: object, **options: object) -> Any:
         graph, own = wrapper._Graph__graph, wrapper._Graph__workspace  # noqa: SLF001
-        ready = graph is not None and own is not None and own is not False  # False: the caller brings one
+        # False means that the caller brings a workspace.
+        ready = graph is not None and own is not None and own is not False
         handle = options.get("handle", wrapper._Graph__handle)  # noqa: SLF001
         asks = handle is None and "handle" not in options
         if not ready or asks or "workspace" in options or not (own is _ON_ITS_STREAM or is_installed()):
@@ -283,7 +316,8 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
         handle = _of_graph(graph, cudnn.wrapper.get_default_handle() if handle == "auto" else handle)
         if nbytes := graph.get_workspace_size():
             scratch = handlepool.get_workspace(nbytes, _given(0 if handle is None else handle.stream))
-            # An address: CuPy's arrays, asked for their memory, make the default stream wait, which ends a capture.
+            # An address avoids a wait: CuPy's arrays, asked for their memory, make the default stream wait, which ends a
+            # capture.
             nbytes = handlepool.default_pool().driver.array_pointer(scratch)
         return original(wrapper, *tensors, **{**options, "handle": handle, "workspace": nbytes or None})
 
@@ -297,15 +331,15 @@ class _ReplacedName(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether the frontend that is installed can have the pool's handles.
+    """Tell whether the installed frontend works with the pool's handles.
 
     Attributes
     ----------
     version : str
     known : bool
-        Whether this was written against that version.
+        Whether the integration was written against that version.
     broken : str or None
-        The first assumption that does not hold of it.
+        The first assumption that the version breaks.
     """
 
     version: str
@@ -314,9 +348,10 @@ class Verdict(NamedTuple):
 
 
 def judge() -> Verdict:
-    """Look at the frontend that is installed: for a version that is not known with a self-test, for which no GPU is asked.
+    """Judge the installed frontend, with a self-test if necessary.
 
-    The self-test imports `cudnn.wrapper`, and with that torch, where that is installed.
+    An unknown version has to pass a self-test, which uses no GPU. The self-test imports `cudnn.wrapper`, and with that
+    torch if installed.
     """
     version = str(getattr(cudnn, "__version__", "of an unknown version"))
     known = version.startswith(tuple(f"{one}." for one in KNOWN_VERSIONS))
@@ -330,8 +365,12 @@ def judge() -> Verdict:
 
 
 def _places() -> tuple[list[_ReplacedName], list[_ReplacedName]]:
-    """Return what is replaced: functions, which `uninstall` puts back, and methods, which stay."""
-    from cudnn import wrapper  # imports torch, where that is installed
+    """Return the replaced functions and methods.
+
+    `uninstall` restores the functions. The methods stay replaced.
+    """
+    # This import also imports torch if torch is installed.
+    from cudnn import wrapper
 
     functions = [
         _ReplacedName(cudnn, "create_handle", _create_handle),
@@ -354,48 +393,55 @@ _KNOWN = " and ".join(f"{one}.*" for one in KNOWN_VERSIONS)
 
 
 def is_installed() -> bool:
-    """Whether the frontend's functions are the pool's now."""
+    """Tell whether the frontend's functions are replaced now."""
     return bool(_installation.replaced)
 
 
 def install() -> None:
-    """Let code that was written against nvidia-cudnn-frontend have the default pool's handles, until `uninstall`.
+    """Let code for nvidia-cudnn-frontend use the default pool's handles.
 
-    `cudnn.create_handle`, ``set_stream``, ``get_stream``, ``destroy_handle``, the default handles and `cudnn.Graph` are replaced.
-    Handles that were made before go on to work as they did. Where it is in force already, only names that somebody has put back
-    are replaced again. No GPU is asked, so it may be called during a capture.
+    The replacement lasts until `uninstall`. It covers `cudnn.create_handle`, ``set_stream``, ``get_stream``,
+    ``destroy_handle``, the default handles and `cudnn.Graph`. Earlier handles go on to work as before. If `install` is
+    already in force, it replaces only names that other code has restored. It uses no GPU, so it may be called during a
+    capture.
 
     Raises
     ------
     DriverNotAvailableError
-        For a frontend that lacks a name which is replaced, and for a version that is not known and does not pass a self-test. The
-        message says which assumption does not hold. Nothing is changed then.
+        For a frontend that lacks a replaced name, and for an unknown version that fails the self-test. The message
+        names the broken assumption. Nothing is changed then.
 
     Warns
     -----
     RuntimeWarning
-        For a version that is not known and passed the self-test. And for each loaded module that has one of the functions as a
-        name of its own, as after ``from cudnn import create_handle``: it keeps the frontend's. Import such modules afterwards.
+        For an unknown version that passed the self-test. Also for each loaded module that has imported a function by
+        name, as after ``from cudnn import create_handle``: the module keeps the frontend's function. Import such
+        modules afterwards.
     """
     _installation.install()
 
 
 def uninstall() -> None:
-    """Give the frontend's functions their names back; handles and graphs that were made meanwhile go on with the pool.
+    """Restore the frontend's functions.
 
-    Where a `pooled_handles` is in force, that happens at its end. Where nothing is installed, nothing happens.
+    Handles and graphs that were made meanwhile go on with the pool. If a `pooled_handles` is in force, the restoration
+    happens at its end. If nothing is installed, nothing happens.
 
     Raises
     ------
     OwnershipError
-        When somebody else has replaced one of the names since, by what is not the frontend's own; nothing is changed then.
+        When other code has replaced a name since, with a function that is not the frontend's. Nothing is changed
+        then.
     """
     _installation.uninstall()
 
 
 @contextmanager
 def pooled_handles() -> Iterator[None]:
-    """Do what `install` does to the end of a ``with`` statement, in every thread; of several, to the end of the last one."""
+    """Install the replacements until a ``with`` statement ends.
+
+    The replacement holds in every thread. Of several contexts, the last to end restores the functions.
+    """
     _installation.enter()
     try:
         yield
@@ -411,10 +457,11 @@ def _put(place: _ReplacedName) -> Callable[..., Any]:
 
 
 class Installation:
-    """Which names of the frontend are replaced, and for whom: `install`, and the contexts of `pooled_handles`.
+    """Track the replaced names, and the users of the replacement.
 
-    The lock guards all of it, so that each name is replaced once and put back by the last user. It is held while names are
-    changed, and never while a handle is made. A finaliser may end a context inside, so the same thread may take it again.
+    The users are `install` and the contexts of `pooled_handles`. The lock guards all of this state, so that each name is
+    replaced once and the last user restores it. A thread holds the lock while it changes names, and never while it makes
+    a handle. A finaliser may end a context inside, so the lock is reentrant.
     """
 
     def __init__(self) -> None:
@@ -496,7 +543,11 @@ _installation = Installation()
 
 
 def _is_back(place: _ReplacedName, made: Callable[..., Any]) -> bool:
-    """Whether somebody has put back what was there, or the frontend's own, as at the end of a patch that was there first."""
+    """Tell whether other code has restored a name.
+
+    The name then holds the function from before, or the frontend's own function. This happens at the end of a patch that
+    was there first.
+    """
     now = getattr(place.owner, place.name, None)
     return now is vars(made)["__wrapped__"] or getattr(now, "__globals__", None) is vars(place.owner)
 
@@ -507,7 +558,8 @@ def _warn_of_copies(originals: dict[int, _ReplacedName]) -> None:
             continue
         try:
             values = list(vars(module).values())
-        except Exception:  # what stands for a module may have no names, or raise at them
+        # An object in `sys.modules` that is not a module may lack names, or raise at them.
+        except Exception:
             continue
         kept = {originals[id(value)].name for value in values if id(value) in originals}
         if kept:

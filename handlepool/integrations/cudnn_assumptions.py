@@ -1,7 +1,8 @@
-"""Check the assumptions of `handlepool.integrations.cudnn` about nvidia-cudnn-frontend, without a GPU, and change nothing.
+"""Check assumptions about nvidia-cudnn-frontend without a GPU.
 
-The checks are for versions that the integration was not written against. They run copies of the frontend's functions over a
-binding that only takes notes. A copy finds no other module: cuDNN ends the process when it is given a number that is no handle.
+`handlepool.integrations.cudnn` makes these assumptions. The checks change nothing. They are for versions that
+the integration was not written against. They run copies of the frontend's functions over a binding that only takes notes. A
+copy finds no other module: cuDNN ends the process when it gets a number that is not a handle.
 """
 
 import inspect
@@ -12,20 +13,26 @@ from typing import Any
 import cudnn
 
 Place = tuple[Any, str]
-"""Where a function or a method of the frontend is: its owner and its name."""
+"""Locate a function of the frontend by owner and name."""
 
 _BUILTINS = {each.__name__: each for each in (isinstance, getattr, hasattr, type, int, TypeError, ValueError, RuntimeError)}
 _POINTER = 4096
-"""A stream."""
+"""Stand for a stream's pointer."""
 
 
 def missing(places: Sequence[Place]) -> str | None:
-    """Return the first assumption that a function or method is there and is not; None where all are."""
+    """Return the first missing function or method as an assumption.
+
+    The result is None if all are present.
+    """
     return next((f"{called(*place)} is there" for place in places if not callable(getattr(*place, None))), None)
 
 
 def broken() -> str | None:
-    """Return the first assumption that does not hold, with the error that says so; None where all hold."""
+    """Return the first assumption that fails, with its error.
+
+    The result is None if all assumptions hold.
+    """
     for assumption, check in _ASSUMPTIONS.items():
         try:
             holds = check()
@@ -37,7 +44,7 @@ def broken() -> str | None:
 
 
 def called(owner: Any, name: str) -> str:
-    """Return how messages call a function or method of the frontend."""
+    """Return the name of a frontend function for messages."""
     return f"{owner.__name__}.{name}" if owner.__name__.startswith("cudnn") else f"cudnn.{owner.__name__}.{name}"
 
 
@@ -53,19 +60,25 @@ def _assumption(text: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]
 
 
 def _own(owner: object, name: str) -> Any:
-    """Return a function of the frontend's own, also where another one stands in its place."""
+    """Return a frontend function, even if it was replaced."""
     return inspect.unwrap(getattr(owner, name))
 
 
 def _over(binding: object, name: str) -> Any:
-    """Return a copy of a function of `cudnn` that calls a binding, and finds nothing else but the frontend's class."""
+    """Return a copy of a `cudnn` function that calls a binding.
+
+    The copy finds no other names except the frontend's class.
+    """
     function = _own(cudnn, name)
     found = {"__builtins__": _BUILTINS, "__name__": "cudnn", "_pybind_module": binding, "Handle": cudnn.Handle}
     return FunctionType(function.__code__, found, name, function.__defaults__, function.__closure__)
 
 
 def _noted_handle() -> tuple[Any, list[tuple[str, Any]], Any]:
-    """Return a handle of a class of ours, a list of all that is done with it and with cuDNN, and a binding that adds to it."""
+    """Return a handle that takes notes, the notes, and a binding.
+
+    The list of notes records each use of the handle and each call of cuDNN through the binding.
+    """
     notes: list[tuple[str, Any]] = []
 
     class Noted(cudnn.Handle):  # type: ignore[misc]
@@ -178,7 +191,10 @@ def _execute_at_takes_a_handle() -> bool:
 
 
 def _wrapped(**attributes: object) -> tuple[Any, list[dict[str, Any]]]:
-    """Return a `cudnn.Graph` over a graph that only takes notes, as it is before its ``with`` statement ends."""
+    """Return a `cudnn.Graph` over a graph that only takes notes.
+
+    Its ``with`` statement has not ended yet.
+    """
     from cudnn import wrapper
 
     launches: list[dict[str, Any]] = []

@@ -1,7 +1,8 @@
-"""handlepool on Dask: a plugin that keeps each worker's pool, and functions over arrays of overlapping tiles.
+"""Run handlepool on Dask.
 
-A worker is a process with one device, the first that it sees, as dask-cuda has it. Its threads share the pool and the programs of
-`map_tiles`, each with a stream of its own, and so with a handle of its own.
+A plugin keeps the pool of each worker, and `map_tiles` runs functions over arrays of overlapping tiles. A worker is a process
+with one device, the first device that it sees, as dask-cuda has it. Its threads share the pool and the programs of
+`map_tiles`. Each thread has its own stream, and so its own handle.
 """
 
 import asyncio
@@ -40,31 +41,45 @@ from handlepool import (
 _BOUNDARIES = ("reflect", "periodic", "nearest", "none")
 _MOST_LANES = 32
 MOST_FUNCTIONS = 16
-"""Of a worker: what `map_tiles` keeps of the one that was used least recently makes way."""
+"""Limit the functions that a worker keeps.
+
+The least recently used function of `map_tiles` makes way for a new function.
+"""
 MOST_PROGRAMS = 16
-"""Of a function, each for one geometry of a tile: the same. An image's middle, edges and corners are up to nine."""
+"""Limit the programs of a function, each for one tile geometry.
+
+The least recently used program makes way. An image's middle, edges and corners have up to nine geometries.
+"""
 _MOST_TOLD = 64
-"""Entries of a tuple that tell a function from another one."""
+"""Limit the tuple entries that distinguish functions."""
 _NO_VALUE = CellType()
-"""A name of the enclosing function that has none yet."""
+"""Mark a name of the enclosing function without a value yet."""
 _CLOSING = 30.0
-"""Seconds that a task waits at most for its worker to close, before it reports its error."""
+"""Limit a task's wait for its closing worker, in seconds.
+
+After that the task reports its error.
+"""
 _STEP = 3.0
-"""Seconds that a worker which closes waits at most for each thing that it does: what it has is to be computed anew anyway."""
+"""Limit each step of a closing worker, in seconds.
+
+The worker's results must be computed anew in any case.
+"""
 
 logger = logging.getLogger("distributed.worker.handlepool")
 
 
 class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed or not
-    """Make a worker's handles before its first task, give back what is idle when it closes, and replace it with a lost context.
+    """Make a worker's handles early, and replace a broken worker.
 
-    Register it with ``client.register_plugin(PoolPlugin())``; workers that come later have it, too. Registered once more it takes
-    the place of what was registered before. The default pool of the worker's process is used.
+    The handles exist before the first task. A closing worker releases idle resources. A worker that lost its context is
+    replaced. Register the plugin with ``client.register_plugin(PoolPlugin())``. Later workers get the plugin, too. A
+    second registration replaces the first registration. The plugin uses the default pool of the worker's process.
 
     Parameters
     ----------
     driver : {"cuda", "host"}, optional
-        Of the default pool. By default the environment of the worker says, and where it does not, ``cuda``.
+        Driver of the default pool. By default the environment of the worker decides, and without a setting the driver
+        is ``cuda``.
     states : int
         Side slots to make, for forks and for programs with lanes.
     workspace : int
@@ -73,9 +88,10 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
     Raises
     ------
     DriverNotAvailableError
-        In the worker, and so by ``register_plugin``: where the driver cannot run, on a machine without a GPU say.
+        In the worker, and so by ``register_plugin``: if the driver cannot run, for example on a machine without a
+        GPU.
     ArgumentError
-        There, too: when the default pool of the process is of another driver; for sizes as in `prewarm`.
+        In the worker, too: if the default pool of the process has another driver; for sizes as in `prewarm`.
     """
 
     name = "handlepool"
@@ -84,7 +100,7 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
         self.driver, self.states, self.workspace = driver, states, workspace
 
     def setup(self, worker: Worker) -> None:
-        """Make the pool, and handles for as many threads as the worker has."""
+        """Make the pool, and handles for the worker's threads."""
         self._worker = worker
         if self.driver is not None:
             _choose(self.driver)
@@ -98,7 +114,8 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
                 seen,
             )
         count = worker.state.nthreads
-        together = threading.Barrier(count)  # or one that ends early would leave its handle to the next
+        # All threads must hold a handle at once; an early end would leave its handle to the next thread.
+        together = threading.Barrier(count)
 
         def make(states: int) -> None:
             try:
@@ -108,10 +125,12 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
                 together.abort()
                 raise
 
-        with ThreadPoolExecutor(count) as threads:  # the worker's own threads find the handles that these leave
+        # The worker's own threads find the handles that these threads leave.
+        with ThreadPoolExecutor(count) as threads:
             try:
                 made = [threads.submit(make, 0 if thread else self.states) for thread in range(count)]
-            except BaseException:  # a thread that cannot be started: the others wait for it
+            # If a thread cannot be started, the waiting threads must be released.
+            except BaseException:
                 together.abort()
                 raise
         errors = [error for future in made if (error := future.exception()) is not None]
@@ -119,12 +138,15 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
             raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
 
     def teardown(self, worker: Worker) -> None:
-        """Let go of all programs, and destroy what is idle."""
+        """Release all programs, and destroy idle resources."""
         _functions.clear()
         handlepool.close()
 
     def transition(self, key: object, start: str, finish: str, **kwargs: object) -> None:
-        """Close the worker after a task that found its context lost: every later one would fail, too."""
+        """Close the worker after a task that found its context lost.
+
+        Every later task would fail, too.
+        """
         if finish == "error" and _is_lost():
             _leave(self._worker)
 
@@ -143,55 +165,58 @@ def map_tiles(
     dtype: Any = None,
     lanes: int | None = 8,
 ) -> Array:
-    """Return what a function makes of each chunk of an array with a margin of its neighbours, trimmed; nothing runs yet.
+    """Map a function over the chunks of an array with margins.
 
-    ``function(tile, *shared)`` is recorded once for each worker and geometry of a tile, and replayed for each further tile. Where
-    it cannot be recorded it runs eagerly, and a ``RuntimeWarning`` says why in the worker. Without a cluster all runs in this
-    process.
+    Each chunk is extended by a margin of its neighbours, and each result is trimmed. The call is lazy. ``function(tile,
+    *shared)`` is recorded once for each worker and geometry of a tile, and replayed for each further tile. If it cannot
+    be recorded, it runs eagerly, and a ``RuntimeWarning`` gives the reason in the worker. Without a cluster everything
+    runs in this process.
 
     Parameters
     ----------
     function : callable
-        As for `spread`: of an array of the driver's and what is shared, it returns one array, as large as the tile. It goes to
-        the workers as Dask's functions do: by name from a module, else by value.
+        As for `spread`: takes an array of the driver and the values of ``shared``, and returns one array as large as
+        the tile. It goes to the workers as Dask's functions do: by name from a module, else by value.
     x : dask.array.Array
-        Of NumPy's arrays.
+        Consists of NumPy arrays.
     depth, boundary
-        As for `dask.array.map_overlap`: how far beyond its chunk the function looks, and what is beyond the array. By default
-        there is nothing, and the function pads at the array's edges, as it does with the array in one piece.
+        As for `dask.array.map_overlap`: the reach of the function beyond its chunk, and the values beyond the array.
+        By default there are no values beyond the array. The function then pads at the array's edges, as it does with
+        the array in one piece.
     shared : sequence
-        Further arguments, weights say: arrays of NumPy's as they are now, numbers and strings. They are copied to each worker's
-        device once, in the layout that they have. The function must not write to them.
+        Further arguments, such as weights: NumPy arrays with their present contents, numbers and strings. They are
+        copied to each worker's device once, and keep their layout. The function must not write to them.
     extents : mapping, optional
-        For axes whose extent the function changes, channels say, how large they are then. They have one chunk, and no depth.
+        New extents of the axes whose extent the function changes, such as channels. These axes have one chunk, and no
+        depth.
     dtype : optional
-        Of what the function returns; that of ``x`` by default.
+        Type of the function's result; the type of ``x`` by default.
     lanes : int, optional
         As in `record`; None records the order of streams and forks.
 
     Returns
     -------
     dask.array.Array
-        Of NumPy's arrays. Tiles of one geometry are computed alike wherever they run, so that with deterministic plans the bits
-        are those of one process.
+        Consists of NumPy arrays. Tiles of one geometry are computed alike on every worker. With deterministic plans
+        the bits are therefore the same as in one process.
 
     Raises
     ------
     ArgumentError
-        For what is no function or no Dask array, and for a program: pass the function that it was recorded from; for a ``depth``
-        or ``boundary`` of axes that ``x`` has not, or not of all; for ``extents`` of an axis with several chunks or a depth. In a
-        task, with the place of its tile: for a result of another shape or type.
+        For an object that is not a function or not a Dask array. For a program: pass the function that was recorded.
+        For a ``depth`` or ``boundary`` that names axes outside ``x`` or leaves out axes. For ``extents`` of an axis
+        with several chunks or a depth. In a task, with the place of its tile: for a result of another shape or type.
     ArrayTypeError
-        For ``shared`` that is none of these; in a task, for tiles that are none of NumPy's.
+        For other values in ``shared``; in a task, for tiles that are not NumPy arrays.
 
     Notes
     -----
-    A function that was mapped before is another one where its code, its defaults or its closure changed, or a number, a text or a
-    function among the globals that it names; so with the functions that it calls by these, four deep, and with operations. Not
-    where an object, a class or a container did: give such a function what it reads in ``shared``.
+    Workers treat a function as new if its code, its defaults or its closure changed. The same holds for a number, a text
+    or a function among the globals that it names. The comparison follows the functions that it calls by these names, four
+    deep, and operations. It ignores changes inside an object, a class or a container: pass such values in ``shared``.
 
-    A task that finds the context of its device lost closes its worker, so that its tiles are computed by others, and those whose
-    results it had.
+    A task that finds the context of its device lost closes its worker. Other workers then compute its tiles, and the
+    tiles whose results it held.
     """
     name = _name(function)
     if isinstance(function, Program) or not callable(function):
@@ -210,10 +235,11 @@ def map_tiles(
             )
     if lanes is not None and not (type(lanes) is int and 1 <= lanes <= _MOST_LANES):
         raise ArgumentError(f"map_tiles({name}, lanes={lanes!r}); it must be an integer from 1 to {_MOST_LANES}, or None")
-    # As they are now: workers know them by what was in them.
+    # Workers identify shared arrays by their contents at this moment, so the arrays are copied now.
     shared = tuple([_packed(value) if isinstance(value, np.ndarray) else value for value in shared])
     depth, boundary = _margins(name, x.ndim, depth, boundary)
-    alone = all(beyond in (0, (0, 0)) for beyond in depth.values())  # then each tile is one task
+    # Without margins each tile is one task.
+    alone = all(beyond in (0, (0, 0)) for beyond in depth.values())
     tiles = x if alone else overlap(x, depth=depth, boundary=boundary)
     if extents is not None and not isinstance(extents, Mapping):
         raise ArgumentError(f"map_tiles({name}): extents is of type {type(extents).__name__}; pass a dictionary, as in {{1: 8}}")
@@ -230,7 +256,8 @@ def map_tiles(
     token = tokenize(function, shared, lanes)
     made = tiles.map_blocks(
         partial(_made, function, token, lanes, extents, kind),
-        weights=delayed(shared, name=f"shared-{token}"),  # one key, which a worker fetches once
+        # A single key lets a worker fetch the weights once.
+        weights=delayed(shared, name=f"shared-{token}"),
         chunks=tuple(chunks),
         dtype=kind,
         meta=np.empty((0,) * x.ndim, kind),
@@ -240,13 +267,19 @@ def map_tiles(
 
 
 def _packed(values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
-    """Return a copy whose axes are in the order of the memory, and where each axis is: Dask would lose a layout on the way."""
+    """Return a copy in memory order, and each axis's place.
+
+    Dask would lose a layout on the way.
+    """
     order = sorted(range(values.ndim), key=lambda axis: -abs(values.strides[axis]))
     return values.transpose(order).copy(), tuple(np.argsort(order).tolist())
 
 
 def _margins(name: str, ndim: int, depth: object, boundary: object) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return depth and boundary of each axis; raise for what Dask would leave out without a word."""
+    """Return depth and boundary of each axis.
+
+    The function raises for entries that Dask would silently ignore.
+    """
     for what, given in (("depth", depth), ("boundary", boundary)):
         if isinstance(given, (list, tuple)) and len(given) != ndim:
             raise ArgumentError(f"map_tiles({name}): {what} has {len(given)} entries, and x {ndim} axes")
@@ -285,14 +318,16 @@ def _made(
     weights: tuple[Any, ...],
     block_id: tuple[int, ...] = (),
 ) -> np.ndarray[Any, Any]:
-    """Run in a worker: what the function makes of a tile."""
+    """Return the function's result for a tile; runs in a worker."""
     try:
         if not isinstance(tile, np.ndarray) or isinstance(tile, np.ma.MaskedArray):
             raise ArrayTypeError(f"a tile is of type {type(tile).__name__}; map_tiles takes arrays of NumPy's")
-        tile = np.asarray(tile, order="C")  # as those are that come from other workers, so that all of a geometry are alike
+        # Tiles from other workers are contiguous; this makes all tiles of a geometry alike.
+        tile = np.asarray(tile, order="C")
         recorded = _functions.latest(token, function, _Function(weights, lanes))
         value, ran = recorded(tile, function)
-        if ran:  # it may have counted that in what tells it from others
+        # The run may have changed state that is part of the function's key.
+        if ran:
             _functions.latest(token, function, recorded)
         shape = tuple([extents.get(axis, extent) for axis, extent in enumerate(tile.shape)])
         if (value.shape, value.dtype) != (shape, kind):
@@ -306,17 +341,20 @@ def _made(
         if _is_lost():
             try:
                 worker = get_worker()
-            except ValueError:  # no worker's task
+            # Outside a worker's task there is no worker to close.
+            except ValueError:
                 raise error from None
-            # While it closes nothing is reported, and the scheduler gives the task to another worker. Dask bounds how often.
+            # While the worker closes it reports nothing, and the scheduler gives the task to another worker. Dask bounds the
+            # repetitions.
             wait([_leave(worker)], _CLOSING)
         raise
 
 
 class KeptFunctions(OrderedDict[Hashable, "_Function"]):
-    """The functions that this worker keeps, the last one used last.
+    """Keep this worker's functions, the most recently used last.
 
-    The lock guards that two tiles find one function. It is held while the dictionary changes, and never while a function runs.
+    The lock makes two tiles find the same function. A thread holds the lock while the dictionary changes, and never while
+    a function runs.
     """
 
     def __init__(self) -> None:
@@ -324,14 +362,15 @@ class KeptFunctions(OrderedDict[Hashable, "_Function"]):
         self._lock = threading.Lock()
 
     def latest(self, token: str, function: Callable[..., Any], own: "_Function") -> "_Function":
-        """Return the kept function of a token, now the last one used; keep ``own`` where there is none.
+        """Return the kept function of a token, or keep ``own``.
 
-        A token is a function's name alone where a module has the function, and was made when `map_tiles` was called. So the key
-        also has the function's present state. A function that runs eagerly has its present state at each tile anyway.
+        The function becomes the most recently used. If a module has the function, its token is only its name. The
+        token was made when `map_tiles` was called. So the key also has the function's present state. A function that
+        runs eagerly uses its present state at each tile anyway.
         """
         key: Hashable = token, _telling(function)
         with self._lock:
-            # Under the key of its former state.
+            # The entry is still under the key of its former state.
             if self.get(own.key) is own:
                 del self[own.key]
             recorded = self.pop((token, None), None) or self.pop(key, own)
@@ -346,27 +385,32 @@ _PLAIN = (str, bytes, int, bool, type(None))
 
 
 def _telling(function: object, depth: int = 4) -> Hashable:
-    """Return what tells a function from others: its code, and what its defaults, its closure and the globals that it names are.
+    """Return a key that distinguishes a function from other functions.
 
-    Of these the numbers, text and functions, also in modules that it names, and so with these functions, four deep. Not what
-    lists, dictionaries and objects hold, where it may keep what it did; of all else, as arrays, it is the type.
+    The key has the function's code, and values from its defaults, its closure and the globals that it names. Numbers,
+    text and functions count by value, also in modules that the function names. The same holds for these functions, four
+    deep. The contents of lists, dictionaries and objects do not count, because the function may keep its own results
+    there. All other values, such as arrays, count by type.
     """
     told: list[Any] = []
     entered: set[int] = set()
-    left = deque([(function, depth)])  # the nearest first, so that each is looked into from as near as it is
+    # Nearest values come first, so that each value is examined at its smallest depth.
+    left = deque([(function, depth)])
     while left:
         value, depth = left.popleft()
         inside: Iterable[Any] = ()
         if type(value) in _PLAIN:
             told.append((type(value), value))
         elif isinstance(value, (float, complex, np.generic, Enum)):
-            told.append((type(value), repr(value)))  # NaN, too
+            # The text form also makes NaN equal to itself.
+            told.append((type(value), repr(value)))
         elif isinstance(value, FunctionType):
             names = _names(value.__code__)
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _NO_VALUE]
             named = [value.__globals__.get(name) for name in names]
             modules: list[ModuleType] = []
-            for each in named:  # it grows by what is named of modules, and of modules in these
+            # The list grows while the loop runs, by names of modules, and of modules inside modules.
+            for each in named:
                 if isinstance(each, ModuleType) and each not in modules:
                     modules.append(each)
                     named += [vars(each).get(name) for name in names]
@@ -381,10 +425,12 @@ def _telling(function: object, depth: int = 4) -> Hashable:
             told.append((tuple, len(value)))
         else:
             called = getattr_static(type(value), "__call__", None) if value is function else None
-            wrapped = getattr(value, "__wrapped__", None) if callable(value) else None  # an operation's, a cache's
+            # Operations and caches wrap the function of interest.
+            wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
             inside = (each for each in (called, wrapped) if isinstance(each, (FunctionType, MethodType)))
             told.append(type(value))
-        if depth and id(value) not in entered:  # each once
+        # Each object is entered only once.
+        if depth and id(value) not in entered:
             entered.add(id(value))
             left += [(each, depth - 1) for each in inside]
     return tuple(told)
@@ -392,26 +438,37 @@ def _telling(function: object, depth: int = 4) -> Hashable:
 
 @lru_cache(maxsize=256)
 def _names(code: CodeType) -> tuple[str, ...]:
-    """Return the names that code asks for, its inner functions' and comprehensions', too."""
+    """Return the names that code and its inner functions use.
+
+    Comprehensions count as inner functions.
+    """
     inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)]
     return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
 class _Function:
-    """What a worker keeps of a function: its programs, and copies of what is shared. Any thread calls it."""
+    """Hold a function's programs and its copies of ``shared``.
+
+    Any thread may call the object.
+    """
 
     def __init__(self, shared: tuple[Any, ...], lanes: int | None) -> None:
         self._given, self._lanes = shared, lanes
         self._shared: tuple[Any, ...] | None = None
         self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.eager = False
-        self.key: Hashable = None  # what it is found by
-        # A function is recorded by one thread for all. It is held while the function runs: a tile's function has no other to wait
-        # for. A program that makes way is only dropped here, so that a thread which still has it may call it.
+        # The key under which `KeptFunctions` finds this object.
+        self.key: Hashable = None
+        # One thread records a function for all threads. A thread holds the lock while the function runs, because a tile's
+        # function waits for no other tile. A program that makes way is only dropped here, so a thread that still holds the
+        # program may call it.
         self._lock = threading.Lock()
 
     def __call__(self, tile: np.ndarray[Any, Any], function: Callable[..., Any]) -> tuple[np.ndarray[Any, Any], bool]:
-        """Return what the function makes of a tile, and whether it ran for that, itself or to be recorded."""
+        """Return the function's result for a tile.
+
+        The second value tells whether the function itself ran, eagerly or to be recorded.
+        """
         driver = handlepool.default_pool().driver
         if getattr(_threads, "driver", None) is not driver:
             _threads.driver, _threads.stream = driver, driver.create_stream()
@@ -424,7 +481,8 @@ class _Function:
             y = function(x, *shared) if program is None else program(x)
             if not isinstance(y, driver.array_types):
                 raise ArgumentError(f"the function returned what is of type {type(y).__name__}; it must be one array")
-            # A copy to pageable memory waits within CUDA, where it keeps other threads from giving their items meanwhile.
+            # A copy to pageable memory waits within CUDA. There it would keep other threads from giving their items
+            # meanwhile.
             driver.synchronize_stream(_threads.stream.ptr)
             return driver.asnumpy(y), ran
 
@@ -432,7 +490,8 @@ class _Function:
         driver = handlepool.default_pool().driver
         if self._shared is None:
             put = [driver.asarray(value[0].transpose(value[1])) if isinstance(value, tuple) else value for value in self._given]
-            driver.synchronize_stream(driver.current_stream().ptr)  # threads with other streams read them
+            # Threads with other streams read the shared arrays.
+            driver.synchronize_stream(driver.current_stream().ptr)
             self._shared = tuple(put)
         if self.eager:
             return None
@@ -459,7 +518,7 @@ class _Function:
 
 
 _functions = KeptFunctions()
-# Each thread's stream, and its driver.
+# This holds each thread's stream, and its driver.
 _threads = threading.local()
 
 
@@ -468,7 +527,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _choose(name: str) -> None:
-    """Make the default pool one of a driver, or raise."""
+    """Make the default pool use a driver, or raise."""
     pool = HandlePool(driver=name)
     try:
         handlepool.set_default_pool(pool)
@@ -482,9 +541,13 @@ def _choose(name: str) -> None:
 
 
 def _is_lost() -> bool:
-    """Whether the context of the device was lost, after an error that may be anybody's."""
+    """Tell whether the device's context was lost after an error.
+
+    The error may come from any code.
+    """
     try:
-        handlepool.trim()  # asks CUDA before it destroys anything
+        # `trim` asks CUDA for the state of the context before it destroys anything.
+        handlepool.trim()
     except PoisonedContextError:
         return True
     except HandlePoolError:
@@ -493,7 +556,7 @@ def _is_lost() -> bool:
 
 
 def _leave(worker: Worker) -> Future[Any]:
-    """Close a worker, which its nanny replaces by a new process."""
+    """Close a worker; its nanny replaces it by a new process."""
     logger.error("worker %s lost the context of its device, and closes", worker.name)
     closing = worker.close(_STEP, nanny=False, executor_wait=False, reason="the context of its device was lost")
     return asyncio.run_coroutine_threadsafe(closing, worker.loop.asyncio_loop)

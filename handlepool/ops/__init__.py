@@ -1,4 +1,7 @@
-"""Ready-made operations: convolutions, products and what comes behind them, gradients, activations, sums, pooling, elements."""
+"""Provide ready-made operations.
+
+The operations are convolutions, products and their epilogues, gradients, activations, sums, pooling and elements.
+"""
 
 from handlepool.ops import math
 from handlepool.ops.activations import ACTIVATIONS, gelu, relu, sigmoid, swish, tanh

@@ -1,4 +1,7 @@
-"""Activations as launches of their own, of arrays of any shape and layout without gaps."""
+"""Launch activations as calls of their own.
+
+The arrays may have any shape, and any layout without gaps.
+"""
 
 from collections.abc import Callable
 from typing import Any, Never
@@ -18,7 +21,7 @@ FLOATING_TYPES = ("float16", "bfloat16", "float32")
 
 
 def check_activation(name: str, activation: object) -> None:
-    """Raise for what is neither an activation nor None.
+    """Raise unless a value is an activation or None.
 
     Raises
     ------
@@ -32,12 +35,18 @@ def check_activation(name: str, activation: object) -> None:
 
 
 def activate(g: object, x: DeviceArray, kind: str) -> Any:
-    """Add an activation's node to a graph; ``gelu`` is the exact one, with the error function."""
+    """Add an activation's node to a graph.
+
+    ``gelu`` uses the exact formula, with the error function.
+    """
     return getattr(g, kind)(x)
 
 
 def activation_call(pool: PoolInternals, kind: str, x: object, out: object = None) -> GraphCall:
-    """Return an activation that is ready to be launched; ``out`` may be ``x``."""
+    """Return an activation call, ready to launch.
+
+    ``out`` may be ``x``.
+    """
     return _functions[kind].prepare(pool, (x,), out, {})
 
 
@@ -118,4 +127,5 @@ def _checker(kind: str) -> Callable[[tuple[Layout, ...], tuple[Layout, ...]], No
 
 _functions = {kind: GraphFunction(_builder(kind), check=_checker(kind), name=kind) for kind in ACTIVATIONS}
 for _function in (sigmoid, tanh, gelu, swish):
-    _function.__doc__ = f"{_function.__doc__}{(relu.__doc__ or '').partition('.')[2]}"  # parameters and errors are the same
+    # Parameters and errors are the same for every activation, so the docstrings share the text behind the first full stop.
+    _function.__doc__ = f"{_function.__doc__}{(relu.__doc__ or '').partition('.')[2]}"

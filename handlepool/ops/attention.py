@@ -16,10 +16,10 @@ from handlepool.tensors.layout import Layout
 
 TYPES = ("float16", "bfloat16")
 HEAD_STEP, MOST_HEAD = 8, 128
-"""Step between head sizes, and the largest head.
+"""Hold the step between head sizes and the largest head, in elements.
 
-cuDNN's documentation of the node has these for every GPU from Ampere on, for many queries and for few. Larger heads depend on the
-GPU and the version.
+cuDNN's documentation of the node gives these limits for every GPU from Ampere on. They hold for many queries and for few.
+Support for larger heads depends on the GPU and the version.
 """
 
 
@@ -48,8 +48,8 @@ def scaled_dot_product_attention(
     v : array, shape (N, H, S, D)
         Values, of the same type. D is a multiple of 8, at most 128.
     attn_mask : array, optional
-        Is added to the scores: of the type of q, and of a shape that broadcasts to (N, H, L, S). Negative infinity leaves a key
-        out. The result of a query that no key is left for is not defined.
+        Added to the scores: of the type of q, and of a shape that broadcasts to (N, H, L, S). Negative infinity
+        leaves a key out. The result of a query without any remaining key is undefined.
     is_causal : bool
         Whether the query at place i sees the keys up to place i alone.
     scale : number, optional

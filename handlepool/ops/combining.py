@@ -21,7 +21,10 @@ from handlepool.tensors.layout import Layout
 
 
 class _Scalars(dict[type, bool]):
-    """Whether the objects of a type are numbers, or stand for numbers while a function is traced."""
+    """Tell for each type whether its objects count as numbers.
+
+    A type counts if its objects stand for numbers while a function is traced.
+    """
 
     def __missing__(self, kind: type) -> bool:
         found = self[kind] = issubclass(kind, (*NUMBERS, Traced))
@@ -68,24 +71,26 @@ def add(x: ArrayT, *others: object, activation: str | None = None, out: object =
 @launches
 @by_keyword
 def concat(arrays: Sequence[ArrayT], axis: int, *extra: Never, out: object = None, pool: HandlePool | None = None) -> ArrayT:
-    """Lay arrays one behind the other along an axis, on the current stream.
+    """Join arrays along an axis, on the current stream.
 
     Parameters
     ----------
     arrays : list or tuple of array
-        One or more, at most 63, of one type, whichever it is, and with equal extents but along the axis. Empty ones add nothing.
+        One or more arrays, at most 63, all of the same type. Any type works. Their extents are equal except along the
+        axis. Empty arrays add nothing.
     axis : int
-        1 is the channels of (N, C, H, W); below zero it counts from the last one.
+        1 is the channels of (N, C, H, W); a negative axis counts from the last axis.
     out : array, optional
-        Where the result goes. Its strides decide the layout; without it the result lies as the first array does, without gaps.
+        Takes the result. Its strides decide the layout. Without ``out`` the result has the layout of the first array,
+        without gaps.
     pool : HandlePool, optional
         The default pool, or a branch's own, where none is given.
 
     Returns
     -------
     array
-        ``out``, or a new array of the kind and type of the first one. An array that is the very slice of ``out`` that it belongs
-        into stays there, and is not copied.
+        ``out``, or a new array of the kind and type of the first array. An input that already is its own slice of
+        ``out`` is not copied.
 
     Raises
     ------
@@ -94,9 +99,9 @@ def concat(arrays: Sequence[ArrayT], axis: int, *extra: Never, out: object = Non
 
     Notes
     -----
-    What is quicker to write into a slice is written there, ``a = max_pool2d(x, 3, out=y[:, :64])``, and the others are copied:
-    ``concat([a, b], 1, out=y)``. Where all are in their places none is needed. In a fork, writers of several slices of channels
-    run beside each other. See ``docs/pooling.md`` for what is quicker.
+    Write an array straight into its slice where that is quicker, as in ``a = max_pool2d(x, 3, out=y[:, :64])``.
+    ``concat([a, b], 1, out=y)`` copies the remaining arrays. If all arrays lie in their slices, no call is needed. In a
+    fork, writers of different slices of channels overlap. ``docs/pooling.md`` says which way is quicker.
     """
     if extra:
         raise misplaced(concat, extra)
@@ -172,7 +177,8 @@ def _options_of_add(activation: object) -> dict[str, Any]:
 
 def _options_of_concat(axis: object) -> dict[str, Any]:
     try:
-        if not holds_values(axis):  # which a message would show
+        # An error message would show the values of an array, so arrays are rejected first.
+        if not holds_values(axis):
             return {"axis": as_integer(axis)}
     except TypeError:
         pass

@@ -43,7 +43,7 @@ Padding = Pair | Sequence[Sequence[int]] | str
 Shape = tuple[int, ...]
 Sides = tuple[tuple[int, int], ...]
 _BYTES = bytes, bytearray, memoryview
-"""Which are sequences of integers to Python."""
+"""List the types that Python treats as sequences of integers."""
 
 
 def pair(function: str, name: str, value: object, least: int = 1) -> tuple[int, int]:
@@ -73,9 +73,9 @@ def sides(function: str, value: Any) -> Sides:
 
 
 def named_padding(function: str, name: str, w: DeviceArray, stride: Shape, dilation: Shape) -> Sides:
-    """Return the zeros on both sides of each spatial axis that torch's "same" or "valid" stands for.
+    """Return the zeros per side for torch's "same" or "valid".
 
-    With "same" the result has the extents of the images. An odd zero comes behind.
+    The pairs follow the spatial axes. With "same" the result has the extents of the images. An odd zero comes behind.
     """
     if name not in PADDINGS:
         raise ArgumentError(f"{function}: padding={name!r}; of names it can be {' or '.join(map(repr, PADDINGS))}")
@@ -112,7 +112,10 @@ def _is_sequence(value: object) -> bool:
 
 
 def geometry(function: str, pairs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return stride, padding, dilation and groups as they key a plan, however they were given."""
+    """Return stride, padding, dilation and groups as they key a plan.
+
+    Equal geometries yield equal keys, in any notation of the caller.
+    """
     how: dict[str, Any] = {}
     for name, value in pairs.items():
         if name == "groups":
@@ -123,19 +126,22 @@ def geometry(function: str, pairs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(workspace_limit: object, allow_tf32: object, deterministic: object) -> Settings:
-    """Return the settings of an operation as they key a plan, so that none is taken for another one that it equals."""
+    """Return the settings of an operation as they key a plan.
+
+    The key separates settings that compare equal but differ in type.
+    """
     return normalise({"workspace_limit": workspace_limit, "allow_tf32": allow_tf32, "deterministic": deterministic})
 
 
 def parameters(*, stride: tuple[int, int], padding: Sides, dilation: tuple[int, int]) -> dict[str, list[int]]:
-    """Return what a node takes of a `geometry`."""
+    """Return a node's parameters for a `geometry`."""
     before, after = (list(side) for side in zip(*padding, strict=True))
     how = {"padding": before} if before == after else {"pre_padding": before, "post_padding": after}
     return {"stride": list(stride), "dilation": list(dilation), **how}
 
 
 def as_shape(function: str, shape: Any) -> Shape:
-    """Return the shape of what a gradient is taken with respect to."""
+    """Return the shape of the array for a gradient."""
     try:
         extents = () if isinstance(shape, _BYTES) else tuple(map(as_integer, shape))
     except TypeError:
@@ -146,9 +152,9 @@ def as_shape(function: str, shape: Any) -> Shape:
 
 
 def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple[str, Any], views: bool = False) -> None:
-    """Raise for another rank, a type that is not that of the first array, and for strides that are not taken.
+    """Raise for another rank, another type or unsupported strides.
 
-    With ``views``, a channels-last image may have gaps.
+    The type must be the type of the first array. With ``views``, a channels-last image may have gaps.
     """
     if layout.ndim != rank:
         raise ArgumentError(f"{function}: {name} has {layout.ndim} axes, shape {layout.shape}; it must have {rank}")
@@ -172,7 +178,8 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
     else:
         taken = "; channels-last also with gaps between channels, pixels, rows or images"
     remedy = f"Pass a contiguous copy, as from ascontiguousarray({name})"
-    if order == last:  # which that would lose
+    # A contiguous copy would lose the channels-last layout.
+    if order == last:
         remedy = f"Pass a copy without gaps, as from {name}.copy(order='K')"
     if name == "out":
         remedy = f"Leave it out, and copy what is returned: out[...] = {function}(...)"
@@ -183,7 +190,10 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
 
 
 def check_type(function: str, name: str, layout: Layout, like: tuple[str, Any]) -> None:
-    """Raise for a type that is not that of the first array, or that cuDNN has no plans for."""
+    """Raise for a type that differs or that cuDNN rejects.
+
+    The type must be the type of the first array.
+    """
     if layout.dtype.name not in FLOATING_TYPES:
         raise ArgumentError(f"{function}: {name} is {layout.dtype}; it must be one of {', '.join(FLOATING_TYPES)}")
     if layout.dtype != like[1]:
@@ -198,7 +208,10 @@ def check_vector(function: str, bias: Layout, extent: int, of: str, like: tuple[
 
 
 def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, Shape], groups: int) -> None:
-    """Raise for channels of images and filters (K, C / groups, R, S) that do not fit."""
+    """Raise for channels of images and filters that do not fit.
+
+    Filters have the shape (K, C / groups, R, S).
+    """
     (x, x_shape), (w, w_shape) = image, weight
     if min(w_shape[2:]) < 1:
         raise ArgumentError(f"{function}: {w} {w_shape} has filters without taps; give R and S of 1 or more")
@@ -214,7 +227,10 @@ def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, S
 def result_shape(
     x: Shape, w: Shape, *, stride: tuple[int, int], padding: Sides, dilation: tuple[int, int]
 ) -> tuple[int, int, int, int]:
-    """Return the shape that images and filters lead to; extents below 1 where nothing comes out."""
+    """Return the shape of the result for images and filters.
+
+    Extents are below 1 where the result has no pixels.
+    """
     height, width = (
         (x[axis + 2] + sum(padding[axis]) - (w[axis + 2] - 1) * dilation[axis] - 1) // stride[axis] + 1 for axis in (0, 1)
     )
@@ -222,9 +238,10 @@ def result_shape(
 
 
 def check_result(function: str, x: Shape, w: Shape, dy: Shape, how: Mapping[str, Any], transposed: bool = False) -> None:
-    """Raise where images and filters do not lead to the result whose gradient was given.
+    """Raise if images and filters lead to another result's shape.
 
-    With ``transposed``, the images may have any size of a transposed convolution: see `Convolution.transposes`.
+    The caller gave the gradient of a result of shape ``dy``. With ``transposed``, the images may have any size of a
+    transposed convolution: see `Convolution.transposes`.
     """
     shape = result_shape(x, w, **how)
     if dy == shape:
@@ -241,7 +258,7 @@ def check_result(function: str, x: Shape, w: Shape, dy: Shape, how: Mapping[str,
 MODES = ("cross_correlation", "convolution")
 PADDINGS = ("same", "valid")
 SATURATED = 30.0
-"""Beyond this, tanh is 1 in float32."""
+"""Bound the argument of tanh: beyond this, tanh is 1 in float32."""
 
 
 @launches
@@ -264,39 +281,43 @@ def conv2d(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Convolve images with filters, add a bias and a residual, and apply an activation, on the current stream.
+    """Convolve images with filters, then apply bias, residual and activation.
+
+    The work runs on the current stream.
 
     Parameters
     ----------
     x : array, shape (N, C, H, W)
-        Images; float16, bfloat16 or float32; contiguous, or channels-last in memory (NHWC strides, which tensor cores prefer).
-        Channels-last, it may have gaps: a crop, a slice of channels, every second row, column, channel or image. Of CuPy, torch
-        or others (``docs/arrays.md``), or NumPy's on the host driver.
+        Images; float16, bfloat16 or float32; contiguous, or channels-last in memory (NHWC strides, which tensor cores
+        prefer). Channels-last, it may have gaps: a crop, a slice of channels, every second row, column, channel or
+        image. The array comes from CuPy, torch or another library (``docs/arrays.md``), or from NumPy on the host
+        driver.
     w : array, shape (K, C / groups, R, S)
-        Filters, of the same type, without gaps. One filter that is expanded to all, with a stride of 0, is taken.
+        Filters, of the same type, without gaps. A single filter that is expanded to all, with a stride of 0, also
+        works.
     stride, dilation : int or sequence of two
         Along height and width, in pixels.
     padding : int, or sequence of two, or of two pairs, or {"same", "valid"}
-        Zeros around an image, in pixels: on all sides; above and below, left and right; or ((above, below), (left, right)).
-        "valid" is none. "same" takes a stride of 1 and gives images of the same size; of an odd number of zeros one more comes
-        below and on the right, as in torch.
+        Zeros around an image, in pixels: on all sides; above and below, left and right; or ((above, below), (left,
+        right)). "valid" adds no zeros. "same" takes a stride of 1 and gives images of the same size. If the number of
+        zeros is odd, the extra zero comes below and on the right, as in torch.
     groups : int
         Groups of channels that are convolved apart.
     mode : {"cross_correlation", "convolution"}
-        As neural networks mean it, or with the filters turned around, as mathematics does.
+        The convention of neural networks, or the mathematical convention with the filters turned around.
     bias : array, shape (K,), optional
         Added to each channel; of any stride that is not negative, beginning at any element.
     add : array, shape (N, K, P, Q), optional
         A residual, added before the activation. It shares no element with ``out``.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
-        Applied last; "gelu" is the exact one.
+        Applied last. "gelu" uses the exact formula.
     out : array, shape (N, K, P, Q), optional
-        Where the result goes. Its strides decide the layout, and may have gaps as those of ``x``; without it the result lies as
-        ``x`` does, without gaps.
+        Takes the result. Its strides decide the layout, and may have gaps as the strides of ``x``. Without ``out``
+        the result has the layout of ``x``, without gaps.
     workspace_limit : int, optional
         Most bytes of scratch that the plan may need.
     allow_tf32 : bool
-        Whether float32 may be rounded to TF32 for tensor cores, as cuDNN does on its own (relative error about 2e-4).
+        Whether cuDNN may round float32 to TF32 for tensor cores, as it does by default (relative error about 2e-4).
     deterministic : bool
         Whether to take only plans that give the same bits each time.
     pool : HandlePool, optional
@@ -312,25 +333,27 @@ def conv2d(
     ArgumentError
         For shapes, types, strides or options that no plan could take.
     GraphNotSupportedError
-        When cuDNN has no plan, as for a workspace limit that none meets.
+        When cuDNN has no plan, as for a workspace limit that every plan exceeds.
 
     Notes
     -----
-    Bias, residual and activation are in the convolution's plan where cuDNN has one that is known to be right: a bias in any
-    layouts, all else where all arrays are channels-last without gaps. What is not is one launch more, and the result is rounded
-    to its type before it. A view with a bias, a residual or an activation is copied, up to 16 MiB, and so are every second
-    channel, every second row or column of an odd number, and what a padding that differs from side to side leads to: see
-    ``docs/graphs.md``, which says what that costs.
+    A plan contains bias, residual and activation where cuDNN has a plan that is known to be right. A bias is fused for
+    any layouts. The rest is fused only if all arrays are channels-last without gaps. Parts outside the plan cost one more
+    launch, and the result is rounded to its type before that launch. Some views are copied, up to 16 MiB. These are a view with a
+    bias, a residual or an activation, every second channel, and every second row or column of an odd number. Uneven
+    padding also needs a copy. ``docs/graphs.md`` gives the costs.
     """
     if extra:
         raise misplaced(conv2d, extra)
     arrays = (x, w) if bias is None else (x, w, bias)
     function, copying = _plain
     deep = (type(groups) is not int or groups != 1) and add is None
-    if add is not None:  # of functions of its own: by position it might be taken for a bias
+    # Residuals use functions of their own, because by position a residual might be taken for a bias.
+    if add is not None:
         arrays, (function, copying) = (*arrays, add), _summed
     key = values = (stride, padding, dilation, groups, mode, activation, workspace_limit, allow_tf32, deterministic)
-    if not (  # values of these types tell themselves, and most calls have no others
+    # Values of these types are their own keys. Most calls have only such values, and skip the slower key.
+    if not (
         (
             type(stride) is type(padding) is type(dilation) is int
             or (list not in (type(stride), type(padding), type(dilation)) and of_integers((stride, padding, dilation)))
@@ -350,7 +373,7 @@ def conv2d(
 
 @by_keyword
 def conv2d_plan(x: DeviceArray, w: DeviceArray, *extra: Never, pool: HandlePool | None = None, **options: object) -> Plan:
-    """Return the plan that `conv2d` uses for these arguments, built when there is none yet.
+    """Return `conv2d`'s plan for these arguments; build it if missing.
 
     Parameters
     ----------
@@ -364,8 +387,8 @@ def conv2d_plan(x: DeviceArray, w: DeviceArray, *extra: Never, pool: HandlePool 
     Returns
     -------
     Plan
-        Its ``engine``, ``workspace_size`` and ``candidates`` say what cuDNN chose. Where something is a launch of its own, it is
-        the convolution's plan.
+        Its ``engine``, ``workspace_size`` and ``candidates`` describe cuDNN's choice. If a part is a launch of its
+        own, this is the plan of the convolution.
 
     Raises
     ------
@@ -383,7 +406,10 @@ def _prepare(
     values: tuple[Any, ...],
     key: tuple[Any, ...],
 ) -> GraphCall:
-    """Return the call for values of the options of `conv2d`, which ``key`` tells from all others."""
+    """Return the call for values of the options of `conv2d`.
+
+    ``key`` distinguishes the values from all other values.
+    """
     stride, padding, dilation, groups, mode, activation, *limits = values
     if isinstance(padding, str):
         steps = (pair("conv2d", name, value) for name, value in (("stride", stride), ("dilation", dilation)))
@@ -392,7 +418,8 @@ def _prepare(
     check_activation("conv2d", activation)
     if not isinstance(mode, str) or mode not in MODES:
         raise ArgumentError(f"conv2d: mode={shown(mode)}; it can be {' or '.join(MODES)}")
-    if mode != "cross_correlation":  # a part of the plan's key where it says something
+    # The default mode adds nothing to the plan, so it stays out of the key.
+    if mode != "cross_correlation":
         options["mode"] = mode
     settings = settings_of(*limits)
 
@@ -410,7 +437,8 @@ def _prepare(
     if options["groups"] != 1 and "add" not in parts:
         try:
             return _depthwise.prepare(pool, arrays, out, options | {"activation": activation}, settings, None, key)
-        except GraphNotSupportedError:  # for cuDNN
+        # The depthwise kernel does not fit these arrays, so cuDNN's plan is tried.
+        except GraphNotSupportedError:
             pass
     uneven = any(one != other for one, other in options["padding"])
     return Stages("conv2d", pool, parts, activation, fused, _finish, key, uneven).call(arrays, out)
@@ -436,7 +464,8 @@ def _convolution(
     if add is not None:
         y = g.add(y, add)
     if activation == "tanh":
-        # cuDNN's engine for bias and tanh of contiguous arrays takes exp(2 x), and gives NaN from 44.4 on. It does not take this.
+        # cuDNN's engine for bias and tanh of contiguous arrays takes exp(2 x), and gives NaN from 44.4 on. That engine does
+        # not accept this clipping node.
         y = g.relu(y, negative_slope=0.0, lower_clip=-SATURATED, upper_clip=SATURATED)
     return y if activation is None else activate(g, y, activation)
 
@@ -451,7 +480,10 @@ def _check(
     mode: str = "cross_correlation",
     **how: Any,
 ) -> None:
-    """Raise for what no convolution could be made of; asked once for each geometry, before the plan is built."""
+    """Raise for arguments that no convolution takes.
+
+    The check runs once for each geometry, before the plan is built.
+    """
     x, w, *rest = layouts
     like = ("x", x.dtype)
     for name, layout in [("x", x), ("w", w), *(("out", out) for out in outs)]:
@@ -461,7 +493,8 @@ def _check(
         check_vector("conv2d", rest.pop(0), w.shape[0], "filters", like)
     for add in rest:
         shape = result_shape(x.shape, w.shape, **how)
-        if add.shape != shape and min(shape[2:]) > 0:  # else nothing comes out, which is said elsewhere
+        # An empty result raises a clearer error elsewhere.
+        if add.shape != shape and min(shape[2:]) > 0:
             raise ArgumentError(f"conv2d: add of shape {add.shape} for a result of {shape}; it must be of that shape")
         check_type("conv2d", "add", add, like)
 
@@ -484,9 +517,15 @@ def _describe_depthwise(
 
 
 _depthwise = KernelFunction(_describe_depthwise, "conv2d")
-"""Depthwise convolutions without a residual, in 0.15 to 0.42 of the time of cuDNN's plans (``benchmarks/operations.py``)."""
+"""Run depthwise convolutions without a residual.
+
+They take 0.15 to 0.42 of the time of cuDNN's plans (``benchmarks/operations.py``).
+"""
 _plain, _summed = (
     tuple(GraphFunction(_convolution, check=_check, name="conv2d", copies=copies) for copies in (False, True)) for _ in range(2)
 )
-"""Without a residual and with one, each without copies of operands and with them."""
+"""Hold the functions without a residual and with a residual.
+
+Each pair has a function without copies of operands, then a function with copies.
+"""
 _finish = finisher("conv2d", axis=1)

@@ -46,6 +46,7 @@ class Arguments:
         self.options = options
         self._key = self.numbers, tuple([(option, _exact(value)) for option, value in sorted(options.items())])
         try:
+            # The hash is computed once, because every look-up of a plan needs it.
             self._hash = hash(self._key)
         except TypeError:
             raise _unhashable(name, options) from None
@@ -81,7 +82,7 @@ def _unhashable(name: str, options: dict[str, Any]) -> ArgumentError:
 
 
 _ARRAYS = [Arguments("", (None,) * count, {}) for count in range(9)]
-"""Arguments of calls with arrays alone, by the count of arrays."""
+"""Cache the arguments of calls with arrays alone, by array count."""
 
 
 class ElementwiseFunction:
@@ -116,10 +117,12 @@ class ElementwiseFunction:
         """Launch on the current stream, or become part of another elementwise function."""
         plain = not options
         for arg in args:
+            # A traced argument means that another elementwise function is being traced, and this call becomes a part of it.
             if type(arg) is Traced:
                 return self._inline(args, out, options)
             if isinstance(arg, NUMBERS):
                 plain = False
+        # Calls with arrays alone share cached arguments, which keeps their look-up cheap.
         if plain and len(args) < len(_ARRAYS):
             return self._kernel.call(args, out, pool, (_ARRAYS[len(args)],))
         if any(type(value) is Traced for value in options.values()):
@@ -142,6 +145,7 @@ class ElementwiseFunction:
             found: Any = reduce(getattr, name.split("."), sys.modules.get(self.__module__))
         except AttributeError:
             found = None
+        # Pickling by name works only if the name leads to this object.
         if found is self:
             return name
         raise ArgumentError(
@@ -179,10 +183,10 @@ def elementwise(function: Callable[..., Any]) -> ElementwiseFunction:
     Parameters
     ----------
     function : callable
-        Returns one value that it computes from its arguments. It may use Python's arithmetic and comparisons, ``&``, ``|`` and
-        ``~`` of truth values, ``x.astype``, ``x.clip``, the functions of `handlepool.math`, and functions of NumPy and torch with
-        these names. Other elementwise functions become a part of it. Globals and closures are read when it is traced, and not
-        at later calls.
+        Returns one value that it computes from its arguments. It may use Python's arithmetic and comparisons, and
+        ``&``, ``|`` and ``~`` of truth values. It may also use ``x.astype``, ``x.clip``, the functions of
+        `handlepool.math`, and functions of NumPy and torch with these names. Other elementwise functions become a
+        part of it. Tracing reads globals and closures; later calls do not.
 
     Returns
     -------
@@ -199,20 +203,21 @@ def elementwise(function: Callable[..., Any]) -> ElementwiseFunction:
 
     Notes
     -----
-    Arrays are float16, bfloat16, float32, int8, uint8, int16, uint16, int32 or bool, of any rank and any strides that are not
-    negative, and begin at a multiple of 16 bytes. All numbers are float32 inside: integers do not wrap around, those beyond 2**24
-    are rounded, and nothing is rounded to the type of an array before the result is.
+    Arrays are float16, bfloat16, float32, int8, uint8, int16, uint16, int32 or bool. They have any rank and any strides
+    that are not negative, and begin at a multiple of 16 bytes. All numbers are float32 inside. Integers do not wrap
+    around, and integers beyond 2**24 are rounded. Only the result is rounded to the type of an array.
 
-    An operation's result has the floating type of its operands, float32 where float16 meets bfloat16, and float32 of integers or
-    truth values alone. Python's numbers, and integers beside a floating type, do not count. Comparisons give bool. ``x.astype``
-    rounds to another type, so ``return y.astype("float16")`` gives that. A new result has the layout of the first input of its
-    shape, contiguous or channels-last, without gaps.
+    An operation's result has the floating type of its operands. It is float32 for float16 with bfloat16, and for integers
+    or truth values alone. Python's numbers, and integers beside a floating type, do not count. Comparisons give bool.
+    ``x.astype`` rounds to another type, so ``return y.astype("float16")`` gives that. A new result has the layout of the
+    first input of its shape, contiguous or channels-last, without gaps.
 
     NaN and infinities are as in torch: ``maximum``, ``minimum``, ``clip`` and ``relu`` pass NaN on, and ``x / 0`` is infinite.
     On a GPU numbers below 1.2e-38 may count as zero.
 
-    A call raises `TraceError` where the function does more than a kernel over elements can, as ``if x > 0``, ``x.sum()`` or an
-    unknown function. It raises `ArgumentError` for shapes that do not broadcast, other types, and an ``out`` that does not fit.
+    A call raises `TraceError` if the function does more than a kernel over elements can, as ``if x > 0``, ``x.sum()`` or
+    an unknown function. It raises `ArgumentError` for shapes that do not broadcast, other types, and an ``out`` that does
+    not fit.
 
     Examples
     --------

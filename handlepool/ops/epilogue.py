@@ -1,7 +1,8 @@
-"""What comes behind a convolution or a product: bias, residual, activation. In its plan as far as that is known to be right.
+"""Run the epilogue of a convolution or product: bias, residual, activation.
 
-The rest is one launch more, over the result in place. An epilogue is fused from its begin on: with a bias and an activation that
-is both, or the bias alone, or neither. What may be fused is `handlepool.graphs.forms` to say, and cuDNN.
+The epilogue is fused into the plan as far as that is known to be right. One more launch, in place over the result, does the
+rest. Fusion covers a prefix of the epilogue: bias and activation together, the bias alone, or neither.
+`handlepool.graphs.forms` and cuDNN decide which parts fuse.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,7 +19,10 @@ from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Layout, share
 
 Prepare = Callable[[tuple[str, ...], bool, tuple[Any, ...], Any, ConvertedArguments | None], GraphCall]
-"""Prepares a call with some parts of the epilogue fused: parts, whether operands may be copied, arrays, outs, converted."""
+"""Prepare a call with some parts of the epilogue fused.
+
+The arguments are the parts, whether operands may be copied, the arrays, the outs and the converted arguments.
+"""
 
 
 def parts_of(bias: object, add: object, activation: object) -> tuple[str, ...]:
@@ -36,7 +40,10 @@ def along(tensor: Any, rank: int, axis: int) -> Any:
 
 
 def finisher(name: str, axis: int) -> GraphFunction[..., Any]:
-    """Make the graph function of a launch behind: of the result, a bias along an axis where there is one, and an addend."""
+    """Make the graph function of the launch behind the operation.
+
+    It takes the result, a bias along an axis if given, and an addend.
+    """
 
     def finish(g: Any, y: Any, *rest: Any, biased: bool, activation: str | None) -> Any:
         rank = len(y.get_dim())
@@ -49,24 +56,24 @@ def finisher(name: str, axis: int) -> GraphFunction[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """An operation with its epilogue, in as few launches as are right.
+    """Run an operation with its epilogue in few launches.
 
     Attributes
     ----------
     name : str
-        Of the operation, for messages.
+        The operation's name, for messages.
     pool : PoolInternals
     parts : tuple of str
         From `parts_of`.
     activation : str or None
     fused : callable
-        Raises `GraphNotSupportedError` for what cannot be fused.
+        Raises `GraphNotSupportedError` for parts that cannot be fused.
     finish : GraphFunction
         From `finisher`.
     key : object
-        Tells the operation's options from others.
+        Separates the options of this operation from other options.
     copying : bool
-        Whether there is no form that is known to be right without copies.
+        Whether every form that is known to be right needs copies.
     """
 
     name: str
@@ -79,7 +86,10 @@ class Stages:
     copying: bool = False
 
     def call(self, arrays: tuple[Any, ...], out: object) -> GraphCall:
-        """Return the call for two factors, then the bias and the addend, as ``parts`` has them."""
+        """Return the call for two factors, the bias and the addend.
+
+        ``parts`` says which of bias and addend are given.
+        """
         outs = _outs(out)
         try:
             natives = self.pool.driver.array_types
@@ -98,9 +108,11 @@ class Stages:
         most = None if key is None else splits.get(key)
         if most is None:
             most = len(parts)
-        else:  # what a build that is refused would have checked
+        # A known split skips the fused build that is refused. The checks of that build run here instead.
+        else:
             driver = self.pool.driver
             check_arrays(self.name, driver, driver.current_device(), arrays, given[len(arrays) :])
+        # The longest prefix of the epilogue that fuses wins, because each unfused part costs a launch.
         for count in range(most, -1, -1):
             some = parts[:count]
             first = 2 + sum(part != "activation" for part in some)
@@ -108,6 +120,7 @@ class Stages:
                 call = self._attempt(some, arrays[:first], out, converted)
             except GraphNotSupportedError as error:
                 if count:
+                    # A shorter prefix of the epilogue may still fuse.
                     continue
                 advice = _advice(arrays[0], _outs(out))
                 if advice:
@@ -115,6 +128,7 @@ class Stages:
                 raise
             if count == len(parts):
                 return call
+            # Remember the split, so that later calls skip the refused builds.
             if key is not None:
                 splits[key] = count
             return self._finish(call, arrays, first, parts[count:], out)
@@ -125,24 +139,31 @@ class Stages:
             device = self.pool.driver.current_device()
             key = (self.name, device, self.key, self.parts, *((array.shape, array.strides, array.dtype) for array in given))
             hash(key)
-        except (AttributeError, TypeError):  # what is no array, or no option, is said elsewhere
+        # Objects that are not arrays, and invalid options, raise a clearer error elsewhere.
+        except (AttributeError, TypeError):
             return None
         return key
 
     def _attempt(
         self, some: tuple[str, ...], arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None
     ) -> GraphCall:
-        """Prepare without copies of operands, but where all can be fused with copies of views, or where nothing else is left."""
+        """Prepare without copies of operands if possible.
+
+        Copies of views are allowed if all parts fuse with them, or if no other form is left.
+        """
         if not self.copying:
             try:
                 return self.fused(some, False, arrays, out, converted)
             except GraphNotSupportedError:
+                # With copies, only a complete epilogue of views, or no epilogue, is tried.
                 if some and (some != self.parts or not _gaps((*arrays[:2], *_outs(out)))):
                     raise
         try:
             return self.fused(some, True, arrays, out, converted)
-        except ArgumentError as error:  # too large to be copied
-            if not some or _gaps(_outs(out)):  # as it would be behind, too
+        # The operand is too large to be copied.
+        except ArgumentError as error:
+            # The unfused launch would fail in the same way.
+            if not some or _gaps(_outs(out)):
                 raise
             raise GraphNotSupportedError(str(error)) from error
 
@@ -154,7 +175,11 @@ class Stages:
         return call.then(lambda _: self.finish.prepare(self.pool, (result, *others), result, options))
 
     def _check_apart(self, result: Any, others: Sequence[Any], first: int) -> None:
-        """Raise for an addend that the result lies over: it is written before that is read, while one plan would refuse it."""
+        """Raise for an addend that overlaps the result.
+
+        The operation writes the result before the second launch reads the addend. A single plan would refuse such an
+        addend.
+        """
         pointer = self.pool.driver.array_pointer
         written = Layout.of(result).piece(pointer(result))
         for place, array in enumerate(others, first):
@@ -163,7 +188,7 @@ class Stages:
 
 
 def _advice(x: DeviceArray, outs: tuple[Any, ...]) -> str:
-    """Say what to do about a view that cuDNN has no plan for."""
+    """Return the advice for a view that cuDNN cannot plan."""
     if _gaps(outs):
         return ". out is a view with gaps; leave it out, and copy what is returned: out[...] = it"
     return ". x is a view with gaps; pass a contiguous copy" if _gaps((x,)) else ""
@@ -174,5 +199,5 @@ def _outs(out: object) -> tuple[Any, ...]:
 
 
 def _gaps(arrays: Sequence[Any]) -> bool:
-    """Whether one of the arrays has gaps between its elements."""
+    """Tell whether an array has gaps between its elements."""
     return any(layout.reach > layout.size * layout.dtype.itemsize for layout in map(Layout.of, arrays))

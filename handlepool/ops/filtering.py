@@ -29,7 +29,8 @@ class Filtering:
     options : callable
         ``options(arrays, values)`` checks the values of a call and returns them by name, as they key a plan.
     plain, copying : GraphFunction
-        Of the images, the filters and perhaps a bias. The second one copies operands where that is needed.
+        Graph functions of the images, the filters and perhaps a bias. The second function copies operands where that
+        is needed.
     finish : GraphFunction
         From `finisher`.
     """
@@ -55,7 +56,7 @@ class Filtering:
     def call(
         self, arrays: tuple[Any, ...], activation: object, out: Any, values: tuple[Any, ...], limits: tuple[Any, ...], pool: Any
     ) -> Any:
-        """Launch for the public function that these are the arguments of.
+        """Launch for the public function with these arguments.
 
         ``values`` are for ``options``, and ``limits`` for `settings_of`.
         """

@@ -42,7 +42,9 @@ def conv2d_input_grad(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Compute the gradient of `handlepool.conv2d` with respect to its images, on the current stream.
+    """Compute the gradient of `handlepool.conv2d` for its images.
+
+    The work runs on the current stream.
 
     Parameters
     ----------
@@ -51,9 +53,10 @@ def conv2d_input_grad(
     w : array, shape (K, C / groups, R, S)
         Filters, of the same type.
     shape : (N, C, H, W)
-        Of the images: with a stride, images of several sizes lead to one result. As a transposed convolution it takes every size
-        that torch's ``output_padding`` leads to, which is less than stride or dilation. From the stride on, the images lead to
-        more rows or columns than ``dy`` has, and the gradient of these counts as 0.
+        Shape of the images: with a stride, images of several sizes lead to the same result. As a transposed
+        convolution it takes every size of torch's ``output_padding``, which is less than stride or dilation. From the
+        stride on, the images lead to more rows or columns than ``dy`` has. The gradient of these rows and columns
+        counts as 0.
     stride, padding, dilation, groups
         As given to `handlepool.conv2d`.
     out, workspace_limit, allow_tf32, deterministic, pool
@@ -91,7 +94,9 @@ def conv2d_weight_grad(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Compute the gradient of `handlepool.conv2d` with respect to its filters, on the current stream.
+    """Compute the gradient of `handlepool.conv2d` for its filters.
+
+    The work runs on the current stream.
 
     Parameters
     ----------
@@ -104,8 +109,8 @@ def conv2d_weight_grad(
     stride, padding, dilation, groups
         As given to `handlepool.conv2d`.
     out, workspace_limit, allow_tf32, deterministic, pool
-        As in `handlepool.conv2d`. cuDNN's fastest plans for this may add in another order each time; ``deterministic`` leaves
-        those out.
+        As in `handlepool.conv2d`. cuDNN's fastest plans for this may add in another order each time;
+        ``deterministic`` excludes these plans.
 
     Returns
     -------
@@ -144,12 +149,14 @@ def _run(
 
 
 def _build_input(g: Any, /, dy: Any, w: Any, *, shape: Shape, groups: int, **how: Any) -> Any:
-    # Declared: several shapes fit where the stride is not 1, and the frontend takes its own guess for granted.
+    # The shape is declared because several shapes fit if the stride is not 1. The frontend would take its own guess for
+    # granted.
     return g.conv_dgrad(dy, w, **parameters(**how)).set_dim(list(shape))
 
 
 def _build_weight(g: Any, /, x: Any, dy: Any, *, shape: Shape, groups: int, **how: Any) -> Any:
-    return g.conv_wgrad(x, dy, **parameters(**how)).set_dim(list(shape))  # which the two arrays leave open
+    # The shapes of the two arrays do not determine the shape of the filters.
+    return g.conv_wgrad(x, dy, **parameters(**how)).set_dim(list(shape))
 
 
 def _check_input(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, shape: Shape, groups: int, **how: object) -> None:

@@ -19,7 +19,7 @@ from handlepool.tensors.layout import Layout
 
 MODES = ("constant", "reflect", "replicate")
 MOST_BYTES = 8
-"""Of an element."""
+"""Limit the size of an element, in bytes."""
 
 
 @launches
@@ -40,8 +40,8 @@ def pad(
     x : array
         Of any type with elements of at most 8 bytes; any view without negative strides.
     widths : sequence of int
-        Elements before and behind the last axis, then before and behind the axis in front of it, and so on, as in torch: (left,
-        right, above, below) for images. Below 0, so many elements are left out.
+        Elements before and behind the last axis, then before and behind the axis in front of it, and so on, as in
+        torch: (left, right, above, below) for images. A negative width removes elements.
     mode : {"constant", "reflect", "replicate"}
         "reflect" mirrors at the outermost element, which is not repeated. It takes widths below the extent.
     value : number

@@ -34,19 +34,19 @@ def layer_norm(
 ) -> ArrayT:
     """Normalise each row by mean and variance, on the current stream.
 
-    Then each element is multiplied by the weight, and the bias is added.
+    Then the weight multiplies each element, and the bias is added.
 
     Parameters
     ----------
     x : array
         float16, bfloat16 or float32; any view without negative strides.
     axis : int or sequence of int
-        Axes of a row: the last one by default, 1 for the channels of (N, C, H, W), (-2, -1) for torch's ``normalized_shape`` of
-        two axes.
+        Axes of a row: the last axis by default, 1 for the channels of (N, C, H, W), (-2, -1) for torch's
+        ``normalized_shape`` of two axes.
     weight, bias : array, optional
         Of the extents of x along ``axis``, in the order of x's axes. Of the type of x, or both float32.
     eps : float
-        Added to the variance, inside the root. The variance is that of all elements, without Bessel's correction.
+        Added to the variance, inside the root. The variance counts all elements, without Bessel's correction.
     out : array, optional
         Where the result goes, which may be x itself. Its strides decide the layout; without it the result lies as x does, without
         gaps.
@@ -227,7 +227,7 @@ def batch_norm(
     weight, bias : array, shape (C,), optional
         Of the type of the means.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
-        Applied last; "gelu" is the exact one.
+        Applied last. "gelu" uses the exact formula.
     eps, out, pool
         As in `handlepool.layer_norm`.
 

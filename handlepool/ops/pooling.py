@@ -1,4 +1,7 @@
-"""The largest element or the mean of windows of images, and of whole images, by kernels of our own."""
+"""Reduce windows and whole images to a maximum or a mean.
+
+The operations run on kernels of this package.
+"""
 
 from functools import partial
 from typing import Any, Literal, Never
@@ -28,25 +31,26 @@ def max_pool2d(
     out: object = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Take the largest element of each window of images, on the current stream.
+    """Take each window's largest element, on the current stream.
 
     Parameters
     ----------
     x : array, shape (N, C, H, W)
-        Images; float16, bfloat16 or float32. Contiguous or channels-last, and any view of such: channels-last is the quickest,
-        with channels by the eight.
+        Images; float16, bfloat16 or float32. Contiguous or channels-last, and any view of such arrays. Channels-last
+        is the quickest, with channels in multiples of eight.
     window : int or (int, int)
         Height and width, in pixels.
     stride : int or (int, int), optional
         From window to window; the window's own height and width by default, as in torch.
     padding : int or (int, int)
-        Pixels on both sides, which are never the largest; at most half of the window, and no more than the image has.
+        Pixels on both sides, which never count as the largest; at most half of the window, and no more than the image
+        has.
     ceil_mode : bool
-        Whether P and Q are rounded up: then a last window may exceed the padded image, if it begins in the image or in the
-        padding before it, as in torch.
+        Whether P and Q are rounded up. Then a last window may exceed the padded image, as in torch. Such a window
+        must begin in the image or in the padding before it.
     out : array, shape (N, C, P, Q), optional
-        Where the result goes, which lies as it likes: it may be a slice of the channels of a larger array. Without it the result
-        lies as ``x`` does, contiguous or channels-last.
+        Takes the result, in any layout. It may be a slice of the channels of a larger array. Without ``out`` the
+        result has the layout of ``x``, contiguous or channels-last.
     pool : HandlePool, optional
         The default pool, or a branch's own, where none is given.
 
@@ -79,18 +83,21 @@ def avg_pool2d(
     out: object = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Take the mean of each window of images, on the current stream; it is computed in float32.
+    """Take each window's mean, on the current stream.
+
+    The mean is computed in float32.
 
     Parameters
     ----------
     x : array, shape (N, C, H, W)
         Images, as in `handlepool.max_pool2d`.
     window, stride, ceil_mode, out, pool
-        As there. Pixels beyond the padded image never count.
+        As in `handlepool.max_pool2d`. Pixels beyond the padded image never count.
     padding : int or (int, int)
         Pixels on both sides, which are 0; at most half of the window, and no more than the image has.
     count_include_pad : bool
-        Whether a sum is divided by all pixels of its window, as in torch by default, or by those that are of the image.
+        Whether a sum is divided by all pixels of its window, as in torch by default, or by the pixels inside the
+        image.
 
     Returns
     -------
@@ -100,7 +107,7 @@ def avg_pool2d(
     Raises
     ------
     ArgumentError
-        As there.
+        As in `handlepool.max_pool2d`.
     """
     if extra:
         raise misplaced(avg_pool2d, extra)
@@ -110,7 +117,9 @@ def avg_pool2d(
 @launches
 @by_keyword
 def mean2d(x: ArrayT, *extra: Never, keepdims: bool = False, out: object = None, pool: HandlePool | None = None) -> ArrayT:
-    """Take the mean of each channel of each image, on the current stream; it is computed in float32.
+    """Take each channel's mean per image, on the current stream.
+
+    The mean is computed in float32.
 
     Parameters
     ----------
@@ -191,6 +200,7 @@ def _describe_whole(layouts: tuple[Layout, ...], *, keepdims: bool) -> Described
             f"mean2d: images of shape {x.shape} have no pixels, and a mean of no pixels is no number; pass images with pixels"
         )
     shape = (images, channels, 1, 1) if keepdims else (images, channels)
+    # The kernel treats the whole image as one window.
     return Windows("mean", (height, width)), dense(shape, x.dtype)
 
 

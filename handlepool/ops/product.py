@@ -33,19 +33,19 @@ def matmul(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Multiply matrices, add a bias and apply an activation, on the current stream.
+    """Multiply matrices, then apply bias and activation, on the current stream.
 
     Parameters
     ----------
     a : array, shape (..., M, K)
-        float16, bfloat16 or float32; its matrices contiguous or transposed, also with gaps. Of CuPy, torch or others
-        (``docs/arrays.md``), or NumPy's on the host driver.
+        float16, bfloat16 or float32; its matrices contiguous or transposed, also with gaps. The array comes from
+        CuPy, torch or another library (``docs/arrays.md``), or from NumPy on the host driver.
     b : array, shape (..., K, N)
-        Of the same type. Batch axes are equal or 1, and the array with fewer of them has 1 for those that it lacks.
+        Of the same type. Batch axes are equal or 1. The array with fewer batch axes has 1 for each missing axis.
     bias : array, shape (N,), optional
         Added to each row; of any stride that is not negative, beginning at any element.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
-        Applied last; "gelu" is the exact one.
+        Applied last. "gelu" uses the exact formula.
     out : array, shape (..., M, N), optional
         Where the result goes. Without it the result is contiguous.
     workspace_limit, allow_tf32, deterministic, pool
@@ -61,13 +61,14 @@ def matmul(
     ArgumentError
         For shapes, types, strides or options that no plan could take.
     GraphNotSupportedError
-        When cuDNN has no plan, as for a workspace limit that none meets, and for float32 without TF32, which cuDNN's plans
-        take whatever they say of themselves.
+        When cuDNN has no plan, as for a workspace limit that every plan exceeds. float32 without TF32 has no plan
+        either: cuDNN's plans use TF32 even if they claim otherwise.
 
     Notes
     -----
-    Bias and activation are in the product's plan where that is known to be right, else in one launch behind it. Tanh always is.
-    An array that repeats along some batch axes and not along others is copied, up to 16 MiB, as is one of any other layout.
+    Bias and activation are in the product's plan where that is known to be right, else in one launch behind it. Tanh
+    always needs that launch. An array that repeats along only a part of its batch axes is copied, up to 16 MiB. An array
+    of any other layout is copied, too.
     """
     if extra:
         raise misplaced(matmul, extra)
@@ -88,7 +89,9 @@ def linear(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Multiply rows by a layer's weights, add a bias and apply an activation, on the current stream.
+    """Multiply rows by weights, then apply bias and activation.
+
+    The work runs on the current stream.
 
     Parameters
     ----------
@@ -119,7 +122,7 @@ def linear(
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """One of the two functions."""
+    """Hold `matmul` or `linear`."""
 
     name: str
     plain: GraphFunction[..., Any]
@@ -135,7 +138,8 @@ class _Product:
     def __call__(self, a: object, b: object, bias: object, out: Any, values: tuple[Any, ...], pool: Any) -> Any:
         arrays = (a, b) if bias is None else (a, b, bias)
         _, workspace_limit, allow_tf32, deterministic = values
-        plain = workspace_limit is None and type(allow_tf32) is type(deterministic) is bool  # which tell themselves
+        # Values of these types are their own keys and skip the slower `typed_key`.
+        plain = workspace_limit is None and type(allow_tf32) is type(deterministic) is bool
         key = values if plain else typed_key(values)
 
         def prepare(chosen: PoolInternals) -> GraphCall:
@@ -155,6 +159,7 @@ class _Product:
             some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None
         ) -> GraphCall:
             applied = activation if "activation" in some else None
+            # An activation that was not measured in one plan runs in a launch of its own.
             if applied in ACTIVATIONS and applied not in BEHIND_A_PRODUCT:
                 raise GraphNotSupportedError(f"{self.name}: {applied} behind a product was not measured in one plan")
             function = self.copying if copies else self.plain
@@ -181,7 +186,10 @@ def _product(g: Any, a: Any, b: Any, bias: Any, activation: str | None, transpos
 
 
 def _of_rank(tensor: Any, rank: int, transposed: bool = False) -> Any:
-    """Declare a matrix, or several, with so many axes, and transposed if need be."""
+    """Declare matrices with a given number of axes.
+
+    With ``transposed``, the last two axes change places.
+    """
     dims, strides = list(tensor.get_dim()), list(tensor.get_stride())
     if transposed:
         dims[-2:], strides[-2:] = dims[:-3:-1], strides[:-3:-1]

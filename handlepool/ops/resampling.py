@@ -23,7 +23,7 @@ MODES = ("nearest", "bilinear")
 MOST_SIDE = 1 << 24
 """Pixels along an axis.
 
-Torch computes places in float32, which has every integer up to this.
+Torch computes places in float32, which has every integer up to this bound.
 """
 
 
@@ -48,9 +48,9 @@ def interpolate2d(
     x : array, shape (N, C, H, W)
         Images; float16, bfloat16 or float32; any view without negative strides. Channels-last is the quickest.
     size : int or (int, int), optional
-        Height and width of the result. Either this or ``scale_factor`` is given.
+        Height and width of the result. Either ``size`` or ``scale_factor`` is given.
     scale_factor : number or (number, number), optional
-        By which height and width are multiplied, and rounded down.
+        Factors of height and width. The products are rounded down.
     mode : {"nearest", "bilinear"}
         As in torch, whose "nearest" takes the pixel at the place rounded down.
     align_corners : bool

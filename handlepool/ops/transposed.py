@@ -56,7 +56,7 @@ def conv_transpose2d(
     bias : array, shape (K,), optional
         Added to each channel.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
-        Applied last; "gelu" is the exact one.
+        Applied last. "gelu" uses the exact formula.
     out : array, shape (N, K, P, Q), optional
         Where the result goes. Without it the result lies as x does.
     workspace_limit, allow_tf32, deterministic, pool
@@ -166,7 +166,8 @@ def _build(
     **how: Any,
 ) -> Any:
     (n, _, *size), (_, per_group, *taps) = x.get_dim(), w.get_dim()
-    # Declared: several shapes fit where the stride is not 1, and the frontend takes its own guess for granted.
+    # The shape is declared because several shapes fit if the stride is not 1. The frontend would take its own guess for
+    # granted.
     shape = [n, per_group * groups, *_spatial(tuple(size), tuple(taps), how, output_padding)]
     y = g.conv_dgrad(x, w, **parameters(**how)).set_dim(shape)
     if bias is not None:

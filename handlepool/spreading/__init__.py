@@ -1,1 +1,1 @@
-"""Several devices of one process."""
+"""Spread work over several devices of one process."""

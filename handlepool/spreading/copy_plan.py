@@ -1,4 +1,4 @@
-"""The copies of an item into a program's inputs, and of its outputs into results."""
+"""Copy an item into a program's inputs, and outputs into results."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -13,15 +13,15 @@ from handlepool.tensors.layout import one_run
 
 
 class CopyPlan:
-    """A program for items of one geometry, and the copies for each item. Each copy moves one run of bytes as they lie.
+    """Hold a program for one item geometry, and copies per item.
 
     Attributes
     ----------
     program : Program
     key : hashable
-        Its key among the programs of a device.
+        The key of the plan among the programs of a device.
     inputs, outputs : list of array
-        The program's, in order; of one that was returned in several places there is one.
+        The program's arrays, in order. An output that was returned in several places is listed once.
     returned
         The structure that the outputs were returned in.
     results : list of tuple
@@ -31,7 +31,8 @@ class CopyPlan:
     plain : bool
         Whether the outputs have one run of bytes each.
     spare : list of tuple
-        Copies of items that no item in flight has. With results for the host, also the arrays that these are copied from.
+        Copies that no item in flight uses. With results for the host, also the arrays that the results are copied
+        from.
     """
 
     __slots__ = ("inputs", "key", "outputs", "plain", "program", "results", "returned", "sizes", "spare")

@@ -1,4 +1,4 @@
-"""What the items of a spread may hold, and what of them a program is for."""
+"""Check and compare the items of a spread."""
 
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -18,16 +18,16 @@ from handlepool.recording.update import PLAIN, is_foreign
 from handlepool.tensors.graph_types import DeviceArray
 
 MOST_FUNCTIONS = 100
-"""Whose globals are looked at."""
+"""Limit the number of functions whose globals are searched."""
 
 
 def itself(value: object) -> Any:
-    """Return it."""
+    """Return the value itself."""
     return value
 
 
 def geometry(value: Any) -> Hashable:
-    """Return what two items have in common that one program is for."""
+    """Return the key that items of the same program share."""
     if isinstance(value, dict):
         return dict, tuple([(key, geometry(entry)) for key, entry in value.items()])
     if isinstance(value, (list, tuple)):
@@ -36,9 +36,10 @@ def geometry(value: Any) -> Hashable:
 
 
 def check_copied(place: str, value: object, driver: Driver, *, inside: bool) -> None:
-    """Raise for an array that is not copied to devices: of another library, with a mask, which would be lost.
+    """Raise for an array that cannot be copied to devices.
 
-    With ``inside`` also for one of the driver's inside an object: nothing would order its use after whoever writes it.
+    Such arrays come from another library, or have a mask that would be lost. With ``inside`` an array of the driver
+    inside an object also raises: nothing would order its use after the stream that writes it.
     """
     check_ends(f"{place} holds", value)
     for leaf in leaves(value):
@@ -65,7 +66,10 @@ def check_copied(place: str, value: object, driver: Driver, *, inside: bool) -> 
 
 
 def global_elsewhere(function: Any, is_elsewhere: Callable[[Any], bool]) -> str | None:
-    """Return the name of a global with such an array that a function reads, or a function that it names; None for none."""
+    """Return the global that holds an array from another device.
+
+    The function, or a function that it names, reads the global. The result is None if there is no such global.
+    """
     left, seen = [function], set[int]()
     while left:
         call = left.pop()
@@ -77,7 +81,8 @@ def global_elsewhere(function: Any, is_elsewhere: Callable[[Any], bool]) -> str 
             continue
         seen.add(id(call))
         codes = [call.__code__]
-        for code in codes:  # it grows by lambdas, comprehensions and functions inside
+        # The list grows while the loop runs: lambdas, comprehensions and inner functions add their code.
+        for code in codes:
             codes += [each for each in code.co_consts if isinstance(each, CodeType)]
         for name in dict.fromkeys([name for code in codes for name in code.co_names if name in call.__globals__]):
             value = call.__globals__[name]
@@ -91,5 +96,8 @@ def global_elsewhere(function: Any, is_elsewhere: Callable[[Any], bool]) -> str 
 
 
 def steps(array: DeviceArray) -> tuple[int, ...]:
-    """Strides of the axes that have any: those of extent 1 say nothing."""
+    """Return the strides of axes that are longer than 1.
+
+    The stride of an axis of extent 1 has no meaning.
+    """
     return tuple([step for extent, step in zip(array.shape, array.strides, strict=True) if extent != 1])

@@ -1,4 +1,4 @@
-"""`spread`: a lazy map over several devices, whose results come in order."""
+"""Map a function lazily over several devices, results in order."""
 
 import sys
 import threading
@@ -32,14 +32,15 @@ from handlepool.spreading.worker import DeviceWorker, Eager, InFlight
 T = TypeVar("T")
 
 _CUDA = 2
-"""DLPack's number for a GPU's memory."""
+"""Name a GPU's memory by DLPack's number."""
 _BETWEEN_LOOKS = 2e-5
-"""Seconds between two looks at which of several devices has come to be free.
+"""Set the time between two looks at the devices, in seconds.
 
-CUDA can wait for one event, and not for the first of several. To wait for the oldest item alone would leave a quicker device
-without work until a slower one is done. To be called back by the driver costs each item more than a look, of one query a device,
-and takes the interpreter's lock from the thread that gives items. So the devices are looked at in turn. That ends at the latest
-with the oldest item, and at once where no item is left or no further one may be given: then there is one event to wait for.
+CUDA can wait for one event, and not for the first of several. Waiting for the oldest item alone would leave a quicker device
+without work until a slower device is done. A callback from the driver costs each item more than a look, which is one query a
+device. It also takes the interpreter's lock from the thread that gives items. So the thread looks at the devices in turn. The
+loop ends at the latest with the oldest item. It ends at once if no item is left or no further item may be given: then there
+is a single event to wait for.
 """
 
 
@@ -56,74 +57,78 @@ def spread(
     on_done: Callable[[int, int], object] | None = None,
     progress: bool = False,
 ) -> "Spread":
-    """Call a function for each item, on several devices of this process, and give the results in order.
+    """Call a function for each item, on several devices.
 
-    ``function(item, *shared)`` is recorded once for each device and geometry of an item, and replayed for each further one. An
-    item goes to the device that has the fewest in flight. It is copied there on a stream of its own while others compute. One
-    thread drives all devices: the one that takes the results. The default pool is used.
+    The results come in order. ``function(item, *shared)`` is recorded once for each device and geometry of an item, and
+    replayed for each further item. An item goes to the device with the fewest items in flight. It is copied there on a
+    separate stream while other streams compute. One thread drives all devices: the thread that takes the results. The
+    default pool is used.
 
     Parameters
     ----------
     function : callable
-        As for `record`: it gives the same work for each item of a geometry. A program's first item is computed twice, so it
-        should do nothing but compute. Where it cannot be recorded it runs eagerly, from then on and on all devices, and a
-        ``RuntimeWarning`` says why, once. Arrays in its closure must be on the one device in use; globals are looked at
-        where an item fails by an array of another device, to name it. The function must not copy from the host: what it needs of
-        there belongs in ``shared``.
+        As for `record`: the function does the same work for each item of a geometry. A program's first item is
+        computed twice, so the function should do nothing but compute. If it cannot be recorded, it runs eagerly from
+        then on and on all devices, and a ``RuntimeWarning`` gives the reason, once. Arrays in its closure must be on
+        the one device in use. If an item fails because of an array on another device, `spread` searches the globals
+        to name the array. The function must not copy from the host; pass such values in ``shared``.
     items : iterable
-        Arrays of NumPy's or of the driver's, on any device, also in lists, tuples and dictionaries; a tuple stays one argument.
-        They are taken as devices come to be free, and may be overwritten when the next one is taken, page-locked ones, too, and
-        those on a device by the stream that was current there. An item that holds anything else runs eagerly; arrays of the
-        driver's are not looked for in there to be copied, but refused. One of another device has no gaps between its elements.
-        Arrays of one item that share memory share it on the device, too.
+        Arrays of NumPy or of the driver, on any device, also in lists, tuples and dictionaries; a tuple stays one
+        argument. `spread` takes an item whenever a device becomes free. The caller may overwrite an item when the
+        next item is taken. This holds for page-locked arrays, too; an array on a device may be overwritten by the
+        stream that was current there. An item that holds any other value runs eagerly; arrays of the driver inside
+        such a value are refused, not copied. An array of another device has no gaps between its elements. Arrays of
+        one item that share memory also share it on the device.
     shared : sequence
-        Further arguments, weights say: read by all calls, and written by none. Their arrays are copied to each device once, and
-        used as they are where they lie.
+        Further arguments, such as weights. All calls read them, and no call writes them. Their arrays are copied to
+        each device once. An array that is already on the device is used in place.
     devices : sequence of int, optional
-        Ordinals, none of them twice. All that there are by default.
+        Ordinals without repetition. The default is every device.
     lanes : int, optional
         As in `record`; None records the order of streams and forks.
     in_flight : int
-        Most items that a device is given before it is done with the first of them. As many results again may wait to be taken.
+        Most items in flight on a device. As many finished results again may wait for the caller.
     to : {None, "host"}
-        Where results are to be: on the device that made them, or in arrays of NumPy's.
+        The place of results: on the device that made them, or in NumPy arrays on the host.
     errors : {"raise", "return"}
-        What an item that fails does: end all, once what is in flight has run and results before it were taken, or stand as an
-        `ItemError` in the place of its result.
+        The effect of a failed item. "raise" ends the spread, after the items in flight have run and the caller has
+        taken all earlier results. "return" puts an `ItemError` in the place of the result.
     on_done : callable, optional
-        Called with the item's index and its device before its result is given, also for one that failed. What it raises ends all.
+        Called with the item's index and its device before its result is given, also for a failed item. An exception
+        from ``on_done`` ends the spread.
     progress : bool
         Count the results on standard error, where that is a terminal.
 
     Returns
     -------
     Spread
-        An iterator, to be used by one thread at a time. A result is complete when it is given, and the caller's own. Its memory
-        belongs to the stream that was current on its device when its item was taken, as that of an array made there does. Leave
-        it by ``close()``, by a ``with`` statement, or by taking all results; what is in flight when it is merely dropped is ended
-        later.
+        An iterator, for one thread at a time. A returned result is complete and belongs to the caller. Its memory
+        belongs to the stream that was current on its device when its item was taken, like an array made there. Leave
+        the iterator by ``close()``, by a ``with`` statement, or by taking all results. If it is merely dropped, work
+        in flight is ended later.
 
     Raises
     ------
     ArgumentError
-        For no device, one twice, or one that there is not; for an option that is none; for a program: pass the function that it
-        was recorded from.
+        For no device, a repeated device, or a missing device; for an unknown option; for a program, since `spread`
+        needs the function that was recorded.
     ArrayTypeError
-        For arrays of other libraries in ``shared``, and for such with a mask; for items with such in an `ItemError`.
+        For arrays of other libraries in ``shared``, and for arrays with a mask; for such arrays in an item, in an
+        `ItemError`.
     CaptureError
         Inside a recording, a branch or a task.
     DeviceMismatchError
-        For an array in the closure that is on another device than one in use.
+        For an array in the closure that is on another device than a device in use.
     DriverNotAvailableError
-        As its name says.
+        If the driver is not available.
 
     Notes
     -----
-    What the items themselves raise is raised in the place of the item, after all results before it. What a device lacks to take
-    part, memory for what is shared, say, makes the item fail that it was to compute.
+    An exception from ``items`` is raised in the place of the item, after all results before it. If a device lacks a
+    resource, such as memory for ``shared``, the item that it was to compute fails.
 
-    What the function itself allocates at its first item, CuPy allocates in its plain way, which CUDA forbids while another thread
-    captures in global mode, as ``torch.cuda.graph`` does by default: take a result of each device before.
+    At its first item, CuPy makes the function's own allocations in its plain way. CUDA forbids this while another thread
+    captures in global mode, as ``torch.cuda.graph`` does by default. Take a result of each device before such a capture.
 
     Examples
     --------
@@ -186,13 +191,17 @@ def _chosen(driver: Driver, name: str, devices: object) -> list[int]:
 
 
 def _check_closure(driver: Driver, name: str, function: object, devices: Sequence[int]) -> None:
-    """Raise for an array that the function reads beside its arguments, and that one of the devices does not have."""
+    """Raise for an array that a device in use lacks.
+
+    The function reads the array beside its arguments.
+    """
     plain = getattr(function, "__func__", function)
     cells = zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True) if isinstance(plain, FunctionType) else ()
     names = {id(content(cell)): variable for variable, cell in cells}
     call = bound_call(function)
     owner = getattr(call, "__self__", None)
-    own = [] if isinstance(owner, (type, ModuleType)) else attributes(owner)  # other objects may have an array for each device
+    # Other objects may have an array for each device, so only attributes of the owner count.
+    own = [] if isinstance(owner, (type, ModuleType)) else attributes(owner)
     for value in leaves(call, *own, calls=True, owners=[]):
         where = _device_of(driver, value)
         wrong = None if where is None else next((device for device in devices if device != where), None)
@@ -205,7 +214,10 @@ def _check_closure(driver: Driver, name: str, function: object, devices: Sequenc
 
 
 def _device_of(driver: Driver, value: Any) -> int | None:
-    """Return the device that an array is on, of whatever library; None for what is none, or is in the host's memory."""
+    """Return the device of an array of any library.
+
+    The result is None for other values, and for arrays in the host's memory.
+    """
     if isinstance(value, np.ndarray):
         return None
     if isinstance(value, driver.array_types):
@@ -214,7 +226,8 @@ def _device_of(driver: Driver, value: Any) -> int | None:
         return None
     try:
         kind, ordinal = value.__dlpack_device__()
-    except Exception:  # its library has no number for where it is
+    # The array's library has no DLPack number for this kind of memory.
+    except Exception:
         return None
     return int(ordinal) if int(kind) == _CUDA else None
 
@@ -225,9 +238,9 @@ def _check_outside(name: str) -> None:
 
 
 class Spread(Iterator[Any]):
-    """The results of `spread`, in order; an iterator.
+    """Give the results of `spread` in order, as an iterator.
 
-    It ends after the last result, after an error, and by `close`, also at the end of a ``with`` statement over it.
+    The iterator ends after the last result, after an error, and by `close`, also at the end of a ``with`` statement.
     """
 
     _workers: "Workers | None" = None
@@ -250,20 +263,25 @@ class Spread(Iterator[Any]):
         self._function = function
         self._name = name
         self._items = iter(items)
-        self._total = length_hint(items) if shows else 0  # what has no length may say so only when it is asked
+        # Some iterables without a length raise when asked, so they are asked only if progress is shown.
+        self._total = length_hint(items) if shows else 0
         self._host = host
         self._in_flight = in_flight
-        self._most = 2 * in_flight * len(workers)  # given, and not taken
+        # This bounds the items that were given and not yet taken.
+        self._most = 2 * in_flight * len(workers)
         self._raises = raises
         self._on_done = on_done
         self._shows = shows
         self._given = 0
         self._taken = 0
-        self._last = False  # whether no item is to be given any more
-        self._failure: Exception | None = None  # of the items themselves, or of a capture that is under way
-        self._flights: deque[InFlight] = deque()  # in order, those that are not taken
-        # One advance at a time: another thread that finds the turn taken is refused, and so is this one, by `_taking`, where
-        # `on_done` or the items call. It is an `RLock`, which whoever does not have it cannot release.
+        # True once no further item is to be given.
+        self._last = False
+        # The error of the items themselves, or of a capture that is under way.
+        self._failure: Exception | None = None
+        # The items in order, except items that the caller has taken.
+        self._flights: deque[InFlight] = deque()
+        # Only one advance runs at a time. Another thread that finds the turn taken is refused. `_taking` refuses this thread,
+        # too, if `on_done` or the items call back. The lock is an `RLock`, because only its owner can release an `RLock`.
         self._turn = threading.RLock()
         self._taking = False
         # The thread that the programs belong to.
@@ -297,20 +315,23 @@ class Spread(Iterator[Any]):
             raise
 
     def close(self) -> None:
-        """Wait for what is in flight, and give back all that it has; no more results come. It may be called again.
+        """Wait for items in flight and release all resources.
+
+        No more results come. A second call is harmless.
 
         Raises
         ------
         OwnershipError
-            While a result is being taken, by another thread, or by what called this.
+            While another thread, or the caller of this method, is taking a result.
         """
         self._alone(self._end)
 
     def _alone(self, act: Callable[[], T]) -> T:
-        """Do something while nothing else is done with it; refuse what comes meanwhile."""
+        """Run an action alone, and refuse concurrent calls."""
         turn = self._turn
         try:
-            # CPython delivers an interrupt when a call has returned: one that comes with the turn in hand finds the `finally`.
+            # CPython delivers an interrupt when a call has returned. An interrupt that comes with the turn in hand reaches
+            # the `finally`.
             if not turn.acquire(blocking=False) or self._taking:
                 raise OwnershipError(
                     f"spread({self._name}): a result is being taken by another thread, or by what called this: one at a time"
@@ -323,11 +344,15 @@ class Spread(Iterator[Any]):
         finally:
             try:
                 turn.release()
-            except RuntimeError:  # another thread has it
+            # Another thread has the turn, so this thread must not release it.
+            except RuntimeError:
                 pass
 
     def _end(self, failure: BaseException | None = None) -> None:
-        """Give back all that it has. An error of that is a note of the failure that ends the spread, where there is one."""
+        """Release all resources of the spread.
+
+        If a failure ends the spread, an error of the release becomes a note of that failure.
+        """
         workers, self._workers = self._workers, None
         self._flights.clear()
         if self._shows and workers is not None:
@@ -346,7 +371,8 @@ class Spread(Iterator[Any]):
                 raise
             failure.add_note(f"spread({self._name}): giving back what it had failed: {type(error).__name__}: {error}")
         finally:
-            self._items = iter(())  # a generator ends, and what it has open is closed
+            # Dropping a generator ends it, and closes the resources that it has open.
+            self._items = iter(())
 
     def _advance(self, workers: "Workers") -> Any:
         self._fill(workers)
@@ -355,7 +381,8 @@ class Spread(Iterator[Any]):
             try:
                 raise StopIteration if failure is None else failure
             finally:
-                del failure  # or its traceback would keep it, and what the device had
+                # The traceback would keep the failure alive, and the device's resources with it.
+                del failure
         flight = self._flights[0]
         if not flight.done:
             self._wait(workers, flight)
@@ -376,11 +403,11 @@ class Spread(Iterator[Any]):
                 raise error
             return error
         finally:
-            # Or an error's traceback, this frame and the error would keep each other, and the item's memory.
+            # The error's traceback, this frame and the error would otherwise keep each other alive, and the item's memory.
             del flight, error
 
     def _fill(self, workers: "Workers") -> None:
-        """Give items to devices that are free, in order, as long as there are both."""
+        """Give items in order while a device is free."""
         while not self._last and len(self._flights) < self._most:
             worker = workers.free(self._in_flight)
             if worker is None:
@@ -399,7 +426,7 @@ class Spread(Iterator[Any]):
             try:
                 worker.start(index)
             except CaptureError as error:
-                # The caller's mistake, which has nothing to do with the item.
+                # The caller made the mistake; the item has nothing to do with it.
                 self._last, self._failure = True, error
                 return
             except Exception as error:
@@ -416,7 +443,10 @@ class Spread(Iterator[Any]):
             return self._not_given(index, worker.device, error)
 
     def _not_given(self, index: int, device: int, error: Exception) -> InFlight:
-        """Return what stands for a failed item: in no frame of the error's traceback, so both end with the last reference."""
+        """Return an `InFlight` for a failed item.
+
+        No frame of the error's traceback holds the object, so both end with the last reference.
+        """
         flight = InFlight(index, device)
         flight.error, flight.done = self._failed(index, device, error), True
         return flight
@@ -431,7 +461,10 @@ class Spread(Iterator[Any]):
         return failed
 
     def _remedy(self, device: int, error: Exception) -> str:
-        """Return a sentence for an array of another device that the function reads, where an error says that it met one."""
+        """Return a remedy if the function read another device's array.
+
+        The error must say that the function used such an array. The remedy is a sentence.
+        """
         if not (isinstance(error, DeviceMismatchError) or (isinstance(error, ValueError) and "current device" in str(error))):
             return ""
         name = global_elsewhere(self._function, lambda value: _device_of(self._driver, value) not in (None, device))
@@ -439,7 +472,7 @@ class Spread(Iterator[Any]):
         return f"{read} is on another device; pass it in shared=, and take it as an argument after the item. "
 
     def _wait(self, workers: "Workers", flight: InFlight) -> None:
-        """Wait for an item, and give others meanwhile to devices that come to be free."""
+        """Wait for an item, and keep free devices busy meanwhile."""
         while not flight.done:
             if self._last or len(self._flights) >= self._most or len(workers.all) == 1:
                 workers.of(flight.device).finish(flight)
@@ -459,7 +492,7 @@ class Spread(Iterator[Any]):
             _defer(partial(_settle, self._workers, self._status))
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied: two would end the same programs."""
+        """Refuse to be copied: two copies would end the same programs."""
         raise TypeError(f"spread({self._name}) owns streams and programs and cannot be copied or pickled")
 
     def __repr__(self) -> str:
@@ -468,7 +501,7 @@ class Spread(Iterator[Any]):
 
 
 class Workers:
-    """The devices of a spread.
+    """Hold the devices of a spread.
 
     Parameters
     ----------
@@ -482,14 +515,16 @@ class Workers:
         self._by_device = {worker.device: worker for worker in all}
 
     def of(self, device: int) -> DeviceWorker:
-        """Return that of a device."""
+        """Return the worker of a device."""
         return self._by_device[device]
 
     def free(self, in_flight: int) -> DeviceWorker | None:
-        """Return the one with the fewest items in flight, fewer than so many; of several the one that got its last one first.
+        """Return the worker with the fewest items in flight.
 
-        Where it is known to have none, the others are not asked what they are done with: each question takes CUDA two
-        microseconds. If it got the last item of all, they are: it may be one where all items fail.
+        The worker has fewer items in flight than the limit. Among equals, the worker whose last item is oldest wins.
+        If the winner is known to have none, the other workers are not queried, because each query takes CUDA two
+        microseconds. The exception is a winner that got the last item of all: on a device where all items fail, the
+        queries must run.
         """
         first = self._first()
         known = not first.running and first.last < max([worker.last for worker in self.all])
@@ -508,24 +543,27 @@ class Workers:
         return first
 
     def in_flight(self) -> bool:
-        """Whether a device is not done with what it was given."""
+        """Tell whether a device still has items in flight."""
         with self._driver.relaxed():
             for worker in self.all:
                 worker.collect_done()
         return any(worker.running for worker in self.all)
 
     def take_over(self) -> None:
-        """Have all programs belong to the calling thread, which takes the next result."""
+        """Hand all programs to the calling thread.
+
+        That thread takes the next result.
+        """
         for worker in self.all:
             worker.take_over()
 
     def close(self) -> None:
-        """Wait for what is in flight on each, and give back all that it has."""
+        """Wait for items in flight, and release all resources."""
         do_all([worker.close for worker in self.all])
 
 
 def _settle(workers: Workers, status: Any) -> bool:
-    """Close what was dropped, once nothing is in flight."""
+    """Close a dropped spread once nothing is in flight."""
     if status.untouchable:
         abandon(workers)
         return True
@@ -539,5 +577,8 @@ def _settle(workers: Workers, status: Any) -> bool:
 
 
 def _copied(value: object) -> Any:
-    """Return an array of the host's in ordinary memory: what is page-locked is used again."""
+    """Copy a host array into ordinary memory.
+
+    Page-locked memory is used again for later items.
+    """
     return np.array(value, order="K") if isinstance(value, np.ndarray) else value

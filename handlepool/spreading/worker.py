@@ -1,20 +1,21 @@
-"""One device of a spread: its streams, what was copied to it, its programs, and what it has in flight.
+"""Run one device of a spread.
 
-Three streams of its own, so that copies run while it computes: one that brings items, one that computes, one that takes results
-to the host. What orders them, and what each order serves:
+A worker owns the device's streams, the copies on it, its programs, and its items in flight. It uses three streams, so that
+copies overlap with computation: the first stream brings items, the second stream computes, the third stream takes results to
+the host. Each order between streams serves a purpose:
 
-- The stream that brings an item waits for the stream that was the caller's on the item's device when it was given: whoever made
-  the array did so there. That stream waits for the copy in turn, so that the caller may change or free the array afterwards.
-- The stream that computes waits at first for the caller's, which may have made what the function's closure holds.
-- The stream that computes waits for the copies of the item, and the one that takes results to the host for what computes them.
-- Arrays for results come from the arena of the caller's stream, to which they go back when they are freed. The stream that
-  computes waits for that one before it writes them: their memory may be read there until then.
-- All else that is allocated is held until the host has seen that the item is done, so nothing of it is used again too early.
+- The stream that brings an item waits for the caller's current stream on the item's device, because that stream made the
+  array. The caller's stream waits for the copy in turn. The caller may then change or free the array.
+- The stream that computes first waits for the caller's stream, which may have made the arrays of the function's closure.
+- The stream that computes waits for the copies of the item. The stream that takes results waits for the stream that computes.
+- Arrays for results come from the arena of the caller's stream, and return there when they are freed. The stream that
+  computes waits for the caller's stream before it writes them: their memory may be read there until then.
+- All other allocations are held until the host has seen that the item is done, so no memory is used again too early.
 
-The first item of a geometry goes the general way, by the means that programs have for all callers. Further items that hold plain
-arrays alone go a short way, in the same order and with as few calls as possible: see `CopyPlan`. There an item of this device is
-copied on the caller's stream itself, which spares three calls. It is copied into the program's input where the host has seen that
-nothing is in flight, so that no work reads that input any more.
+The first item of a geometry goes the general way, through the same code as programs of any caller. Further items that hold
+only plain arrays go a short way, in the same order and with as few calls as possible: see `CopyPlan`. On the short way, the
+caller's stream itself copies an item of this device, which saves three calls. That copy goes into the program's input if the
+host has seen that nothing is in flight, so that no work reads that input any more.
 """
 
 import warnings
@@ -46,27 +47,31 @@ from handlepool.spreading.items import check_copied, geometry, itself, steps
 from handlepool.tensors.layout import one_run
 
 MOST_PROGRAMS = 8
-"""Of a device: the one that was used least recently is closed for another geometry."""
+"""Limit the programs of a device.
+
+For another geometry, the least recently used program is closed.
+"""
 
 
 class InFlight:
-    """An item that was given to a device.
+    """Hold an item that was given to a device.
 
     Attributes
     ----------
     index, device : int
     value
-        Its result, ready once it is done. Arrays of the host must be copied: their memory is page-locked.
+        The item's result, ready once the item is done. Arrays of the host must be copied: their memory is
+        page-locked.
     kept
-        The arrays that are held until then.
+        The arrays that are held until the item is done.
     event
-        Recorded behind its last work.
+        Recorded after the item's last work.
     copy_plan : CopyPlan or None
         The owner of the copies that come first in ``kept``.
     error : Exception or None
-        Why there is no result.
+        The reason for a missing result.
     done : bool
-        Whether the host has seen that the device is done with it.
+        Whether the host has seen that the device is done with the item.
     """
 
     __slots__ = ("copy_plan", "device", "done", "error", "event", "index", "kept", "value")
@@ -86,12 +91,12 @@ class InFlight:
 
 
 class Eager:
-    """Whether a spread runs eagerly, and its one warning.
+    """Tell whether a spread runs eagerly, and warn once.
 
     Attributes
     ----------
     always : bool
-        Whether nothing is recorded any more.
+        Whether recording has stopped.
     """
 
     def __init__(self, name: str) -> None:
@@ -100,12 +105,12 @@ class Eager:
         self._said = False
 
     def stop_recording(self, why: str) -> None:
-        """Record nothing from now on, and warn."""
+        """Stop recording from now on, and warn."""
         self.always = True
         self.say(why)
 
     def say(self, why: str) -> None:
-        """Warn of the first thing that is not recorded."""
+        """Warn of the first item that is not recorded."""
         if not self._said:
             self._said = True
             what = "its items run" if self.always else "such items run"
@@ -114,21 +119,23 @@ class Eager:
 
 
 class DeviceWorker:
-    """One device of a spread. One thread at a time uses it; nothing is made before `start`.
+    """Drive one device of a spread.
+
+    One thread at a time uses the worker. It allocates nothing before `start`.
 
     Parameters
     ----------
     pool : HandlePool
     device : int
     name : str
-        Of the function, for messages.
+        Name of the function, for messages.
     function : callable
     shared : sequence
     lanes : int or None
     host : bool
         Whether results are taken to the host.
     eager : Eager
-        What all devices know of that.
+        The state of eager runs, shared by all devices.
     """
 
     def __init__(
@@ -143,23 +150,29 @@ class DeviceWorker:
         eager: Eager,
     ) -> None:
         self.device = device
-        self.last = -1  # the item that was given last
+        # The index of the item that was given last.
+        self.last = -1
         self._pool, self._internals, self._driver = pool, pool.internals, pool.driver
         self._name, self._function, self._lanes, self._host, self._eager = name, function, lanes, host, eager
         self._kind: Any = self._driver.array_types[0]
         self._kinds = [{self._kind}, {np.ndarray}]
         self._given = shared
         self._shared: Any = None
-        self._streams: list[Stream] = []  # brings, computes, takes
+        # The streams in order: bring items, compute, take results.
+        self._streams: list[Stream] = []
         self._programs: dict[Hashable, CopyPlan] = {}
-        self._copy_plans: dict[Hashable, CopyPlan] = {}  # of `_programs` those that are plain, by items that were seen to go so
+        # The plain plans of `_programs`, by the geometry of items that took the short way.
+        self._copy_plans: dict[Hashable, CopyPlan] = {}
         self.running: deque[InFlight] = deque()
 
     def start(self, index: int) -> None:
-        """Make the streams, and copy what is shared, where that was not done yet; for an item."""
+        """Make the streams and copy ``shared``, unless that is done.
+
+        ``index`` is the item that needs them.
+        """
         if self._shared is not None:
             return
-        # Where this fails the device has had its turn, and the next item goes to another one.
+        # If this fails, the device has had its turn, and the next item goes to another device.
         self.last = index
         driver = self._driver
         with on_device(driver, self.device):
@@ -172,16 +185,21 @@ class DeviceWorker:
             try:
                 self._shared = self._on(0, rebuilt, tuple(self._given), partial(self._brought, caller, True))
                 self._order(0, 1)
-                self._wait(self.device, caller.ptr, self.device, self._streams[1].ptr)  # for what the closure holds
+                # The caller's stream may have made the arrays of the function's closure.
+                self._wait(self.device, caller.ptr, self.device, self._streams[1].ptr)
             except BaseException:
                 self._drain()
                 raise
 
     def give(self, index: int, item: Any) -> InFlight:
-        """Enqueue all that is to be done with an item; raises what its function does, when nothing of it runs any more."""
+        """Enqueue all work of an item.
+
+        Errors of the function propagate once none of its work runs any more.
+        """
         arrays: list[Any] | None
         key: Hashable
-        if type(item) is self._kind:  # as for any other, in a third of the time
+        # This gives the same result as the general branch, in a third of the time.
+        if type(item) is self._kind:
             arrays, key, near = [item], (self._kind, (item.shape, item.strides, item.dtype)), True
         else:
             arrays = self._plain(item)
@@ -200,7 +218,10 @@ class DeviceWorker:
         return flight
 
     def _give(self, index: int, item: object, arrays: list[Any] | None, key: Hashable) -> InFlight:
-        """Enqueue it the general way, and find out whether items like it can go the short one."""
+        """Enqueue an item the general way.
+
+        The worker then learns whether similar items can take the short way.
+        """
         driver = self._driver
         with on_device(driver, self.device):
             caller = self._caller()
@@ -220,11 +241,12 @@ class DeviceWorker:
                     self._learn(arrays, key, staged)
                 return InFlight(index, self.device, value, kept, self._event(2 if self._host else 1))
             except BaseException:
-                self._drain()  # `kept` is used no more after that
+                # After the drain no stream uses `kept`, so its arrays may be freed.
+                self._drain()
                 raise
 
     def collect_done(self) -> None:
-        """Collect the items that the device is done with; called inside `relaxed`."""
+        """Collect finished items; call this inside `relaxed`."""
         while self.running:
             flight = self.running[0]
             try:
@@ -232,23 +254,24 @@ class DeviceWorker:
                     return
             except Exception as error:
                 flight.error = error
-                self._wait_for(flight)  # the question may have failed alone, before the work has run
+                # The query may have failed alone, before the work has run.
+                self._wait_for(flight)
             self._collect(flight)
 
     def finish(self, flight: InFlight) -> None:
-        """Wait on the host until it is done with an item, and so with those before it."""
+        """Wait on the host for an item and all earlier items."""
         with self._driver.relaxed():
             while not flight.done:
                 self._wait_for(self.running[0])
                 self._collect(self.running[0])
 
     def take_over(self) -> None:
-        """Have its programs belong to the calling thread."""
+        """Hand the worker's programs to the calling thread."""
         for copy_plan in self._programs.values():
             copy_plan.program._take_over()  # noqa: SLF001 - a spread sees to it that one thread at a time uses them
 
     def close(self) -> None:
-        """Wait for what it has in flight, and give back all that it has."""
+        """Wait for items in flight, and release all resources."""
         if not self._streams:
             return
         with on_device(self._driver, self.device):
@@ -257,7 +280,8 @@ class DeviceWorker:
             do_all([*flights, self._drain, *[copy_plan.program.close for copy_plan in self._programs.values()]])
             self._programs.clear()
             self._shared = None
-            with self._driver.relaxed():  # the streams go with their last references
+            # The streams are destroyed with their last references.
+            with self._driver.relaxed():
                 self._streams.clear()
 
     def _wait_for(self, flight: InFlight) -> None:
@@ -267,7 +291,7 @@ class DeviceWorker:
             flight.error = error
 
     def _collect(self, flight: InFlight) -> None:
-        """Take note that it is done with the first item in flight."""
+        """Mark the first item in flight as done."""
         self.running.popleft()
         if flight.copy_plan is not None and flight.kept is not None:
             flight.copy_plan.spare.append(flight.kept[0])
@@ -282,15 +306,21 @@ class DeviceWorker:
     # The short way
 
     def _plain(self, item: object) -> list[Any] | None:
-        """Return the arrays of an item that holds nothing else, all NumPy's or all the driver's; None for any other."""
+        """Return the arrays of an item that holds only arrays.
+
+        All arrays belong to NumPy, or all to the driver. The result is None for any other item.
+        """
         found = [*leaves(item)] if isinstance(item, (list, tuple, dict)) else [item]
         kinds = {*map(type, found)}
         return found if kinds in self._kinds else None
 
     def _near(self, arrays: list[Any], copy_plan: CopyPlan) -> bool:
-        """Whether arrays can be copied here as they are: from pageable memory, or all from one device, and each by itself."""
+        """Tell whether arrays can be copied here as they are.
+
+        They come from pageable memory, or all from one device, and each array is a separate run of bytes.
+        """
         driver = self._driver
-        # A list in two places has its arrays once here.
+        # An array of a list that occurs in two places is listed once here.
         if len(copy_plan.sizes) > 1 and (len(arrays) != len(copy_plan.sizes) or not runs_apart(driver, arrays, copy_plan.sizes)):
             return False
         if type(arrays[0]) is np.ndarray:
@@ -299,7 +329,10 @@ class DeviceWorker:
         return len(arrays) == 1 or len({driver.array_device(each) for each in arrays}) == 1
 
     def _learn(self, arrays: list[Any], key: Hashable, staged: object) -> None:
-        """Let items like this one, which was copied and went to a program, go the short way, where they can."""
+        """Let similar items take the short way, if they can.
+
+        The item was copied and went to a program.
+        """
         copies = [*leaves(staged)]
         copy_plan = self._programs.get((geometry(staged), ()))
         if copy_plan is None or not copy_plan.plain or not len(arrays) == len(copies) == len(copy_plan.inputs):
@@ -319,7 +352,8 @@ class DeviceWorker:
         try:
             caller = self._caller().ptr
             self.last = index
-            if len(self._programs) > 1:  # it was used last
+            # Move the program to the end, because the order of the dictionary is the order of last use.
+            if len(self._programs) > 1:
                 self._programs[copy_plan.key] = self._programs.pop(copy_plan.key)
             source = None if type(arrays[0]) is np.ndarray else driver.array_device(arrays[0])
             with driver.relaxed():
@@ -331,20 +365,26 @@ class DeviceWorker:
                 driver.set_device(before)
 
     def _enqueued(self, copy_plan: CopyPlan, index: int, arrays: list[Any], source: int | None, caller: int) -> InFlight:
-        """Enqueue what `_give` does for an item of a known geometry, and of one device; None is the host."""
+        """Enqueue an item of a known geometry the short way.
+
+        The work is that of `_give`. All arrays come from one source: a device, or the host if ``source`` is None.
+        """
         driver, device = self._driver, self.device
         brings, computes, takes = self._pointers
         fresh = not copy_plan.spare
         copies, results = spare = self._spare(copy_plan) if fresh else copy_plan.spare.pop()
-        event = self._events.acquire()  # each wait holds on to the record that it was given
+        # The event can be reused for later records, because each wait holds on to the record that it was given.
+        event = self._events.acquire()
         kept: list[Any] = [spare, arrays]
         try:
             if not self._host:
                 results = [driver.empty(*each) for each in copy_plan.results]
             if source is None:
                 kept.extend(driver.copy_from_host(copy, each, brings) for copy, each in zip(copies, arrays, strict=True))
-            elif source == device:  # on the caller's stream, which made it and may overwrite it next
-                if fresh:  # in memory that the stream which brings may still use
+            # The caller's stream copies the item, because that stream made it and may overwrite it next.
+            elif source == device:
+                # The stream that brings items may still use fresh memory, so the caller's stream waits for it.
+                if fresh:
                     self._events.order(brings, caller)
                 brings = caller
                 for copy, each in zip(copies, arrays, strict=True):
@@ -372,18 +412,23 @@ class DeviceWorker:
             if self._host:
                 driver.record_event(event, computes)
                 driver.wait_event(takes, event)
-                kept.extend(driver.copy_to_host(result, takes) for result in results)  # at once: the next one may fail
+                # Keep each result at once, because the next copy may fail.
+                kept.extend(driver.copy_to_host(result, takes) for result in results)
                 results = kept[-len(results) :]
             driver.record_event(event, takes if self._host else computes)
             value = results[0] if copy_plan.returned is copy_plan.outputs[0] else copy_plan.value(results)
             return InFlight(index, device, value, kept, event, copy_plan)
         except BaseException:
-            self._drain(brings)  # `kept` is used no more after that
+            # After the drain no stream uses `kept`, so its arrays may be freed.
+            self._drain(brings)
             self._events.release(event)
             raise
 
     def _enqueued_here(self, copy_plan: CopyPlan, index: int, arrays: list[Any], caller: int) -> InFlight:
-        """As `_enqueued`, for an item and results of this device, where nothing is in flight."""
+        """Enqueue an item of this device while nothing is in flight.
+
+        Otherwise this works like `_enqueued`. The results stay on this device.
+        """
         driver, computes, event = self._driver, self._pointers[1], self._events.acquire()
         try:
             results = [driver.empty(*each) for each in copy_plan.results]
@@ -398,12 +443,16 @@ class DeviceWorker:
             value = results[0] if copy_plan.returned is copy_plan.outputs[0] else copy_plan.value(results)
             return InFlight(index, self.device, value, arrays, event)
         except BaseException:
-            self._drain(caller)  # what was allocated is used no more after that
+            # After the drain no stream uses the allocated arrays, so they may be freed.
+            self._drain(caller)
             self._events.release(event)
             raise
 
     def _followed(self, source: int) -> int:
-        """Let the stream that brings wait for the caller's of another device; the pointer of that."""
+        """Let the stream that brings items wait for another device.
+
+        It waits for the caller's stream of that device. The result is the pointer of that stream.
+        """
         driver, events = self._driver, self._internals.device(source).edges
         driver.set_device(source)
         try:
@@ -419,7 +468,12 @@ class DeviceWorker:
         return caller
 
     def _spare(self, copy_plan: CopyPlan) -> tuple[list[Any], list[Any]]:
-        """Return new copies of an item, and of what it returns where that goes to the host, in memory of who writes them."""
+        """Allocate staging buffers for an item and its host result.
+
+        The result has buffers only with ``to="host"``.
+
+        Each buffer comes from the arena of the stream that writes it.
+        """
         copies = self._on(0, partial(self._new, [(each.shape, each.strides, each.dtype) for each in copy_plan.inputs]))
         return copies, self._on(1, partial(self._new, copy_plan.results)) if self._host else []
 
@@ -430,7 +484,7 @@ class DeviceWorker:
     # Streams
 
     def _caller(self) -> Stream:
-        """Return the stream of the current device that is this thread's."""
+        """Return this thread's current stream on the current device."""
         stream = self._driver.current_stream()
         if stream.ptr != LEGACY_STREAM and self._driver.is_capturing(stream.ptr):
             raise CaptureError(
@@ -455,7 +509,10 @@ class DeviceWorker:
         return event
 
     def _wait(self, device: int, first: int, then_device: int, then: int) -> None:
-        """Let a stream wait for what another one was given by now, of another device perhaps."""
+        """Let a stream wait for the work so far of another stream.
+
+        The two streams may belong to different devices.
+        """
         driver = self._driver
         with on_device(driver, device):
             events = self._internals.device(device).edges
@@ -465,25 +522,31 @@ class DeviceWorker:
                 with on_device(driver, then_device):
                     driver.wait_event(then, event)
             finally:
-                events.release(event)  # a wait holds on to the record that it was given
+                # A wait holds on to the record that it was given, so the event can be reused.
+                events.release(event)
 
     # Copies
 
     def _staged(self, item: object, caller: Stream) -> Any:
-        """Return an item with copies on this device of its arrays, which share memory as they do."""
+        """Return an item with copies of its arrays on this device.
+
+        The copies share memory as the arrays do.
+        """
         return rebuilt(item, copier(self._driver, item, partial(self._brought, caller, False)))
 
     def _brought(self, caller: Stream, shared: bool, value: Any, target: Any = None) -> Any:
-        """Return an array's copy on this device by the current stream, which brings; what is no array as it is.
+        """Copy an array to this device; return other values unchanged.
 
-        The copy is the target where one is given. What is shared and lies here is not copied.
+        The current stream, which brings items, copies. The copy is the target if a target is given. A shared array
+        that already lies here is not copied.
         """
         driver = self._driver
         array: Any
         if isinstance(value, np.ndarray):
             with driver.relaxed():
                 array = driver.asarray(value)
-                if driver.page_locked(value):  # it is still to be read, and may be overwritten for the next item
+                # The copy still reads this memory, and the caller may overwrite it for the next item.
+                if driver.page_locked(value):
                     driver.synchronize_stream(self._streams[0].ptr)
             if target is not None:
                 driver.copy(target, array)
@@ -495,7 +558,8 @@ class DeviceWorker:
         with on_device(driver, source):
             if source != self.device:
                 caller = self._caller()
-            if active:  # the caller's stream waits for branches of its forks that make the array
+            # The caller's stream waits for branches of its forks that make the array.
+            if active:
                 before(self._internals, pieces_of(driver, [array]), (), array, caller.ptr)
         self._wait(source, caller.ptr, self.device, brings)
         if shared and source == self.device:
@@ -518,17 +582,22 @@ class DeviceWorker:
         if not isinstance(value, self._driver.array_types):
             return value
         with self._driver.relaxed():
-            kept.append(self._driver.copy_to_host(value, self._streams[2].ptr))  # at once: the next one may fail
+            # Keep the result at once, because the next copy may fail.
+            kept.append(self._driver.copy_to_host(value, self._streams[2].ptr))
         return kept[-1]
 
     # The function
 
     def _compute(self, staged: object, caller: Stream, kept: list[Any]) -> Any:
-        """Enqueue the function on the current stream, which computes; copies of what it returns."""
+        """Enqueue the function on the current stream and copy its results.
+
+        The current stream is the stream that computes.
+        """
         driver, device = self._driver, self.device
         program = self._program(staged)
         if program is None:
-            returned = self._function(rebuilt(staged, itself), *self._shared)  # what is kept stays whole
+            # The function may change its containers, so it gets rebuilt ones and the kept item stays whole.
+            returned = self._function(rebuilt(staged, itself), *self._shared)
         else:
             program.update(staged)
             program.replay()
@@ -544,28 +613,35 @@ class DeviceWorker:
         return results.value
 
     def _program(self, staged: object) -> Program | None:
-        """Return the program for arrays that lie like these; None where the function is to run eagerly."""
+        """Return the program for arrays of this geometry.
+
+        The result is None if the function must run eagerly.
+        """
         driver = self._driver
         if self._eager.always:
             return None
         plain = [kind_of(leaf) for leaf in leaves(staged) if not isinstance(leaf, driver.array_types)]
-        if plain or not [*leaves(staged)]:  # a program would go on with the values that it was recorded with
+        # A program would go on with the recorded values of anything but arrays.
+        if plain or not [*leaves(staged)]:
             self._eager.say(f"an item holds a value of type {plain[0]}, which is no array" if plain else "an item holds no array")
             return None
         key = geometry(staged), relation(driver, staged)
         copy_plan = self._programs.pop(key, None)
         if copy_plan is None:
             while len(self._programs) >= MOST_PROGRAMS:
-                self._copy_plans.clear()  # they are found again
+                # The short way learns the remaining geometries again.
+                self._copy_plans.clear()
                 self._programs.pop(next(iter(self._programs))).program.close()
             function, shared = self._function, self._shared
 
             def call(item: object) -> Any:
-                return function(rebuilt(item, itself), *shared)  # it may change the lists and dictionaries of its item
+                # The function may change the lists and dictionaries of its item, so each call gets rebuilt containers.
+                return function(rebuilt(item, itself), *shared)
 
             call.__qualname__ = self._name
             try:
-                inputs = rebuilt(staged, copier(driver, staged, self._own))  # its own: it overwrites them
+                # The program overwrites its inputs, so it gets arrays of its own.
+                inputs = rebuilt(staged, copier(driver, staged, self._own))
                 program = record(call, inputs, pool=self._pool, lanes=self._lanes)
             except CaptureError as error:
                 self._eager.stop_recording(str(error))

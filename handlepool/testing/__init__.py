@@ -1,1 +1,1 @@
-"""For tests: pools that need no GPU, a check for leaks, and what results are judged by."""
+"""Provide test helpers: pools without a GPU, leak checks, reference results."""

@@ -1,4 +1,4 @@
-"""What a test leaves behind: slots, scratch memory, programs and captures that nobody gave back."""
+"""Check that a test leaks no slots, scratch, programs or captures."""
 
 import gc
 from collections import Counter
@@ -27,22 +27,22 @@ ADVICE = {
     ),
     "handles that no slot has": ("handle that no slot has", "destroy what driver.create_handle gave"),
 }
-"""What is counted; for each, one of it, and how not to leak it."""
+"""Map each counted resource to its singular and its remedy."""
 
 
 @contextmanager
 def leak_check(pool: HandlePool) -> Iterator[None]:
-    """See that what runs in a ``with`` statement leaves nothing of a pool's behind; what it dropped is no leak.
+    """Check that a ``with`` block leaks nothing of a pool.
 
     Parameters
     ----------
     pool : HandlePool
-        Idle handles and scratch of its own are destroyed at the end, as `HandlePool.trim` does.
+        Its idle handles and scratch memory are destroyed at the end, as `HandlePool.trim` does.
 
     Raises
     ------
     AssertionError
-        At the end, for what is left: how much of what, and what to do.
+        At the end, for each leaked resource: its name, its count and the remedy.
     """
     before, programs = _held(pool), _programs()
     yield
@@ -60,7 +60,7 @@ def _said(count: int, what: str) -> str:
 
 
 def _held(pool: HandlePool) -> Counter[str]:
-    """Count what should be no more afterwards than before."""
+    """Count the resources that a block must not add to."""
     internals, stats = pool.internals, pool.stats()
     counts = Counter(
         {
@@ -75,7 +75,8 @@ def _held(pool: HandlePool) -> Counter[str]:
         driver = driver.checked_driver
     if driver is None:
         return counts
-    if not isinstance(driver, Controls):  # a GPU cannot be asked for more than its current stream
+    # A GPU can report captures of its current stream only.
+    if not isinstance(driver, Controls):
         pointer = driver.current_stream().ptr
         counts["captures that are not over"] = int(pointer != LEGACY_STREAM and driver.is_capturing(pointer))
     else:

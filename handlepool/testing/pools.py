@@ -1,6 +1,7 @@
-"""Pools that do the default pool's work while a test runs: without a GPU, with one, and none that touches one.
+"""Replace the default pool during a test.
 
-The pytest plugin makes fixtures of these; other test runners use the ``with`` statements.
+The replacement runs without a GPU, with a GPU and its checks, or refuses any use of a GPU. The pytest plugin makes fixtures
+of these functions; other test runners use the ``with`` statements.
 """
 
 import os
@@ -16,26 +17,26 @@ from handlepool.pool.pool import HandlePool
 
 @contextmanager
 def host_pool(*, seed: int = 0) -> Iterator[HandlePool]:
-    """Let a pool without a GPU be the default one, which refuses what CuPy refuses and finds every order that is missing.
+    """Make a pool without a GPU the default pool.
 
-    Work is queued as on a GPU, and runs in an order that the seed picks. Memory that nobody has written yet is NaN. A stream of
-    its own is current in the calling thread.
+    The pool refuses the same input as CuPy, and detects every missing order. Work is queued as on a GPU, and runs in an
+    order that the seed picks. Unwritten memory holds NaN. A separate stream is current in the calling thread.
 
     Parameters
     ----------
     seed : int
-        Another one, another order.
+        Selects the order of the queued work.
 
     Yields
     ------
     HandlePool
-        Closed at the end, when the stream has run what it was given. ``driver.order.found`` has the conflicts that were raised:
-        a test that expects one clears it.
+        Closed at the end, when the stream has run its work. ``driver.order.found`` lists the conflicts that were
+        raised. A test that expects a conflict clears the list.
 
     Raises
     ------
     ContractError, AssertionError
-        At the end, for what queued work failed with, and for conflicts that the code under test swallowed.
+        At the end, for errors of queued work, and for conflicts that the code under test swallowed.
     """
     from handlepool.drivers.host.driver import HostDriver
 
@@ -49,12 +50,14 @@ def host_pool(*, seed: int = 0) -> Iterator[HandlePool]:
 
 @contextmanager
 def gpu_pool() -> Iterator[HandlePool]:
-    """Let a pool on the GPU, with its checks, be the default one, with a stream of its own current in the calling thread.
+    """Make a pool on the GPU, with its checks, the default pool.
+
+    A separate stream is current in the calling thread.
 
     Raises
     ------
     DriverNotAvailableError
-        Where there is no GPU.
+        If there is no GPU.
     """
     with _as_default(drivers.load("cuda")) as pool:
         yield pool
@@ -70,21 +73,23 @@ def _as_default(driver: Driver) -> Iterator[HandlePool]:
         finally:
             driver.pop_stream(stream, previous)
         if not driver.is_capturing(stream.ptr):
-            with driver.relaxed():  # also beside a capture that the test left open
+            # `relaxed` lets the wait succeed beside a capture that the test left open.
+            with driver.relaxed():
                 driver.synchronize_stream(stream.ptr)
 
 
 @contextmanager
 def no_gpu() -> Iterator[None]:
-    """Let nobody touch CUDA.
+    """Forbid any use of CUDA.
 
-    Whoever asks handlepool for a GPU is refused. What other libraries do is seen at the end, by the GPU's files that the process
-    has opened; once something has opened them before, that shows nothing.
+    A request to handlepool for a GPU is refused. At the end, the GPU files that the process has opened reveal any use by
+    other libraries. If such files were already open before, this second check shows nothing.
 
     Raises
     ------
     AssertionError
-        At once, in the code that asks for a GPU; at the end, where that swallowed the error, or CUDA was touched otherwise.
+        At once, in the code that asks for a GPU. At the end, if that code swallowed the error, or if another library
+        touched CUDA.
     """
     opened = _opened()
     nobody = _Nobody()
@@ -111,7 +116,7 @@ REFUSAL = (
 
 
 class _Nobody:
-    """Stands where the cuda driver would, and refuses."""
+    """Take the place of the cuda driver, and refuse any use."""
 
     name = "cuda"
 
@@ -122,7 +127,7 @@ class _Nobody:
         self._refuse()
 
     def context_lost(self, error: BaseException | None, ask: bool = True) -> None:
-        """None: no context was ever there to lose."""
+        """Return None: there was never a context to lose."""
 
     def __getattr__(self, name: str) -> Any:
         self._refuse()
@@ -133,11 +138,15 @@ class _Nobody:
 
 
 def _opened() -> set[str]:
-    """List the GPU's files that this process has open: CUDA opens them as it begins."""
+    """Return the GPU files that this process has open.
+
+    CUDA opens these files when it starts.
+    """
     found = set()
     for entry in os.scandir("/proc/self/fd"):
         try:
             found.add(os.readlink(entry.path))
-        except OSError:  # it was closed meanwhile
+        # Another thread closed the file meanwhile.
+        except OSError:
             continue
     return {path for path in found if path.startswith("/dev/nvidia")}

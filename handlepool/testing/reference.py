@@ -1,6 +1,6 @@
-"""What results are judged by: convolutions, products and pooling in float64, sharing nothing with the drivers.
+"""Compute convolutions, products and pooling in float64, as a reference.
 
-Needs SciPy, which the extras ``demo`` and ``test`` bring.
+The functions share no code with the drivers. They need SciPy, which the extras ``demo`` and ``test`` bring.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,9 +41,10 @@ def conv2d(
     add: npt.ArrayLike | None = None,
     activation: str | None = None,
 ) -> Array:
-    """Convolve images with filters in float64: one plane by one filter at a time, every tap a multiplication.
+    """Convolve images with filters in float64.
 
-    Nothing goes through a Fourier transform, so that errors stay at the rounding of float64.
+    Each plane is convolved with one filter at a time, and each tap is a multiplication. No Fourier transform is used, so
+    errors stay at the rounding of float64.
 
     Parameters
     ----------
@@ -58,7 +59,7 @@ def conv2d(
     groups : int
         Groups of channels that are convolved apart.
     mode : {"cross_correlation", "convolution"}
-        As neural networks mean it, or with the filters turned around, as mathematics does.
+        The convention of neural networks, or the mathematical convention with the filters turned around.
     bias : array_like, shape (K,), optional
         Added to each channel.
     add : array_like, shape (N, K, P, Q), optional
@@ -73,7 +74,7 @@ def conv2d(
     Raises
     ------
     ArgumentError
-        For shapes that do not fit each other, or a mode or activation that is none of the above.
+        For shapes that do not fit each other, or an unknown mode or activation.
     """
     if mode not in MODES or (activation is not None and activation not in ACTIVATIONS):
         raise ArgumentError(
@@ -111,13 +112,13 @@ def conv2d(
 
 
 def matmul(a: npt.ArrayLike, b: npt.ArrayLike, *, bias: npt.ArrayLike | None = None, activation: str | None = None) -> Array:
-    """Multiply matrices in float64, one after the other where there are several.
+    """Multiply matrices in float64, one after the other.
 
     Parameters
     ----------
     a : array_like, shape (..., M, K)
     b : array_like, shape (..., K, N)
-        Its batch axes broadcast with those of ``a``.
+        Its batch axes broadcast with the batch axes of ``a``.
     bias : array_like, shape (N,), optional
         Added to each row.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
@@ -130,7 +131,7 @@ def matmul(a: npt.ArrayLike, b: npt.ArrayLike, *, bias: npt.ArrayLike | None = N
     Raises
     ------
     ArgumentError
-        For an activation that is none of the above.
+        For an unknown activation.
     """
     if activation is not None and activation not in ACTIVATIONS:
         raise ArgumentError(f"reference matmul: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)} or None")
@@ -149,7 +150,7 @@ def max_pool2d(
     padding: int | tuple[int, int] = 0,
     ceil_mode: bool = False,
 ) -> Array:
-    """Take the largest element of each window of images, in float64; NaN is the largest.
+    """Take each window's largest element, in float64; NaN is the largest.
 
     Parameters
     ----------
@@ -202,7 +203,7 @@ def _pooled(
     ceil_mode: bool,
     take: Callable[[Array, int], Array],
 ) -> Array:
-    """Take each window's pixels that are of the image, one window after the other."""
+    """Take each window's pixels inside the image, one window at a time."""
     images = np.asarray(x, np.float64)
     (rows, columns), (top, left) = _pair(window), _pair(padding)
     down, right = (rows, columns) if stride is None else _pair(stride)
@@ -245,7 +246,10 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def relative_error(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
-    """Return the norm of the error by the norm of what was expected; 0 for two zeros, infinity for a NaN."""
+    """Return the norm of the error relative to the expected norm.
+
+    The result is 0 for two zeros, and infinity for a NaN.
+    """
     right = np.asarray(expected, np.float64)
     error, norm = (float(np.linalg.norm(part)) for part in (np.asarray(actual, np.float64) - right, right))
     if error == 0:

@@ -1,4 +1,7 @@
-"""``python -m handlepool demo``: filters of a photograph on side streams, and a network recorded, checked and drawn."""
+"""Run ``python -m handlepool demo``.
+
+The demo applies filters to a photograph on side streams. It also records a small network, then checks and draws the results.
+"""
 
 import os
 import sys
@@ -39,10 +42,10 @@ def main(options: Namespace) -> int:
 
 
 def choose_driver(name: str | None) -> tuple[str, str]:
-    """Return the driver that the demo runs on, and why.
+    """Return the driver for the demo, and the reason.
 
-    One that was asked for, by argument or by ``HANDLEPOOL_DRIVER``, or an error; else cuda where it is available, else
-    host. Library code never falls back like that.
+    A driver that was requested by argument or by ``HANDLEPOOL_DRIVER`` is used, or raises an error. Otherwise the demo
+    uses cuda if available, else host. Library code never falls back like that.
     """
     asked = name is not None or bool(os.environ.get("HANDLEPOOL_DRIVER"))
     chosen, reason = drivers.choose(name)
@@ -55,7 +58,7 @@ def choose_driver(name: str | None) -> tuple[str, str]:
 
 
 def _check_out(out: Path, image: Path | None, filters: Path | None) -> None:
-    """Find out before the work what the writing at its end would trip over."""
+    """Raise early for problems that writing the output would hit."""
     if out.is_dir() or not out.parent.is_dir():
         what = "is a folder" if out.is_dir() else "lies in a folder that does not exist"
         raise ArgumentError(f"{str(out)!r} {what}; pass the path of the PNG to write as --out")

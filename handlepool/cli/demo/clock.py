@@ -1,4 +1,4 @@
-"""How the demo takes times: by events on the caller's stream."""
+"""Measure times by events on the caller's stream."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,24 +6,24 @@ from typing import Any
 from handlepool.drivers.protocol import Driver
 
 _FEWEST, _MOST = 3, 31
-"""Repeats."""
+"""Bound the number of repeats."""
 
 
 def timing_events(driver: Driver, count: int) -> list[Any]:
-    """Make events that keep the time."""
+    """Make events that record times."""
     with driver.relaxed():
         return [driver.create_event(timing=True) for _ in range(count)]
 
 
 def destroy(driver: Driver, events: Sequence[Any]) -> None:
-    """Destroy them."""
+    """Destroy timing events."""
     with driver.relaxed():
         for event in events:
             driver.destroy_event(event)
 
 
 def time(driver: Driver, work: Callable[[], Any]) -> float:
-    """Milliseconds of some work on the caller's stream."""
+    """Return the milliseconds of some work on the caller's stream."""
     events = timing_events(driver, 2)
     caller = driver.current_stream().ptr
     driver.record_event(events[0], caller)
@@ -36,5 +36,8 @@ def time(driver: Driver, work: Callable[[], Any]) -> float:
 
 
 def repeats_of(budget: float, once: float) -> int:
-    """Return how many repeats of what takes so long once, both in milliseconds, fit into a budget; three at least."""
+    """Return the number of repeats that fit into a budget.
+
+    Both arguments are in milliseconds. The result is at least three.
+    """
     return int(min(max(budget / max(once, 1e-3), _FEWEST), _MOST))

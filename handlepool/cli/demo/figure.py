@@ -1,4 +1,7 @@
-"""The picture of the demo: the photograph, what each filter made of it, and when each ran on which side stream."""
+"""Draw the demo's picture.
+
+The picture shows the photograph, the result of each filter, and a time line of the filters on the side streams.
+"""
 
 import math
 import warnings
@@ -18,7 +21,8 @@ from handlepool.cli.demo.measure import CHAIN, DRAWN, Report, Result, Span, coun
 from handlepool.cli.demo.page import INK, MARGIN, PALE, PAPER, WIDTH, Box, axes_at, bare, write
 from handlepool.errors import ArgumentError
 
-_GAP, _CAPTION, _HEADER, _ROW, _DPI = 0.14, 0.46, 0.85, 0.4, 120  # inches, dots an inch
+# Lengths are in inches, the resolution is in dots per inch.
+_GAP, _CAPTION, _HEADER, _ROW, _DPI = 0.14, 0.46, 0.85, 0.4, 120
 _LEAST_COLUMNS, _MOST_COLUMNS = 3, 12
 _GREY = (0.42, 0.45, 0.49)
 
@@ -31,13 +35,13 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
     Parameters
     ----------
     report : Report
-        What was measured.
+        The measurements.
     photograph : ndarray of float32, shape (height, width, 3)
-        The picture that the filters were given.
+        The picture that the filters processed.
     title : str
         Names the picture, the driver and the device.
     path : Path
-        Where the PNG goes.
+        Path of the PNG.
 
     Raises
     ------
@@ -81,7 +85,8 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
     axes = axes_at(figure, (1.55, 0.62, WIDTH - 1.55 - MARGIN, line_height))
     _time_line(axes, report, streams, colours)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a filter's name in any script
+        # A filter's name may use any script, and the font may lack its letters.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
         try:
             figure.savefig(path, format="png")
         except OSError as error:
@@ -89,7 +94,10 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
 
 
 def _columns(tiles: int, aspect: float) -> int:
-    """As many columns as make the grid about two and a half times as wide as high, and leave few gaps."""
+    """Return the number of columns for the grid.
+
+    The grid becomes about two and a half times as wide as high, and has few gaps.
+    """
 
     def badness(columns: int) -> float:
         rows = math.ceil(tiles / columns)
@@ -99,18 +107,18 @@ def _columns(tiles: int, aspect: float) -> int:
 
 
 def _colours(count: int) -> list[_Colour]:
-    """One colour a filter, neighbours far apart."""
+    """Return one colour for each filter, with neighbours far apart."""
     hues = 0.9 * colormaps["turbo"](np.linspace(0.04, 0.96, count))[:, :3]
     stride = next((step for step in (5, 3, 7, 2, 1) if math.gcd(step, count) == 1), 1)
     return [(float(r), float(g), float(b)) for r, g, b in (hues[index * stride % count] for index in range(count))]
 
 
 def _displayable(result: Result) -> tuple[NDArray[np.float32], str]:
-    """Bring a filter's result to 0 ... 1, and say how when it was not there.
+    """Bring a filter's result to 0 ... 1, with a note.
 
-    A kernel whose weights sum to zero gives values about zero: grey is zero then, and the range that is shown is
-    symmetric. One whose weights sum to one gives a picture again. Any other is stretched from its darkest value to its
-    brightest.
+    The note describes any change of the range. A kernel whose weights sum to zero gives values about zero. Grey is zero
+    then, and the shown range is symmetric. A kernel whose weights sum to one gives a picture again. The result of any
+    other kernel is stretched from its darkest value to its brightest value.
     """
     pixels, weight = result.pixels, result.weight
     if abs(weight) <= 1e-3 * result.absolute_weight:
@@ -132,7 +140,8 @@ def _tile(figure: Figure, box: Box, pixels: NDArray[np.float32], caption: str, n
     strip = axes_at(figure, (left, bottom + height + 0.03, width, 0.035))
     strip.set_axis_off()
     strip.add_patch(Rectangle((0, 0), 1, 1, color=colour, linewidth=0))
-    fitting = max(width * 72 / (0.62 * len(caption)), 5.0)  # points, for letters of average width
+    # The size is in points, for letters of average width.
+    fitting = max(width * 72 / (0.62 * len(caption)), 5.0)
     write(figure, left, bottom + height + 0.34, caption, size=min(10.5, fitting))
     write(figure, left, bottom + height + 0.16, note, size=8.5, color=PALE)
 
@@ -165,7 +174,10 @@ def _time_line(axes: Axes, report: Report, streams: Sequence[int], colours: Sequ
 
 
 def _fitting_label(span: Span, number: int, points: float) -> str:
-    """Return the number and the name where the bar is wide enough for them, else the number, else nothing."""
+    """Return the longest label that fits the bar.
+
+    The choices are the number with the name, the number alone, and an empty text.
+    """
     for text in (f"{number}  {span.name}", str(number)):
         if len(text) * 5.6 + 4 <= points:
             return text

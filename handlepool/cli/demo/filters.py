@@ -1,4 +1,4 @@
-"""The filters of the demo: eleven built in, or those of a JSON file."""
+"""Provide the demo's filters: eleven built in, or a JSON file's."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,21 +19,21 @@ _EXPECTED = 'expected {"name": [[...], ...], ...} or [{"name": ..., "kernel": [[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filter:
-    """A named square kernel of odd size, float32."""
+    """Hold a named square kernel of odd size, in float32."""
 
     name: str
     kernel: NDArray[np.float32]
 
     @property
     def size(self) -> int:
-        """Rows, and columns, of the kernel."""
+        """Return the number of rows, and columns, of the kernel."""
         return int(self.kernel.shape[0])
 
     def weights(self) -> NDArray[np.float32]:
-        """Weights, shape (3, 3, size, size), that filter each of three channels by itself: the kernel on the diagonal.
+        """Return weights that filter each of three channels separately.
 
-        A convolution with ``groups=3`` would say the same with a third of the numbers; cuDNN has more and faster
-        engines for the dense form.
+        The shape is (3, 3, size, size), with the kernel on the diagonal. A convolution with ``groups=3`` would give
+        the same result with a third of the numbers. cuDNN has more and faster engines for the dense form.
         """
         dense = np.zeros((3, 3, self.size, self.size), dtype=np.float32)
         for channel in range(3):
@@ -42,7 +42,10 @@ class Filter:
 
 
 def builtin_filters() -> tuple[Filter, ...]:
-    """Six filters of 3 by 3 and five of 5 by 5."""
+    """Return the built-in filters.
+
+    Six filters are 3 by 3, and five are 5 by 5.
+    """
     binomial = np.outer([1, 4, 6, 4, 1], [1, 4, 6, 4, 1]) / 256
     unsharp = -binomial
     unsharp[2, 2] += 2.0
@@ -69,7 +72,11 @@ def builtin_filters() -> tuple[Filter, ...]:
 
 
 def chain_of(filters: Sequence[Filter]) -> tuple[Filter, Filter]:
-    """Return two filters of which the second is given what the first made: a blur and the edges, or the first and the last."""
+    """Return two filters for a chain.
+
+    The second filter processes the result of the first filter. The pair is a blur and the edges, or the first and the
+    last filter.
+    """
     named = {filter.name: filter for filter in filters}
     return named.get("box blur", filters[0]), named.get("edges", filters[-1])
 
@@ -86,7 +93,7 @@ def load_filters(path: Path) -> tuple[Filter, ...]:
     Raises
     ------
     ArgumentError
-        Names the file, the filter and the value that cannot be taken.
+        With the file, the filter and the invalid value.
     """
     where = f"filter file {str(path)!r}"
     try:
@@ -95,7 +102,8 @@ def load_filters(path: Path) -> tuple[Filter, ...]:
         raise ArgumentError(f"cannot read {where}: {error.strerror or error}; pass a JSON file") from error
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error}") from error
-    except (ValueError, RecursionError) as error:  # ValueError: bad JSON, bad UTF-8, a number of thousands of digits
+    # ValueError covers bad JSON, bad UTF-8, and a number of thousands of digits.
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{where} is not JSON: {error}; {_EXPECTED}") from error
     try:
         return _parse(document)
@@ -139,7 +147,7 @@ def _checked_kernel(name: str, kernel: object) -> NDArray[np.float32]:
     if rows % 2 == 0 or rows > _LARGEST_KERNEL:
         raise ArgumentError(f"the kernel of {name!r} is {rows} by {rows}; give an odd size of 1 to {_LARGEST_KERNEL}")
     for value in (value for row in kernel for value in row):
-        # True and False are ints to Python; NaN and Infinity are numbers to its JSON reader.
+        # True and False are ints to Python. NaN and Infinity are numbers to its JSON reader.
         usable = isinstance(value, int | float) and not isinstance(value, bool)
         if not usable or not abs(value) <= _LARGEST_NUMBER:
             raise ArgumentError(f"the kernel of {name!r} holds {_short(value)}; give finite float32 numbers")

@@ -1,4 +1,7 @@
-"""Photographs as arrays: any file that Pillow reads, upright, opaque, three channels from 0 to 1."""
+"""Load photographs as arrays.
+
+Any file that Pillow reads works. The arrays are upright and opaque, with three channels from 0 to 1.
+"""
 
 import warnings
 from pathlib import Path
@@ -9,12 +12,16 @@ from PIL import Image, ImageCms, ImageOps
 
 from handlepool.errors import ArgumentError
 
-_SMALLEST, _LARGEST = 16, 8192  # pixels of the longer side that the demo works with
+# The demo bounds the longer side, in pixels.
+_SMALLEST, _LARGEST = 16, 8192
 _BIT_DEPTHS = (8, 12, 16)
 
 
 def sample_photograph() -> Path:
-    """Return the photograph that matplotlib ships: Grace Hopper, 512 by 600 pixels."""
+    """Return the path of matplotlib's sample photograph.
+
+    The photograph shows Grace Hopper, in 512 by 600 pixels.
+    """
     from matplotlib.cbook import get_sample_data
 
     return Path(str(get_sample_data("grace_hopper.jpg", asfileobj=False)))
@@ -26,15 +33,15 @@ def load_photograph(path: Path, longest_side: int = 1024) -> NDArray[np.float32]
     Parameters
     ----------
     path : Path
-        A file that Pillow reads. Of several frames or pages the first is taken.
+        A file that Pillow reads. If it has several frames or pages, the first is taken.
     longest_side : int
-        A larger picture is reduced to this many pixels along its longer side; a smaller one is left as it is.
+        A larger picture is reduced to this many pixels along its longer side. A smaller picture stays unchanged.
 
     Returns
     -------
     ndarray of float32, shape (height, width, 3)
-        Red, green and blue from 0 to 1; turned upright as its EXIF data say, transparent parts over white. Grey
-        values of more than 8 bits keep their precision.
+        Red, green and blue from 0 to 1. The picture is turned upright by its EXIF data, and transparent parts lie
+        over white. Grey values of more than 8 bits keep their precision.
 
     Raises
     ------
@@ -47,14 +54,16 @@ def load_photograph(path: Path, longest_side: int = 1024) -> NDArray[np.float32]
         raise ArgumentError(f"there is no image file {str(path)!r}; pass the path of a photograph")
     try:
         with warnings.catch_warnings():
-            # Pillow warns of large pictures and odd metadata; what it cannot read it raises on.
+            # Pillow warns of large pictures and odd metadata, and raises on unreadable data.
             warnings.simplefilter("ignore")
             with Image.open(path) as image:
-                image.draft(None, (longest_side, longest_side))  # JPEG decodes at a fraction of its size for free
+                # A JPEG decodes at a fraction of its size without extra cost.
+                image.draft(None, (longest_side, longest_side))
                 return _normalise(ImageOps.exif_transpose(image), longest_side)
     except Image.DecompressionBombError as error:
         raise ArgumentError(f"the image {str(path)!r} is too large: {error}; reduce it first") from error
-    except Exception as error:  # a damaged file may raise anything in Pillow's readers
+    # A damaged file may raise any error in Pillow's readers.
+    except Exception as error:
         what = str(error) or type(error).__name__
         raise ArgumentError(f"cannot read the image {str(path)!r}: {what}; pass a file that Pillow reads") from error
 
@@ -76,9 +85,9 @@ def _normalise(image: Image.Image, longest_side: int) -> NDArray[np.float32]:
 def _unit_range(values: NDArray[np.generic], *, is_float: bool) -> NDArray[np.float32]:
     """Map grey values of more than 8 bits to 0 ... 1.
 
-    No file says how many of its 16 or 32 bits are used, and cameras store 12 in 16: whole numbers are taken to have the
-    smallest of the usual depths that holds them all, floats to lie in 0 ... 1 where they do, and whatever fits none of
-    these is stretched from its smallest value to its largest.
+    No file says how many of its 16 or 32 bits are used, and cameras store 12 bits in 16. Whole numbers are assumed to
+    have the smallest usual depth that holds them all. Floats are assumed to lie in 0 ... 1 if they do. All other values
+    are stretched from the smallest value to the largest value.
     """
     grey = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(grey)
@@ -99,7 +108,8 @@ def _opaque_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "LAB":
         to_rgb = ImageCms.buildTransform(ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), "LAB", "RGB")
         converted = ImageCms.applyTransform(image, to_rgb)
-        assert converted is not None  # None is for the in-place form alone
+        # None is returned by the in-place form alone.
+        assert converted is not None
         return converted
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         if image.mode == "La":

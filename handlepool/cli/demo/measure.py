@@ -1,4 +1,7 @@
-"""Runs the filters and a chain of two over the states, checks what they give, times how, and says it as text."""
+"""Run, check and time the demo's filters.
+
+A chain of two filters runs as well. The results are also rendered as text.
+"""
 
 import math
 import statistics
@@ -23,21 +26,25 @@ from handlepool.testing.reference import conv2d as reference_conv2d
 TOLERANCE = 2e-3
 CHAIN = "fork.run(g, fork.run(f, x)): its second branch reads what its first makes, and so starts after it"
 DRAWN = 2048
-"""Most pixels of a side that are kept of a result for the picture."""
-_BUDGET = 4000.0  # milliseconds that all repeats should take together
-_ENDURED = 10 * _BUDGET  # milliseconds of warm-up past which nothing is repeated
+"""Limit the pixels per side of a drawn result."""
+# This is the total time of all repeats, in milliseconds.
+_BUDGET = 4000.0
+# After a longer warm-up, in milliseconds, no work is repeated.
+_ENDURED = 10 * _BUDGET
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """What one filter gave, or two of which the second was given what the first made.
+    """Hold the result of one filter or of a chain.
+
+    In a chain the second filter processes the result of the first filter.
 
     Attributes
     ----------
     sizes : tuple of int
-        Of the kernels.
+        Sizes of the kernels.
     pixels : ndarray of float32, shape (height, width, 3)
-        Of a large picture every second, third, ... in each direction: as many as the drawing has room for.
+        Of a large picture every second, third, ... pixel in each direction: as many as the drawing has room for.
     weight, absolute_weight : float
         The sums of the kernel's numbers and of their magnitudes; of two kernels, their products.
     largest, relative : float
@@ -60,13 +67,17 @@ class Result:
 
     @property
     def right(self) -> bool:
-        """Whether the result is within the tolerance."""
+        """Tell whether the result is within the tolerance."""
         return self.relative <= TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a branch ran, in milliseconds after the fork, and the pointer of the stream that it ran on; of which result it is."""
+    """Record when and where a branch ran.
+
+    The times are in milliseconds after the fork. ``stream`` is the pointer of the branch's stream, and ``result`` is the
+    index of its result.
+    """
 
     name: str
     result: int
@@ -77,9 +88,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Medians in milliseconds: the region forked, the same on one stream, and same-size filters as one convolution.
+    """Hold median times of three ways, in milliseconds.
 
-    With 0 repeats they are the warm-up's.
+    The ways are the forked region, the same work on one stream, and same-size filters as one convolution. With 0 repeats
+    the times are from the warm-up.
     """
 
     forked: float
@@ -91,7 +103,10 @@ class Times:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Report:
-    """All that the demo found. ``region`` is the time in milliseconds from fork to join that ``spans`` belong to."""
+    """Hold all results of the demo.
+
+    ``region`` is the time in milliseconds from fork to join that ``spans`` belong to.
+    """
 
     driver: str
     states: int
@@ -104,13 +119,16 @@ class Report:
 
     @property
     def wrong(self) -> list[str]:
-        """What is further from the reference than it may be."""
+        """Return the names of results outside the tolerance."""
         network_is = [] if self.network.right else ["the network"]
         return [result.name for result in self.results if not result.right] + network_is
 
     @property
     def overlap(self) -> float:
-        """How many branches ran at a time, averaged over the time in which at least one ran."""
+        """Return the mean number of branches that ran at a time.
+
+        The mean covers the time in which at least one branch ran.
+        """
         busy, until = 0.0, 0.0
         for span in sorted(self.spans, key=lambda span: span.start):
             busy += max(0.0, span.end - max(span.start, until))
@@ -119,13 +137,13 @@ class Report:
 
 
 class _Work:
-    """The photograph and the weights on the device, and the ways to convolve them."""
+    """Hold photograph and weights on the device, and convolve them."""
 
     def __init__(self, photograph: NDArray[np.float32], filters: Sequence[Filter], states: int, pool: HandlePool) -> None:
         self.pool = pool
         self.driver: Driver = pool.driver
         self.states = ParallelStates(states, pool=pool)
-        # No more scratch than the device has, beside the photograph and its results, for all states and the caller's stream.
+        # The scratch of all states and the caller's stream must fit on the device, beside the photograph and its results.
         free = self.driver.memory_info()[0] - (len(filters) + 1) * photograph.nbytes
         self.workspace_limit = max(free, 0) // (2 * (states + 1))
         self.x = self._channels_last(photograph[np.newaxis].transpose(0, 3, 1, 2))
@@ -137,14 +155,17 @@ class _Work:
         self.stacks = [self._channels_last(np.concatenate(group)) for group in by_size.values()]
 
     def _channels_last(self, values: NDArray[np.float32]) -> Any:
-        """Copy to the device with the channels innermost in memory, the layout that cuDNN prefers."""
+        """Copy to the device in cuDNN's preferred layout.
+
+        The channels are innermost in memory.
+        """
         return self.driver.asarray(np.ascontiguousarray(values.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
 
     def options(self, w: DeviceArray) -> dict[str, Any]:
-        """Return padding that keeps the size; and float32 to the last bit, not rounded to TF32 before.
+        """Return options that keep the size and full float32 precision.
 
-        Kernels whose weights cancel take small differences of large numbers: TF32's rounding of the pixels would come out
-        of them a tenfold larger. On an H200 the plans without it are the faster ones as well, for three channels.
+        Kernels whose weights cancel take small differences of large numbers. TF32's rounding of the pixels would be
+        about ten times larger in the result. On an H200 the plans without TF32 are also faster, for three channels.
         """
         return {
             "padding": w.shape[2] // 2,
@@ -160,7 +181,10 @@ class _Work:
         return conv2d_plan(self.x, w, **self.options(w))
 
     def forked(self) -> list[Any]:
-        """Run each filter as a branch, and a chain: its second branch reads what the first makes."""
+        """Run each filter as a branch, and a chain.
+
+        The second branch of the chain reads the result of the first branch.
+        """
         blur, edges = self.chain
         with self.states.fork() as fork:
             made = [fork.run(conv2d, self.x, w, **self.options(w)) for w in self.weights]
@@ -178,7 +202,10 @@ class _Work:
         return [*(self.convolve(self.x, w) for w in weights), self.convolve(self.convolve(self.x, blur), edges)]
 
     def trace(self, names: Sequence[str]) -> tuple[float, list[Span]]:
-        """Run the region once with an event at the start and at the end of every branch; the last two are the chain's."""
+        """Run the region once, with events around every branch.
+
+        The last two branches belong to the chain.
+        """
         driver, count = self.driver, len(names)
         events = timing_events(driver, 2 * count + 2)
         starts, ends = events[:count], events[count : 2 * count]
@@ -214,21 +241,21 @@ class _Work:
 
 
 def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, states: int, pool: HandlePool) -> Report:
-    """Apply every filter to all three channels, and two one after the other, concurrently; check, trace and time it.
+    """Apply all filters and a chain concurrently; check and time them.
 
     Parameters
     ----------
     photograph : ndarray of float32, shape (height, width, 3)
         Red, green and blue from 0 to 1.
     filters : sequence of Filter
-        Each becomes one branch of the region, and two of them a chain of two more.
+        Each filter becomes one branch of the region. Two of them also form a chain of two more branches.
     states : int
-        How many side streams to run on.
+        Number of side streams.
     pool : HandlePool
         Decides the driver; its current device and stream are used.
     """
     work = _Work(photograph, filters, states, pool)
-    # The first run builds the plans and loads the kernels, which may wait for the device, so it is not timed.
+    # The first run builds the plans and loads the kernels. Both may wait for the device, so this run is not timed.
     chain = chain_of(filters)
     given: list[tuple[Sequence[Filter], Sequence[Any]]] = [((f,), (w,)) for f, w in zip(filters, work.weights, strict=True)]
     outputs = zip([*given, (chain, work.chain)], work.forked(), strict=True)
@@ -254,9 +281,9 @@ def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, state
 def _check(
     photograph: NDArray[np.float32], filters: Sequence[Filter], weights: Sequence[Any], y: NDArray[Any], work: _Work
 ) -> Result:
-    """Compare what filters gave, one after the other, with the reference."""
+    """Compare the result of a filter or chain with the reference."""
     plans = [work.plan(w) for w in weights]
-    # The reference is told the same in other words: three groups of one channel, in float64.
+    # The reference gets the same work in another form: three groups of one channel, in float64.
     expected: NDArray[Any] = photograph[np.newaxis].transpose(0, 3, 1, 2)
     for filter in filters:
         kernels = np.broadcast_to(filter.kernel, (3, 1, filter.size, filter.size))
@@ -279,9 +306,10 @@ def _check(
 
 
 def _times(work: _Work) -> Times:
-    """Medians of interleaved repeats, so that a change of the clock falls on all three ways alike.
+    """Return medians of interleaved repeats.
 
-    Where the warm-up took too long for even the fewest repeats, it is what counts.
+    Interleaving makes a change of the clock affect all three ways alike. If the warm-up took too long for even the fewest
+    repeats, its times count.
     """
     ways = (work.forked, work.single, work.stacked)
     convolutions = len(work.stacks) + len(work.chain)
@@ -292,14 +320,15 @@ def _times(work: _Work) -> Times:
     samples: list[list[float]] = [[], [], []]
     for repeat in range(repeats):
         for index in range(3):
-            way = (index + repeat) % 3  # none is always the first
+            # The order rotates, so that each way takes each place.
+            way = (index + repeat) % 3
             samples[way].append(time(work.driver, ways[way]))
     forked, single, stacked = (statistics.median(sample) for sample in samples)
     return Times(forked, single, stacked, convolutions, repeats)
 
 
 def render(report: Report) -> str:
-    """Say it in lines: one a filter, then the times."""
+    """Render the report: a line for each filter, then the times."""
     rows = [("filter", "size", "largest error", "relative", "", "workspace", "plan")]
     rows += [
         (
@@ -338,7 +367,7 @@ def render(report: Report) -> str:
 
 
 def _network(report: Report) -> list[str]:
-    """Say what the network took."""
+    """Render the times of the network."""
     found = report.network
     height, width = found.size
     verdict = "" if found.right else ", WRONG"
@@ -354,12 +383,15 @@ def _network(report: Report) -> list[str]:
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """Say "1 state", "2 states"."""
+    """Return a count with its noun, as "1 state" or "2 states"."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def milliseconds(value: float) -> str:
-    """Three figures, and all of a number that has more before its point."""
+    """Format milliseconds with three figures.
+
+    A number with more figures before its point keeps them all.
+    """
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 

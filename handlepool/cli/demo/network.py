@@ -1,4 +1,7 @@
-"""A small network with branches over the photograph, written as plain code, and what it takes in four ways to run it."""
+"""Run a small network with branches over the photograph.
+
+The network is plain code. The demo measures four ways to run it.
+"""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +22,15 @@ from handlepool.testing import reference
 
 TOLERANCE = 2e-3
 SIDE = 128
-"""Most pixels of a side of what it is given."""
+"""Limit the pixels per side of the network's input."""
 LANES = 4
 MODULES, NARROW, WIDE = 3, 16, 64
-"""Modules of four branches, and their channels: of a branch, and of all four."""
+"""Give the number of modules and their channels.
+
+Each module has four branches. The channel numbers are for a branch, and for all four branches.
+"""
 _BUDGET = 4000.0
-"""Milliseconds that all repeats should take together."""
+"""Limit the total time of all repeats, in milliseconds."""
 ONE_STREAM, FORKED, ONE_LANE, RECORDED = "one stream", "forked", "recorded, one lane", f"recorded, {LANES} lanes"
 
 Weights = Mapping[str, tuple[Any, Any]]
@@ -32,7 +38,10 @@ Weights = Mapping[str, tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """When a call of the recorded network ran, in microseconds from the beginning of a replay, and on which lane."""
+    """Record when and on which lane a recorded call ran.
+
+    The times are in microseconds from the beginning of a replay.
+    """
 
     name: str
     lane: int
@@ -42,18 +51,18 @@ class Ran:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NetworkReport:
-    """What the demo found of the network.
+    """Hold the demo's results for the network.
 
     Attributes
     ----------
     size : tuple of int
-        Height and width of what it was given.
+        Height and width of the input.
     pixels : ndarray of float32, shape (height, width, 3)
-        What it gave.
+        The output of the network.
     relative : float
         The norm of the largest error of the four ways, divided by the norm of the reference.
     times : dict
-        Milliseconds by way, medians.
+        Median milliseconds, by way.
     repeats : int
     calls : tuple of Ran
     """
@@ -67,17 +76,22 @@ class NetworkReport:
 
     @property
     def right(self) -> bool:
-        """Whether every way is within the tolerance."""
+        """Tell whether every way is within the tolerance."""
         return self.relative <= TOLERANCE
 
     @property
     def won(self) -> float:
-        """How many times as fast it is recorded on lanes as on one stream."""
+        """Return the speed-up of recorded lanes over one stream."""
         return self.times[ONE_STREAM] / self.times[RECORDED]
 
 
 def network(x: Any, weights: Weights, ops: Any = library) -> Any:
-    """Give a picture (N, 3, H / 2, W / 2) for one of (N, 3, H, W), by modules of four branches that do not need each other."""
+    """Return a picture of half the size.
+
+    The input has the shape (N, 3, H, W), the result (N, 3, H / 2, W / 2).
+
+    The network consists of modules of four branches that do not depend on each other.
+    """
     x = _convolved(x, weights["first"], ops, stride=2)
     for number in range(MODULES):
         a = _convolved(x, weights[f"{number}.a"], ops)
@@ -94,7 +108,10 @@ def _convolved(x: object, layer: tuple[Any, Any], ops: Any, stride: int = 1, act
 
 
 def made_up() -> dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    """Make weights of no meaning, the same each time, that keep the variance."""
+    """Make arbitrary weights that keep the variance.
+
+    The weights are the same each time.
+    """
     sizes = {"first": (WIDE, 3, 3)}
     for number in range(MODULES):
         of = {"a": (WIDE, 1), "b1": (WIDE, 1), "b2": (NARROW, 3), "c1": (WIDE, 1), "c2": (NARROW, 5), "d": (WIDE, 1)}
@@ -110,7 +127,7 @@ def made_up() -> dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]:
 
 
 class _Reference:
-    """The operations in float64."""
+    """Compute the network's operations in float64."""
 
     max_pool2d = staticmethod(reference.max_pool2d)
     concat = staticmethod(np.concatenate)
@@ -120,14 +137,14 @@ class _Reference:
 
 
 def measure(photograph: NDArray[np.float32], *, states: int, pool: HandlePool) -> NetworkReport:
-    """Run the network in four ways, each with all calls as they are written; check, time and trace it.
+    """Run the network in four ways; check, time and trace it.
 
     Parameters
     ----------
     photograph : ndarray of float32, shape (height, width, 3)
-        Of a large one every second, third, ... pixel is taken.
+        Of a large photograph every second, third, ... pixel is taken.
     states : int
-        How many side streams to fork over.
+        Number of side streams for the forks.
     pool : HandlePool
         Decides the driver; its current device and stream are used.
     """
@@ -182,12 +199,13 @@ def measure(photograph: NDArray[np.float32], *, states: int, pool: HandlePool) -
 
 
 def _times(ways: Mapping[str, Callable[[], Any]], pool: HandlePool) -> tuple[dict[str, float], int]:
-    """Medians of interleaved repeats, and how many there were."""
+    """Return medians of interleaved repeats, and the number of repeats."""
     repeats = repeats_of(_BUDGET, sum(time(pool.driver, way) for way in ways.values()))
     samples: dict[str, list[float]] = {name: [] for name in ways}
     order: Sequence[str] = list(ways)
     for repeat in range(repeats):
         for index in range(len(order)):
-            name = order[(index + repeat) % len(order)]  # none is always the first
+            # The order rotates, so that each way takes each place.
+            name = order[(index + repeat) % len(order)]
             samples[name].append(time(pool.driver, ways[name]))
     return {name: statistics.median(taken) for name, taken in samples.items()}, repeats

@@ -1,4 +1,7 @@
-"""The part of the demo's picture that shows the network: what it gave, how long each way took, and when each call ran."""
+"""Draw the network's part of the demo's picture.
+
+It shows the output, the duration of each way, and a time line of the calls.
+"""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -8,16 +11,16 @@ from handlepool.cli.demo.network import FORKED, LANES, ONE_LANE, ONE_STREAM, REC
 from handlepool.cli.demo.page import INK, MARGIN, PALE, PAPER, WIDTH, axes_at, bare, write
 
 HEIGHT = 3.35
-"""Inches of all of it."""
+"""Give the height of the whole part, in inches."""
 _BARS = {ONE_STREAM: "#aab3bb", FORKED: "#0b6bcb", ONE_LANE: "#7fbf9f", RECORDED: "#0a7d55"}
 _CALLS = ("#0b6bcb", "#d1552b", "#a8610a", "#7a4fc0")
 _PANEL, _TOP = 1.75, 0.75
 _LETTER = 5.4
-"""Points of a letter's width."""
+"""Give the width of a letter, in points."""
 
 
 def claim(report: NetworkReport) -> str:
-    """Say what was won."""
+    """Return a sentence about the speed-up."""
     what, lanes = f"A network from plain code, recorded on {LANES} lanes", report.times[ONE_LANE] / report.times[RECORDED]
     if report.won < 1:
         return f"{what}, takes {1 / report.won:.2f} times as long as on one stream"
@@ -25,7 +28,10 @@ def claim(report: NetworkReport) -> str:
 
 
 def draw_network(figure: Figure, report: NetworkReport, states: int, top: float) -> None:
-    """Draw it, with its upper end so many inches above the page's lower one."""
+    """Draw the network's part of the picture.
+
+    ``top`` is the upper end of the part, in inches above the lower edge of the page.
+    """
     height, width = report.size
     about = f"{len(report.calls)} calls in plain code, with no fork and no stream: modules of four branches, with made-up weights"
     size = f"{width} \N{MULTIPLICATION SIGN} {height}"

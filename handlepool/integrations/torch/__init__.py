@@ -1,4 +1,7 @@
-"""Operations of torch's dispatcher: differentiable, and known to `torch.compile`. Importing this imports torch."""
+"""Provide differentiable operations for torch's dispatcher.
+
+`torch.compile` knows the operations. Importing this package imports torch.
+"""
 
 from handlepool.integrations.torch.convolution import conv2d
 

@@ -1,7 +1,8 @@
-"""Convolution of torch tensors with gradients: three operations of torch's dispatcher, of which each is the others' gradient.
+"""Convolve torch tensors, with gradients.
 
-What an operation returns is allocated by torch, in the layout that its fake kernel says. Tensors, above all gradients, come in
-any layout; what has gaps, or is neither contiguous nor channels-last, is copied.
+The three operations of torch's dispatcher are each the gradient of the other two operations. Torch allocates each result, in
+the layout that the operation's fake kernel gives. Tensors, above all gradients, come in any layout. A tensor with gaps, or
+neither contiguous nor channels-last, is copied.
 """
 
 import operator
@@ -33,12 +34,15 @@ def conv2d(
     allow_tf32: bool | None = None,
     deterministic: bool | None = None,
 ) -> Tensor:
-    """Convolve images with filters, with gradients, as the operation ``handlepool::conv2d`` on torch's current stream.
+    """Convolve images with filters, with gradients.
+
+    The call runs the operation ``handlepool::conv2d`` on torch's current stream.
 
     Parameters
     ----------
     x : Tensor, shape (N, C, H, W)
-        Images; float16, bfloat16 or float32. Of any strides; what is not contiguous or channels-last is copied.
+        Images; float16, bfloat16 or float32. Of any strides; a tensor that is not contiguous or channels-last is
+        copied.
     w : Tensor, shape (K, C / groups, R, S)
         Filters, of the same type.
     bias : Tensor, shape (K,), optional
@@ -48,21 +52,21 @@ def conv2d(
     groups : int
         Groups of channels that are convolved apart.
     allow_tf32, deterministic : bool, optional
-        As in `handlepool.conv2d`. What torch says where they are not given, when each of the passes runs:
+        As in `handlepool.conv2d`. By default torch's settings decide when each pass runs:
         ``torch.backends.cudnn.allow_tf32`` or ``.conv.fp32_precision``, and ``torch.backends.cudnn.deterministic`` or
         `torch.use_deterministic_algorithms`.
 
     Returns
     -------
     Tensor, shape (N, K, P, Q)
-        It lies as ``x`` does, without gaps. Under autocast tensors are converted as for torch's own convolution.
+        Has the layout of ``x``, without gaps. Under autocast tensors are converted as for torch's own convolution.
 
     Raises
     ------
     ArgumentError, GraphNotSupportedError
         As in `handlepool.conv2d`, and as in its gradients from a backward pass.
     ArrayTypeError, DeviceMismatchError
-        For what is no tensor, and for tensors on several devices.
+        For objects other than tensors, and for tensors on several devices.
     """
     _check("x", x, x)
     _check("w", w, x)
@@ -80,7 +84,7 @@ def conv2d(
 
 
 def _check(name: str, value: Tensor, x: Tensor) -> None:
-    """Raise for what torch's dispatcher would take, or refuse in words about itself."""
+    """Raise for values that torch's dispatcher would accept or misreport."""
     if not isinstance(value, Tensor):
         raise ArrayTypeError(
             f"conv2d: {name} is a {type(value).__name__}, and this function takes torch tensors; handlepool.conv2d takes others"
@@ -92,13 +96,17 @@ def _check(name: str, value: Tensor, x: Tensor) -> None:
 
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert what autocast converts: float64 and integers stay as they are."""
+    """Convert a tensor as autocast does.
+
+    float64 and integers stay unchanged.
+    """
     return value.to(dtype) if value.is_floating_point() and value.dtype is not torch.float64 else value
 
 
 def _pair(name: str, value: int | Sequence[int]) -> list[int]:
     least = 0 if name == "padding" else 1
-    pair = [value, value] if type(value) is int else _integers(value, 2)  # which takes microseconds
+    # `_integers` takes microseconds, so plain integers skip it.
+    pair = [value, value] if type(value) is int else _integers(value, 2)
     if not pair or min(pair) < least:
         raise ArgumentError(f"conv2d: {name} is {value!r}; give an integer of at least {least}, or two for height and width")
     return pair
@@ -110,7 +118,10 @@ def _check_groups(groups: object, numbers: list[int]) -> None:
 
 
 def _integers(value: Any, count: int) -> list[int]:
-    """Return as many integers, of Python's own type; none for anything else. As in torch, True is no integer."""
+    """Return a list of Python integers of a given length.
+
+    The list is empty for anything else. As in torch, True is not an integer.
+    """
     try:
         values = [*value] if isinstance(value, Iterable) else [value] * count
         if len(values) != count or bool in [type(one) for one in values]:
@@ -120,11 +131,14 @@ def _integers(value: Any, count: int) -> list[int]:
         return []
 
 
-# The three operations, and the shapes and layouts of what they return
+# The three operations follow, with the shapes and layouts of their results.
 
 
 def _like(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a new tensor of a shape that is channels-last or contiguous as another one is; also a fake kernel's."""
+    """Return a new tensor in another tensor's memory format.
+
+    The format is channels-last or contiguous. Fake kernels use this, too.
+    """
     channels_last = x.dim() == 4 and x.stride(1) == 1 and not x.is_contiguous()
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
@@ -145,7 +159,11 @@ def _result(
 
 
 def _fake(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """Return what `_result` does, and raise for what `handlepool.conv2d` refuses, which is not asked where there is no memory."""
+    """Return the same as `_result`, after checks of the arguments.
+
+    The function raises for arguments that `handlepool.conv2d` refuses, because tensors without memory never reach
+    `handlepool.conv2d`.
+    """
     y = _result(x, w, bias, *geometry)
     groups = geometry[3]
     _check_groups(groups, [groups])
@@ -178,7 +196,8 @@ def _options(
     deterministic: bool | None,
 ) -> dict[str, Any]:
     if allow_tf32 is None:
-        own = getattr(torch.backends.cudnn, "conv", None)  # from torch 2.9 on; where it is used, the older name may be an error
+        # Torch has this attribute from 2.9 on. If a program uses it, reading the older name may be an error.
+        own = getattr(torch.backends.cudnn, "conv", None)
         allow_tf32 = torch.backends.cudnn.allow_tf32 if own is None else own.fp32_precision == "tf32"
     if deterministic is None:
         deterministic = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -194,7 +213,10 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _plainly() -> ExitStack:
-    """Switch off derivatives of both kinds: those of an operation are not its kernel's."""
+    """Switch off derivatives in both modes.
+
+    The operation has derivatives; its kernel must not record any.
+    """
     entered = ExitStack()
     entered.enter_context(torch.no_grad())
     entered.enter_context(forward_ad._set_fwd_grad_enabled(False))  # noqa: SLF001 - it has no public name
@@ -231,7 +253,7 @@ _to_weight = define(
 )
 
 
-# Their gradients
+# The functions below compute the gradients of the three operations.
 
 
 def _of_conv2d(x: Tensor, w: Tensor, geometry: Sequence[Any], needed: Sequence[bool], dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,8 +1,9 @@
-"""Operations of torch's dispatcher with derivatives of every kind: backward, forward, and those of `torch.func`.
+"""Define dispatcher operations with derivatives of every kind.
 
-`torch.library.custom_op` drops the tangents of forward mode and has no derivatives under `torch.func`. So an operation here has a
-kernel for the key ``Autograd``, as torch's own operations have. The dispatcher calls it once for each level of nested transforms,
-with the tensors of that level. Each operation is linear in each of its first two arguments, which decides its forward derivative.
+The derivatives are backward, forward, and the transforms of `torch.func`. `torch.library.custom_op` drops the tangents of
+forward mode and has no derivatives under `torch.func`. So an operation here has a kernel for the key ``Autograd``, as torch's
+own operations have. The dispatcher calls the kernel once for each level of nested transforms, with the tensors of that level.
+Each operation is linear in each of its first two arguments, which determines its forward derivative.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,10 @@ from torch.autograd import forward_ad
 from handlepool import ArgumentError
 
 Backward = Callable[[Tensor, Tensor, Sequence[Any], Sequence[bool], Tensor], tuple[Tensor | None, ...]]
-"""Takes the first two arguments, the geometry, which gradients are needed, and the output's gradient."""
+"""Compute the gradients of an operation's leading arguments.
+
+The arguments are the first two arguments, the geometry, the gradients that are needed, and the output's gradient.
+"""
 
 _library = torch.library.Library("handlepool", "FRAGMENT")
 
@@ -33,16 +37,16 @@ def define(name: str, arguments: str, kernel: Callable[..., Tensor], fake: Calla
     arguments : str
         The arguments of its schema. It returns one tensor.
     kernel : callable
-        Computes it, of tensors in memory.
+        Computes the operation on tensors in memory.
     fake : callable
-        Returns a tensor of the output's shape and layout, of tensors without memory.
+        Returns a tensor of the output's shape and layout, for tensors without memory.
 
     Returns
     -------
     torch._ops.OpOverload
     """
     _library.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    # As `torch.library.custom_op` does: dynamo would trace the frames of a kernel, which torch calls from C++.
+    # `torch.library.custom_op` does the same. Dynamo would trace the frames of a kernel, which torch calls from C++.
     _library.impl(name, torch._disable_dynamo(kernel), "CompositeExplicitAutograd")  # noqa: SLF001
     torch.library.register_fake(f"handlepool::{name}", fake, lib=_library)
     return getattr(torch.ops.handlepool, name).default
@@ -57,9 +61,9 @@ def derive(operation: torch._ops.OpOverload, backward: Backward, *, folds: bool)
         Linear in each of its first two arguments, both tensors. Its third is a tensor that is added to the output's channels,
         None, or the output's shape.
     backward : callable
-        Returns the gradients of the leading arguments, which are computed by such operations.
+        Returns the gradients of the leading arguments. Such operations compute them.
     folds : bool
-        Whether images lead the first argument and the output. Then a batch of these is more images.
+        Whether images lead the first argument and the output. Then a batch of image arrays counts as more images.
     """
     name = operation._schema.name.partition("::")[2]  # noqa: SLF001 - it has no public name
     _library.impl(name, partial(_with_derivatives, operation, backward), "Autograd", with_keyset=True)
@@ -67,7 +71,7 @@ def derive(operation: torch._ops.OpOverload, backward: Backward, *, folds: bool)
 
 
 class _Call(NamedTuple):
-    """A call of an operation's kernel for autograd, with the modes it was called in."""
+    """Hold a kernel call for autograd, with its modes."""
 
     operation: Any
     backward: Backward
@@ -76,9 +80,10 @@ class _Call(NamedTuple):
     tangents: bool
 
     def below(self, *inputs: object) -> Tensor:
-        """Go on with the dispatcher's next kernel: the operation's own, or that of the transform below.
+        """Call the dispatcher's next kernel.
 
-        `torch.autograd.Function` switches derivatives off, and the transforms below need them.
+        That is the operation's own kernel, or the kernel of the transform below. `torch.autograd.Function` switches
+        derivatives off, and the transforms below need them.
         """
         with (
             torch.set_grad_enabled(self.gradients),
@@ -90,7 +95,7 @@ class _Call(NamedTuple):
 
 
 class _Derived(torch.autograd.Function):  # type: ignore[misc]
-    """The derivatives of a call at one level of transforms."""
+    """Compute a call's derivatives at one level of transforms."""
 
     @staticmethod
     def forward(call: _Call, *inputs: object) -> Tensor:
@@ -117,7 +122,8 @@ class _Derived(torch.autograd.Function):  # type: ignore[misc]
     def jvp(ctx: torch.autograd.function.FunctionCtx, _: None, *tangents: Tensor | None) -> Tensor | None:
         of_first, of_second, of_third = tangents[:3]
         operation, third, geometry = ctx.call.operation, ctx.third, ctx.geometry
-        # Torch switches tangents off here, also those of the transforms below. The ones of this level are taken off instead.
+        # Torch switches tangents off here, also the tangents of the transforms below. The code removes the tangents of this
+        # level instead.
         with forward_ad._set_fwd_grad_enabled(ctx.call.tangents):  # noqa: SLF001 - it has no public name
             first, second = [forward_ad.unpack_dual(value, level=0).primal for value in ctx.saved_tensors]
             terms = []
@@ -136,7 +142,7 @@ def _has_tangent(tensor: Tensor) -> bool:
 
 def _with_derivatives(operation: object, backward: Backward, keyset: object, *inputs: object) -> Tensor:
     call = _Call(operation, backward, keyset, torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled())  # noqa: SLF001
-    # A compiled `torch.func.jvp` makes tangents that `forward_ad.unpack_dual` does not see: so transforms always count.
+    # A compiled `torch.func.jvp` makes tangents that `forward_ad.unpack_dual` does not see, so transforms always count.
     transforms = torch._C._are_functorch_transforms_active()  # noqa: SLF001 - `Function.apply` asks the same
     tensors = [value for value in inputs[:3] if isinstance(value, Tensor)]
     needed = call.gradients and any(value.requires_grad for value in tensors)
@@ -150,7 +156,10 @@ def _with_derivatives(operation: object, backward: Backward, keyset: object, *in
 
 
 def _batched(operation: Any, folds: bool, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-    """Compute an operation of a batch: of more images where it `folds`, else of each sample by itself."""
+    """Compute an operation for a batch.
+
+    If it `folds`, the batch becomes more images. Otherwise each sample is computed by itself.
+    """
     first, second, third, *geometry = inputs
     shape = None if third is None or isinstance(third, Tensor) else third
     dims = (in_dims[0], in_dims[1], None if shape is not None else in_dims[2])
