@@ -18,7 +18,7 @@ from handlepool.tensors.layout import bytes_at, span
 STEP = 0x9E3779B97F4A7C15
 """Increment from one position to the next, as in splitmix64.
 
-The mixing is that of splitmix64.
+The mixing is also that of splitmix64.
 """
 FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _AT_ONCE = 1 << 18

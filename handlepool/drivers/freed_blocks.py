@@ -39,7 +39,7 @@ class FreedBlocks(Generic[B]):
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._of: dict[int, SizeClass[B]] = {}
-        # Each entry is a block that was given out, with its requested bytes, or a freed block, with None.
+        # Each entry is a block's identity with the requested bytes when it was given out, or with 0 when it was freed.
         self._log: Log = []
 
     def of_size(self, size: int) -> SizeClass[B]:
@@ -51,7 +51,10 @@ class FreedBlocks(Generic[B]):
         return home
 
     def note_given(self, block: B, size: int) -> None:
-        """Be told that a block is given out, for so many bytes."""
+        """Return the bytes needed if any array could reuse any freed block.
+
+        The log is replayed in the order in which blocks were given out and freed.
+        """
         self._log.append((id(block), size))
 
     def in_order(self) -> int:

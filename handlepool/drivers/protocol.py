@@ -179,7 +179,8 @@ class Driver(Protocol):
     def release_cached(self) -> None:
         """Release the free blocks of the array library's pool.
 
-        The memory returns to the device."""
+        The memory returns to the device.
+        """
 
     def scratch_array(self, pointer: int, nbytes: int, owner: object) -> Any:
         """Return a one-dimensional uint8 array over memory from `allocate`.

@@ -1,4 +1,7 @@
-"""Checksums on a GPU: the argument of the kernel in ``checksum.cu``. Needs no CUDA."""
+"""Prepare the argument of the checksum kernel in ``checksum.cu``.
+
+This module needs no CUDA.
+"""
 
 from array import array as buffer
 from collections.abc import Sequence
@@ -12,7 +15,10 @@ THREADS = 256
 MOST_BLOCKS = 256
 """For each array."""
 MOST_ARRAYS = 12
-"""Of one launch, whose argument has less than the 4 KiB that CUDA takes on every GPU."""
+"""Number of arrays per launch.
+
+The launch's argument then stays below the 4 KiB that CUDA takes on every GPU.
+"""
 MOST_AXES = 16
 MACROS = {"THREADS": THREADS, "MOST_ARRAYS": MOST_ARRAYS, "MOST_AXES": MOST_AXES}
 
@@ -24,7 +30,9 @@ def source() -> str:
 
 
 def arguments(words: Sequence[Words], sums: int) -> tuple["buffer[int]", tuple[int, int]]:
-    """Return a launch's argument, and its blocks, for arrays whose sums are to be written to an address.
+    """Return the argument of a launch, and its grid of blocks.
+
+    The launch writes the sums of the arrays to the address ``sums``.
 
     Raises
     ------

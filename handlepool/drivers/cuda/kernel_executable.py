@@ -1,4 +1,4 @@
-"""A kernel of our own on the cuda driver, launched as a built graph is."""
+"""Launch our own kernels on the cuda driver like built graphs."""
 
 from array import array as buffer
 from collections.abc import Callable, Sequence
@@ -17,8 +17,11 @@ from handlepool.drivers.streams import Handle
 from handlepool.tensors.layout import Layout
 
 _functions: dict[tuple[int, str, tuple[tuple[str, str], ...], str], Any] = {}
-"""CuPy's functions by device, entry, macros and code. The process keeps each: a destructor would call CUDA (guarantee 10), and
-captured graphs launch them. Of two threads that make the same function the first stores it, and the other's lives on unused."""
+"""CuPy's functions by device, entry, macros and code.
+
+The process keeps each function. A destructor would call CUDA (guarantee 10), and captured graphs launch the functions. If two
+threads make the same function, the dictionary keeps the first, and the second lives on unused.
+"""
 
 
 def _function(device: int, launch: kernels.Launch) -> Any:
@@ -48,10 +51,10 @@ class KernelExecutable:
         self._raw = self._entry(launch)
 
     def _entry(self, launch: kernels.Launch) -> Callable[[int, int, int, int, int], None]:
-        """Return what launches at once, called as `fast_launch` calls the raw entry of a graph.
+        """Return a function with the signature of a graph's raw entry.
 
-        ``location`` is that of `new_buffer`, which has room for as many addresses as any variant takes. CUDA copies what the
-        arguments point to before the launch returns.
+        ``location`` is that of `new_buffer`, which has room for as many addresses as any variant takes. CUDA copies the
+        arguments' targets before the launch returns.
         """
         pointer, (across, down), threads = _function(self._device, launch).ptr, launch.grid, launch.threads
         geometry = launch.geometry
@@ -95,4 +98,4 @@ class KernelExecutable:
         return fast_launch.shortcut(inputs, outputs, alias_pairs, single, 0, device, names, "stream")
 
     def save(self) -> None:
-        """None: CuPy keeps what it compiled by itself."""
+        """Return None, because CuPy keeps its compiled code itself."""
