@@ -95,8 +95,8 @@ def available(name: str) -> str | None:
     for module, package in (("cupy", "CuPy"), ("cudnn", "nvidia-cudnn-frontend"), ("cuda.bindings", "cuda-bindings")):
         try:
             found = find_spec(module) is not None
-        # The parent package of a dotted name is missing.
         except ModuleNotFoundError:
+            # The parent package of a dotted name is missing.
             found = False
         if not found:
             return f"{package} is not installed; install handlepool[cu12] or handlepool[cu13]"

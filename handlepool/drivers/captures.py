@@ -1,4 +1,4 @@
-"""Type the graphs that a driver captures, and the memory of a recording."""
+"""Type the captured graphs of drivers, and a recording's memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -87,7 +87,7 @@ class MarkedGraph(RecordedGraph, Protocol):
     def times(self) -> list[float]:
         """Return each group's time in microseconds since the start of the launch.
 
-        The times are those of the last launch, which must have ended.
+        The last launch is measured, and it must have ended.
         """
 
     def cost(self) -> float:

@@ -40,7 +40,7 @@ class Events:
 
     def note_released(self) -> None:
         """Be told that events were put among the free ones."""
-        # Append before this check, and close before draining, so that one of the two threads sees the event.
+        # The release appends before this check, and `destroy` closes before it drains. So either thread destroys the event.
         if self._closed:
             self.destroy()
 

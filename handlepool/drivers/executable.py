@@ -1,4 +1,4 @@
-"""Describe compiled graphs: the operands that a launch copies, plans in files, launches."""
+"""Describe compiled graphs, their operand copies, saved plans and launches."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class SavedPlan:
     Attributes
     ----------
     engine, workspace_size, candidates
-        As of `Executable`, without what its launches copy.
+        As in `Executable`, without the scratch of operand copies.
     data : bytes
         The serialised plan, from which the driver restores the graph.
     early : bool or None
@@ -130,7 +130,7 @@ class Executable(Protocol):
 
         Where an operand does not fit, it raises before it enqueues anything.
 
-        Shapes, strides and types of the operands are those of the plan. Properties that differ from call to call are checked: see
+        Shapes, strides and types of the operands equal the plan's. Properties that differ from call to call are checked: see
         `check_operands`.
 
         Parameters

@@ -89,8 +89,8 @@ class FreedBlocks(Generic[B]):
                 if may_have(block):
                     try:
                         home.remove(block)
-                    # Another thread has taken the block.
                     except ValueError:
+                        # Another thread has taken the block.
                         continue
                     return block, home
         return None

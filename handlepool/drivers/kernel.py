@@ -75,7 +75,7 @@ class Windows:
     def _along(self, extent: int, padding: int, window: int, stride: int) -> int:
         room = extent + 2 * padding - window
         if not self.ceiling or room < 0:
-            # Like torch, a last window may exceed the padded image, but it must not begin behind the image.
+            # A last window may exceed the padded image, but it must not begin behind the image.
             return room // stride + 1
         return min(-(-room // stride), (extent + padding - 1) // stride) + 1
 

@@ -118,7 +118,7 @@ class Driver(Protocol):
         """
 
     def capture_id(self, pointer: int) -> int:
-        """Return the id of the capture that a stream takes part in, or 0."""
+        """Return the id of a stream's capture, or 0."""
 
     def stream_device(self, pointer: int) -> int:
         """Return the ordinal of a stream's device.
@@ -150,7 +150,10 @@ class Driver(Protocol):
 
     # Handles
     def create_handle(self) -> Handle:
-        """Return a new cuDNN handle on the current device, bound to the legacy default stream."""
+        """Return a new cuDNN handle on the current device.
+
+        The handle is bound to the legacy default stream.
+        """
 
     def bind_handle(self, handle: Handle, pointer: int) -> None:
         """Bind a handle to a stream.
@@ -453,7 +456,9 @@ class Driver(Protocol):
     def compile(
         self, graph: Any, operands: Sequence[Any], *, handle: Handle, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> Executable:
-        """Plan and build a graph whose real tensors all have shape, strides and type.
+        """Plan and build a graph.
+
+        All its real tensors have shape, strides and type.
 
         Parameters
         ----------
@@ -477,7 +482,7 @@ class Driver(Protocol):
         """
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> Executable:
-        """Make one of our own kernels for operands with these layouts.
+        """Make our own kernel for operands with these layouts.
 
         Parameters
         ----------
@@ -500,11 +505,11 @@ def abort_capture(driver: Driver, pointer: int) -> None:
         with driver.relaxed():
             try:
                 there = driver.capture_id(pointer)
-            # An invalidated capture raises here, and it has to be ended as well.
             except Exception:
+                # An invalidated capture raises here, and it has to be ended as well.
                 there = 1
             if there:
                 driver.end_capture(pointer).destroy()
-    # The capture was invalidated, or its branches were not joined. The first error says more.
     except Exception:
+        # The capture was invalidated, or its branches were not joined. The first error says more.
         pass

@@ -389,7 +389,7 @@ class CudaDriver:
     # Arrays and graphs
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
-        # CuPy's error is translated, because callers of a driver know MemoryError alone.
+        # Callers of a driver expect MemoryError, and not CuPy's own error.
         try:
             return cupy.ndarray(shape, dtype, None, strides)
         except OutOfMemoryError as error:
@@ -558,8 +558,8 @@ class CudaDriver:
             with ThrowawayCapture(self.bind_handle, handle, ask=True) as captured:
                 early.launch(captured.stream)
                 raw(location, count, memory.ptr if planned.size else 0, handle.backend_handle, planned.index)
-        # cuDNN or CUDA refused the launch, so the answer stays unknown.
         except Exception:
+            # cuDNN or CUDA refused the launch, so the answer stays unknown.
             return None
         return captured.early
 

@@ -82,8 +82,8 @@ class Dependencies:
         self._answer = _Answer()
         try:
             self._info, self._update = library.cuStreamGetCaptureInfo_v3, library.cuStreamUpdateCaptureDependencies_v2
-        # The driver is older than CUDA 12.3.
         except AttributeError:
+            # The driver is older than CUDA 12.3.
             self._info = self._update = None
             return
         self._info.argtypes = [ctypes.c_void_p] * 7

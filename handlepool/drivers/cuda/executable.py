@@ -80,7 +80,10 @@ class CudaExecutable:
             self._copy(handle, operands, workspace, True)
 
     def _copy(self, handle: Handle, operands: Sequence[Any], workspace: int, output: bool) -> None:
-        """Copy inputs into scratch, or outputs out of it, on the handle's stream."""
+        """Copy inputs into scratch, or outputs out of it.
+
+        The copies run on the handle's stream.
+        """
         driver, pointer = self._driver, handle.stream
         assert pointer is not None
         previous, stream = driver.current_stream(), driver.wrap_stream(pointer, None)

@@ -290,7 +290,7 @@ def _windows(kernel: Windows, x: Layout, y: Layout) -> Launch:
     macros |= {"ROWS": rows, "COLUMNS": columns, "MAXIMUM": int(kernel.kind == "max")}
     count = y.size // int(macros["PACK"])
     most = [extent + 2 * padding for extent, padding in zip(x.shape[2:], kernel.padding, strict=True)]
-    # A larger stride leaves the image in any case, and the bound keeps offsets small.
+    # A larger stride leaves the image in any case.
     stride = map(min, kernel.stride, most)
     geometry = (*images, count, *y.shape[2:], *kernel.window, *stride, *kernel.padding, int(kernel.counted))
     return launch_of("windows", macros, (x, y), geometry, count, wide=max(most) >= 1 << 30)
@@ -325,7 +325,7 @@ def _depthwise(kernel: Depthwise, operands: Sequence[Layout]) -> Launch:
     most_of = [
         e + 2 * p + (r - 1) * d for e, p, r, d in zip(x.shape[2:], kernel.padding, w.shape[2:], kernel.dilation, strict=True)
     ]
-    # A larger step leaves the image in any case, and the bound keeps offsets small.
+    # A larger step leaves the image in any case.
     stride, dilation = map(min, kernel.stride, most_of), map(min, kernel.dilation, most_of)
     step = steps_of(biases[0])[0] if biases else 0
     # The step is 0 where a single filter serves all channels.

@@ -159,7 +159,7 @@ def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedP
     """
     try:
         # No public name makes a lowered graph.
-        lowered = cudnn._pybind_module.backend_graph(**device)
+        lowered = cudnn._pybind_module.backend_graph(**device)  # noqa: SLF001
         lowered.deserialize(saved.data)
         for tensor in operands:
             found = lowered.query_tensor_attributes_of_uid(int(tensor.get_uid()))
@@ -173,8 +173,8 @@ def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedP
         raw = _raw(lowered, uids)
         if raw is None:
             raise ValueError("its operands are in another order")
-    # The saved data may be anything, so cuDNN or the frontend may raise any error.
     except Exception as error:
+        # The saved data may be anything, so cuDNN or the frontend may raise any error.
         raise GraphNotSupportedError(f"what was saved is no plan of this graph: {error}") from error
     return Planned(lowered, *_scratch(size, copies), saved.engine, saved.candidates, uids, raw, -1, size, saved, saved.early)
 

@@ -81,7 +81,7 @@ os.register_at_fork(after_in_child=_watchers.after_fork)
 
 
 def watch(report: Callable[[str], None]) -> Callable[[], None]:
-    """Call ``report(name)`` before each use; return a function that stops it.
+    """Call ``report(name)`` before each use; return a remover.
 
     The call comes in the thread of the use.
     """

@@ -40,11 +40,11 @@ _streams = IdleStreams()
 
 
 class ThrowawayCapture:
-    """Bind a handle to a capturing stream, whose graph is thrown away at the end.
+    """Bind a handle to a capturing stream, and discard its graph.
 
-    The frontend warms up a plan that it has read with a handle: it captures a launch, and allocates a megabyte for that and frees
-    it, which synchronises the device. It does none of this where the handle's stream is being captured. The capture is relaxed,
-    so it forbids nothing to the thread that reads the plan.
+    The frontend warms up a plan that it has read with a handle: it captures a launch, and allocates and frees a megabyte, which
+    synchronises the device. The frontend does not warm up where the handle's stream is being captured. The capture is relaxed, so
+    it forbids nothing to the thread that reads the plan.
 
     Parameters
     ----------
