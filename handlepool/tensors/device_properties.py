@@ -106,6 +106,7 @@ class DeviceProperties:
         for key in (VERSION, "deviceVer"):
             if type(found[key]) is not int:
                 raise ArgumentError(f"properties of a device have {found[key]!r} as {key!r}; it must be an integer")
+        # The class is frozen, so `object.__setattr__` sets the attributes.
         object.__setattr__(self, "text", json.dumps(found, sort_keys=True))
         object.__setattr__(self, "_values", found)
 

@@ -182,6 +182,7 @@ def pointwise(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, 
     Each extent is equal or 1. Scalars passed by value fit any shape.
     """
     arrays = [shape for port, shape in inputs.items() if not node.inputs[port].is_pass_by_value]
+    # A node of scalars alone takes their shapes.
     arrays = arrays or list(inputs.values())
     listed = ", ".join(map(str, arrays))
     if len({len(shape) for shape in arrays}) > 1:
@@ -313,6 +314,7 @@ def attention(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned:
     full = (*q[:3], k[2])
     if len(bias) != 4 or any(extent not in (1, whole) for extent, whole in zip(bias, full, strict=True)):
         raise ArgumentError(f"{title(node)}: bias {bias} does not broadcast to the scores, (N, H, L, S) of {full}")
+    # The rule serves both outputs, and tells them apart by the declared shape.
     return declared if declared == (*q[:3], 1) else (*q[:3], v[3])
 
 
@@ -484,6 +486,7 @@ def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[i
                 shapes[tensor.uid] = _output_shape(node, port, tensor, shapes)
                 orders[tensor.uid] = _output_order(node, tensor, shapes, orders)
     seen: set[int] = set()
+    # A tensor of another graph may have the same uid, so the check compares identity.
     for tensor in outputs:
         uid = getattr(tensor, "uid", -1)
         if made.get(uid) is not tensor or tensor is None:

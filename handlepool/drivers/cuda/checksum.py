@@ -47,6 +47,7 @@ def arguments(words: Sequence[Words], sums: int) -> tuple["buffer[int]", tuple[i
         none = [0] * (MOST_AXES - rank)
         values += [each.start, each.size, each.count, rank]
         values += [*(extent for extent, _ in each.axes), *none, *(step for _, step in each.axes), *none]
+    # The kernel's argument has a fixed size, so missing arrays are zeros.
     values += [0] * ((MOST_ARRAYS - len(words)) * (4 + 2 * MOST_AXES))
     most = max(each.count for each in words)
     return buffer("Q", values), (min(max(-(-most // THREADS), 1), MOST_BLOCKS), len(words))

@@ -61,6 +61,7 @@ class KernelExecutable:
         where, _ = geometry.buffer_info()
         launch_kernel = cupy.cuda.driver.launchKernel
 
+        # The default argument keeps the geometry alive, because the launch reads it by address.
         def raw(location: int, count: int, workspace: int, stream: int, index: int, _: object = geometry) -> None:
             arguments = buffer("Q", (location, where))
             launch_kernel(pointer, across, down, 1, threads, 1, 1, 0, stream, arguments.buffer_info()[0], 0)
@@ -93,6 +94,7 @@ class KernelExecutable:
         names: dict[str, Any],
     ) -> Callable[..., Any]:
         """As the protocol says."""
+        # With a single device there is no other device to compare with.
         device = self._device if self._driver.device_count() > 1 else None
         names = names | {"raw": self._raw, "index": 0}
         return fast_launch.shortcut(inputs, outputs, alias_pairs, single, 0, device, names, "stream")

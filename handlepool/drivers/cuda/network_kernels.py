@@ -148,6 +148,7 @@ def _rows(kernel: Normalise, operands: Sequence[Layout]) -> tuple[list[int], lis
     steps = [ends[0], *beside, ends[1]]
     if kernel.groups:
         own = x.shape[1] // kernel.groups
+        # Channels split into two axes, so that a row can take the channels of its own group alone.
         extents[1:2] = [kernel.groups, own]
         for each in steps:
             each[1:2] = [each[1] * own, each[1]]
@@ -175,6 +176,7 @@ def _normalise(kernel: Normalise, operands: Sequence[Layout]) -> Launch:
         rows, count = rows // pack, elements
     else:
         pack = along
+        # Small packs give a GPU more threads where there are few elements.
         while pack > 1 and y.size // pack < kernels.PLENTY and elements // pack < LEAST_PACKS:
             pack //= 2
         count = elements // pack
@@ -276,6 +278,7 @@ def _gather(
 
 def _pad(kernel: Pad, x: Layout, y: Layout) -> Launch:
     axes = zip(kernel.before, x.shape, y.shape, strict=True)
+    # An axis without padding needs no test of bounds, so its extent within is 0.
     within = [inside if before or inside != extent else 0 for before, inside, extent in axes]
     steps = kernels.steps_of(x), kernels.steps_of(y)
     return _gather(x, y, y.shape, steps, kernel.before, within, kernel.mode, kernel.bits)
