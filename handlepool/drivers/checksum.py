@@ -88,6 +88,7 @@ class Words:
             else:
                 axes.append((extent, step))
         (run, _), *outer = axes
+        # A word must divide the address and all strides, so that every word is aligned.
         size = math.gcd(8, start, run, *(step for _, step in outer))
         return cls(start, size, ((run // size, size), *outer))
 

@@ -70,6 +70,7 @@ def check_operands(
                 f"{name}: {operand(index)} is on device {found} and the current device is {device}; make device {found} "
                 f"current, or copy the array"
             )
+        # An operand that is copied into scratch needs the alignment of its elements alone.
         alignment = array.dtype.itemsize if index in copied else TENSOR_ALIGNMENT
         if array.size and (address := driver.array_pointer(array) % alignment):
             raise ArgumentError(

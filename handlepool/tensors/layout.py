@@ -207,6 +207,7 @@ def share(one: Piece, other: Piece) -> bool:
     """
     if one[1] <= other[0] or other[1] <= one[0]:
         return False
+    # Pieces without gaps share a byte where their ranges overlap.
     if one[2] is None and other[2] is None:
         return True
     return share_bytes(_bytes_of(one), _bytes_of(other))

@@ -76,6 +76,7 @@ class CudaGraph:
         roots, leaves = ends(_rewiring.nodes(self.pointer), pairs)
         if not (add or remove or are_many(roots, leaves)):
             return self
+        # The captured graph stays as it is, so that it can be arranged again.
         copied = CudaGraph(_rewiring.copy(self.pointer))
         try:
             _rewiring.rewire(copied.pointer, add, remove)
@@ -118,6 +119,7 @@ class CudaGraph:
         runtime.graphUpload(self._executable, pointer)
 
     def destroy(self) -> None:
+        # The attributes are cleared first, so that a second call destroys nothing twice.
         executable, self._executable = self._executable, 0
         pointer, self.pointer = self.pointer, 0
         try:
@@ -141,6 +143,7 @@ class MarkedGraph(CudaGraph):
         super().__init__(pointer)
 
     def times(self) -> list[float]:
+        # The first two events measure the cost of an event, so times count from the second event.
         _, first, *others = self.events
         return [1e3 * float(runtime.eventElapsedTime(first, event)) for event in others]
 

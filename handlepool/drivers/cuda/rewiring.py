@@ -189,6 +189,7 @@ class Rewiring:
 
     def _answer(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
         status, *values = result
+        # Callers handle missing memory apart from other errors.
         if status == self._bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError(f"CUDA driver error: {status.name}")
         if status:
