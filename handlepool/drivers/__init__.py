@@ -14,11 +14,13 @@ VARIABLE = "HANDLEPOOL_DRIVER"
 
 
 class LoadedDrivers:
-    """The drivers of this process, each made once: the events, streams and arenas of a driver belong together.
+    """Hold the drivers of this process, each made once.
 
-    The lock guards that a driver is made by one thread. A finaliser that the collector runs while CuPy is imported may ask for
-    a driver, too, so the same thread may take the lock again. A fork waits for a driver that another thread loads: Python would
-    leave the child with modules that no thread goes on importing.
+    The events, streams and arenas of a driver belong together.
+
+    The lock ensures that one thread makes a driver. The collector may run a finaliser while CuPy is imported, and that finaliser
+    may ask for a driver. The same thread may therefore take the lock again. A fork waits for a driver that another thread loads.
+    Otherwise Python would leave the child with half-imported modules, because the importing thread is missing there.
     """
 
     def __init__(self) -> None:
@@ -29,7 +31,10 @@ class LoadedDrivers:
         self.forked = False
 
     def replace(self, name: str, driver: Driver | None) -> Driver | None:
-        """Put a driver, or none, in the place of a name; return the former driver."""
+        """Store a driver under a name, and return the former driver.
+
+        For None the name is removed.
+        """
         with self.lock:
             before = self.by_name.pop(name, None)
             if driver is not None:
@@ -37,7 +42,10 @@ class LoadedDrivers:
             return before
 
     def after_fork(self) -> None:
-        """Let a forked child make drivers of its own: the host driver's threads are gone."""
+        """Let a forked child make its own drivers.
+
+        The host driver's threads are gone in the child.
+        """
         self.inherited.update(self.by_name)
         self.forked = True
         self.by_name.clear()
@@ -78,13 +86,17 @@ def choose(name: str | None = None) -> tuple[str, str]:
 
 
 def available(name: str) -> str | None:
-    """Say why a driver cannot run here: a sentence, or None where it can."""
+    """Say in a sentence why a driver cannot run here.
+
+    Return None where the driver can run.
+    """
     if name == "host":
         return None
     for module, package in (("cupy", "CuPy"), ("cudnn", "nvidia-cudnn-frontend"), ("cuda.bindings", "cuda-bindings")):
         try:
             found = find_spec(module) is not None
-        except ModuleNotFoundError:  # the parent of a dotted name
+        except ModuleNotFoundError:
+            # The parent package of a dotted name is missing.
             found = False
         if not found:
             return f"{package} is not installed; install handlepool[cu12] or handlepool[cu13]"
@@ -101,12 +113,12 @@ def load(name: str | None = None, *, strict: bool = False) -> Driver:
     name : {"cuda", "host"}, optional
         As in `choose`.
     strict : bool
-        Of the host driver, another one, whose arrays refuse what CuPy's refuse. CuPy's own need no telling.
+        Ask for a host driver whose arrays refuse the same operations as CuPy's arrays. The cuda driver ignores it.
 
     Raises
     ------
     DriverNotAvailableError
-        Where it cannot run; the message says what is missing and which extra brings it.
+        If the driver cannot run. The message names the missing package and the extra that installs it.
     ForkedProcessError
         In a forked child, for the cuda driver of its parent: CUDA does not survive a fork.
     """
@@ -116,6 +128,7 @@ def load(name: str | None = None, *, strict: bool = False) -> Driver:
     with _loaded.lock:
         driver = _loaded.by_name.get(key)
         if driver is None:
+            # A forked child must not use the CUDA context that its parent has made.
             if name == "cuda" and name in _loaded.inherited:
                 raise ForkedProcessError(
                     "the process that forked this one had used CUDA, which does not survive a fork: start the child with "
@@ -138,7 +151,10 @@ def load(name: str | None = None, *, strict: bool = False) -> Driver:
 
 
 def replace(name: str, driver: Driver | None) -> Driver | None:
-    """Make a driver the process's of a name, for tests; return the former driver. For None the next load makes another."""
+    """Register a driver under a name for tests; return the former driver.
+
+    After None, the next load makes a new driver.
+    """
     return _loaded.replace(name, driver)
 
 

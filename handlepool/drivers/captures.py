@@ -1,14 +1,20 @@
-"""Type the graphs that a driver captures, and the memory of a recording."""
+"""Type the captured graphs of drivers, and a recording's memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 Edge = tuple[Any, Any]
-"""Of a recorded graph, from one node to another, which waits for all of the one to end."""
+"""An edge of a recorded graph, from one node to another.
+
+The second node waits until the first node has ended.
+"""
 
 
 class RecordedGraph(Protocol):
-    """What was captured, to be launched again and again once it is ready; a graph never runs beside itself."""
+    """Represent a captured graph for repeated launches, once it is ready.
+
+    A graph never runs concurrently with itself.
+    """
 
     @property
     def nodes(self) -> int:
@@ -16,55 +22,90 @@ class RecordedGraph(Protocol):
 
     @property
     def launch(self) -> Callable[[int], None]:
-        """``launch(pointer)`` enqueues all of it on a stream, as one launch. For one thread at a time, once it is ready."""
+        """Return ``launch(pointer)``, which enqueues the whole graph on a stream.
+
+        The graph counts as one launch. One thread at a time may call it, once the graph is ready.
+        """
 
     def edges(self) -> Sequence[Edge]:
-        """Return the edges as they were captured. Nodes compare as those of `Driver.dependencies`."""
+        """Return the edges as they were captured.
+
+        Nodes compare like the nodes of `Driver.dependencies`.
+        """
 
     def allocations(self) -> Sequence[Any]:
-        """Return the nodes that allocate memory each time the graph runs; they compare as those of `edges`."""
+        """Return the nodes that allocate memory each time the graph runs.
+
+        Nodes compare like the nodes of `edges`.
+        """
 
     def host_copies(self) -> Sequence[int]:
-        """Return the addresses that the graph copies to from the host, where the driver refused no such copy before."""
+        """Return the addresses that the graph copies host data to.
+
+        The list has only the copies that the driver did not refuse earlier.
+        """
 
     def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
-        """Return a graph of the same nodes, with edges more and edges less; itself where there is nothing to do.
+        """Return a graph of the same nodes with edges added and removed.
 
-        The driver may add what makes launches quicker. Called inside `Driver.relaxed`. Raises `CaptureError` for a graph that
-        cannot be copied, and `MemoryError` as `instantiate`.
+        Returns the graph itself where there is nothing to do.
+
+        The driver may add nodes that make launches quicker. Called inside `Driver.relaxed`. Raises `CaptureError` for a graph
+        that cannot be copied, and `MemoryError` like `instantiate`.
         """
 
     def marked(
         self, add: Sequence[tuple[Any, Any]], remove: Sequence[tuple[Any, Any]], groups: Sequence[Sequence[Any]]
     ) -> "MarkedGraph":
-        """Return a graph as `arranged`, which takes the time when all nodes of a group have ended; raises as that."""
+        """Return a graph like `arranged` that also times groups of nodes.
+
+        A group's time is taken when all its nodes have ended. Raises the same errors as `arranged`.
+        """
 
     def instantiate(self) -> None:
-        """Make it ready to be launched; called inside `Driver.relaxed`. Raises `MemoryError` where the device has none for it."""
+        """Make the graph ready to be launched; called inside `Driver.relaxed`.
+
+        Raises `MemoryError` where the device has no memory for the graph.
+        """
 
     def upload(self, pointer: int) -> None:
-        """Bring it to the device, in the order of a stream, so that the first launch does not have to."""
+        """Upload the graph to the device in stream order.
+
+        The first launch then does not have to upload it.
+        """
 
     def destroy(self) -> None:
-        """Give it back; a launch that is under way goes on. Called inside `Driver.relaxed`."""
+        """Destroy the graph; called inside `Driver.relaxed`.
+
+        A launch that is under way goes on.
+        """
 
 
 class MarkedGraph(RecordedGraph, Protocol):
-    """A graph that takes times."""
+    """Represent a graph that takes times."""
 
     def times(self) -> list[float]:
-        """Return for each group the microseconds from the beginning to its end, of the last launch, which has passed."""
+        """Return each group's time in microseconds since the start of the launch.
+
+        The last launch is measured, and it must have ended.
+        """
 
     def cost(self) -> float:
-        """Return how many microseconds it took to take a time, which whatever comes behind that waits for."""
+        """Return the microseconds that one time measurement takes.
+
+        The work after a measurement waits for that long.
+        """
 
 
 class RecordingMemory(Protocol):
-    """Memory for what is allocated while a function is recorded, and for nothing else."""
+    """Provide memory for the allocations of one recording, and for nothing else."""
 
     @property
     def allocator(self) -> Any:
-        """For `Driver.swap_allocator`. Harms no capture. What is freed comes back here, and is given to the recording alone."""
+        """Return the allocator for `Driver.swap_allocator`.
+
+        It harms no capture. Freed blocks return to this memory, which serves this recording alone.
+        """
 
     @property
     def nbytes(self) -> int:
@@ -72,23 +113,33 @@ class RecordingMemory(Protocol):
 
     @property
     def in_order(self) -> int:
-        """Bytes that would have been taken, since `set_reuse_policy`, if all that was recorded ran one after the other."""
+        """Bytes that the recording would have taken in serial order.
+
+        Counted since `set_reuse_policy`, as if all recorded work ran one after the other.
+        """
 
     def on_allocate(self, of: Callable[[object], None] | None) -> None:
-        """Pass each block that is allocated from now on to a function; None ends that. See `Driver.block_range`."""
+        """Pass each newly allocated block to a function; None stops that.
+
+        See `Driver.block_range`.
+        """
 
     def set_reuse_policy(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
-        """Give what was freed to the next array for which a function says so; None ends that.
+        """Let a function decide which freed blocks the next array may reuse.
 
-        The function is told where a block begins and ends. Streams that are ``known``, by their pointers, get memory of each
-        other; that of any other stream is for that stream alone. False where the driver cannot, and does as before.
+        None ends the policy. The function receives the addresses where a block begins and ends. Streams that are ``known``, by
+        their pointers, share memory. Memory of any other stream stays with that stream. Returns False where the driver has no
+        such policy, and then the driver reuses blocks as before.
         """
 
     def holds(self, value: object) -> bool:
-        """Whether a value is an array in this memory, or what stands for a block of it."""
+        """Whether a value is an array or a block in this memory."""
 
     def begins(self, pointer: int) -> bool:
         """Whether a block of this memory begins at an address."""
 
     def release(self) -> bool:
-        """Give what no array has back to the device; called inside `Driver.relaxed`. Whether that was all."""
+        """Return unused memory to the device; called inside `Driver.relaxed`.
+
+        Returns whether all the memory was returned.
+        """

@@ -1,7 +1,10 @@
-"""Checksums of arrays' bits: two of one array differ where a bit of it changed in between, except by a chance of 1 in 2^64.
+"""Compute checksums of arrays' bits.
 
-Each driver computes them on a stream (`Driver.checksums`). An array is read as words, each of which is mixed with its place. The
-checksum is the sum of all. The mixing loses nothing, so a change inside of one word always changes the sum.
+If a bit of an array changes, its checksum changes, except with a chance of 1 in 2^64.
+
+Each driver computes checksums on a stream (`Driver.checksums`). An array is read as words, and each word is mixed with its
+position. The checksum is the sum of all mixed words. The mixing is reversible, so a change inside a single word always changes
+the sum.
 """
 
 import math
@@ -13,23 +16,38 @@ import numpy as np
 from handlepool.tensors.layout import bytes_at, span
 
 STEP = 0x9E3779B97F4A7C15
-"""From one place to the next, as in splitmix64, whose mixing this is."""
+"""Increment from one position to the next, as in splitmix64.
+
+The mixing is also that of splitmix64.
+"""
 FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _AT_ONCE = 1 << 18
-"""Words that NumPy mixes at once, so that its temporary arrays stay small."""
+"""Number of words that NumPy mixes per step.
+
+The bound keeps NumPy's temporary arrays small.
+"""
 
 
 class Sums(Protocol):
-    """Checksums that a stream computes. Whoever has asked for them keeps them until they are ready."""
+    """Represent checksums that a stream computes.
+
+    The caller that asked for them keeps them until they are ready.
+    """
 
     def ready(self) -> bool:
-        """Whether the stream has come so far; called inside `Driver.relaxed`."""
+        """Whether the stream has written the checksums; called inside `Driver.relaxed`."""
 
     def wait(self) -> None:
-        """Wait on the host until the stream has come so far; called inside `Driver.relaxed`."""
+        """Wait on the host until the stream has written the checksums.
+
+        Called inside `Driver.relaxed`.
+        """
 
     def values(self) -> list[int] | None:
-        """Return a checksum for each array, once they are ready; None where they could not be computed."""
+        """Return a checksum for each array, once they are ready.
+
+        Returns None where the checksums could not be computed.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +61,8 @@ class Words:
     size : int
         Bytes of a word: 1, 2, 4 or 8.
     axes : tuple of (int, int)
-        How many words there are along each axis, and the bytes from one to the next; the innermost first. Words follow each
-        other along the first axis, and there are fewer axes than the array has where its memory allows that.
+        Number of words along each axis and the stride in bytes, innermost axis first. Words are adjacent along the first axis.
+        Axes are merged where the array's memory allows it.
     """
 
     start: int
@@ -53,11 +71,14 @@ class Words:
 
     @classmethod
     def of(cls, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> "Words":
-        """Return the words of an array, whose first element is at an address; strides in bytes, of any sign."""
+        """Return the words of an array whose first element has an address.
+
+        Strides are in bytes and may be negative.
+        """
         if 0 in shape or not itemsize:
             return cls(address, 1, ((0, 1),))
         start, _ = span(address, shape, strides, itemsize)
-        # Where the stride is 0, all elements along the axis are one.
+        # Where the stride is 0, all elements along the axis share one place, so the axis adds no words.
         steps = sorted((abs(step), extent) for extent, step in zip(shape, strides, strict=True) if extent > 1 and step)
         axes = [(itemsize, 1)]
         for step, extent in steps:
@@ -67,6 +88,7 @@ class Words:
             else:
                 axes.append((extent, step))
         (run, _), *outer = axes
+        # A word must divide the address and all strides, so that every word is aligned.
         size = math.gcd(8, start, run, *(step for _, step in outer))
         return cls(start, size, ((run // size, size), *outer))
 
@@ -76,7 +98,7 @@ class Words:
         return math.prod(extent for extent, _ in self.axes)
 
     def as_numpy(self) -> np.ndarray[Any, Any]:
-        """Return the words of memory of the host's; the last axis is the innermost."""
+        """Return the words of host memory; the last axis is the innermost."""
         shape, strides = (tuple(axis[place] for axis in self.axes[::-1]) for place in (0, 1))
         if 0 in shape:
             return np.empty(shape, f"u{self.size}")

@@ -1,4 +1,7 @@
-"""Events of one device for reuse: between streams whose order is none of a fork's, and at the ends of tasks."""
+"""Reuse the events of one device.
+
+The events order streams that no fork orders, and mark the ends of tasks.
+"""
 
 from typing import Any
 
@@ -6,17 +9,20 @@ from handlepool.drivers.protocol import Driver
 
 
 class Events:
-    """Events of one device. One may be recorded anew as soon as nobody will wait for its old record any more.
+    """Pool the events of one device.
+
+    An event may be recorded again as soon as no thread will wait for its old record.
 
     Attributes
     ----------
     free : list of event
-        What `acquire` takes first.
+        Events that `acquire` takes before it creates new events.
     """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self.free: list[Any] = []  # appends and pops are atomic
+        # A list's appends and pops are atomic, so no lock is needed.
+        self.free: list[Any] = []
         self._closed = False
 
     def acquire(self) -> Any:
@@ -34,20 +40,28 @@ class Events:
 
     def note_released(self) -> None:
         """Be told that events were put among the free ones."""
-        if self._closed:  # in this order, so that one of the two threads sees it
+        # The release appends before this check, and `destroy` closes before it drains. So either thread destroys the event.
+        if self._closed:
             self.destroy()
 
     def order(self, first: int, then: int) -> None:
-        """Let a stream wait for what another one was given by now; pointers of streams of the device, which is current."""
+        """Let one stream wait for the current work of another stream.
+
+        Both are pointers of streams of this device, which is current.
+        """
         event = self.acquire()
         try:
             self._driver.record_event(event, first)
             self._driver.wait_event(then, event)
         finally:
-            self.release(event)  # a wait holds on to the record that it was given
+            # A wait keeps the record that it was given, so the event can be recorded again at once.
+            self.release(event)
 
     def destroy(self) -> bool:
-        """Destroy the free events, and from now on whatever is released. Whether that could be done."""
+        """Destroy the free events, and destroy each later event on release.
+
+        Returns whether all free events could be destroyed.
+        """
         self._closed = True
         while self.free:
             try:
@@ -58,6 +72,7 @@ class Events:
                 with self._driver.relaxed():
                     self._driver.destroy_event(event)
             except Exception:
-                self.free.append(event)  # for a later try
+                # A later call tries to destroy the event again.
+                self.free.append(event)
                 return False
         return True

@@ -1,4 +1,4 @@
-"""Describe compiled graphs: the operands that a launch copies, plans in files, launches."""
+"""Describe compiled graphs, their operand copies, saved plans and launches."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,24 +12,26 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class OperandCopy:
-    """An operand that a launch copies into scratch before, or, of an output, out of it afterwards.
+    """Describe an operand that a launch copies through scratch.
+
+    An input is copied into scratch before the launch. An output is copied out of scratch after it.
 
     Attributes
     ----------
     operand : int
-        Its place among the operands.
+        Index of the operand.
     output : bool
-        Whether it is written.
+        Whether the operand is written.
     shape : tuple of int
         Axes of the dense copy, from the outermost to the innermost.
     strides : tuple of int
-        Of the operand's memory along them, in bytes; 0 where the operand repeats.
+        Strides in bytes of the operand's memory along these axes; 0 where the operand repeats.
     offset, nbytes : int
-        Where the copy lies in the scratch of copies, and how large it is.
+        Offset of the copy in the scratch of copies and its size, in bytes.
     first : int
-        Bytes from there to its first element, where it is a part of what cuDNN takes or gives.
+        Bytes from ``offset`` to the first element, where the operand is a part of cuDNN's tensor.
     steps : tuple of int
-        Its strides in bytes then; none where it is all, and dense.
+        Strides in bytes in that case; empty where the operand is the whole dense tensor.
     zeros : bool
         Whether each launch sets the rest of the copy to zero, since cuDNN reads it.
     """
@@ -47,18 +49,19 @@ class OperandCopy:
 
 @dataclass(frozen=True, slots=True)
 class AliasPair:
-    """An output, and an operand before it that it must share no element with.
+    """Describe an output and an earlier operand that must not overlap it.
 
     Attributes
     ----------
     one, other : int
-        Their places among the operands; the output's first.
+        Indices among the operands, the output's first.
     reach, others : int
-        Bytes from where they begin to where they end.
+        Size in bytes of the output's memory and of the other operand's memory, gaps included.
     same : int or None
-        How many bytes the other one may begin behind the output all the same, since each element is written where it was read.
+        The byte distance at which an overlap is allowed, because each element is written where it was read.
     meet : callable or None
-        Whether they share an element, by how many bytes the other one begins behind the output. None where bytes alone say so.
+        Return whether the pair shares an element, given the other operand's byte distance from the output. None where the byte
+        ranges decide alone.
     """
 
     one: int
@@ -81,11 +84,11 @@ class SavedPlan:
     Attributes
     ----------
     engine, workspace_size, candidates
-        As of `Executable`, without what its launches copy.
+        As in `Executable`, without the scratch of operand copies.
     data : bytes
-        What the driver makes it of again.
+        The serialised plan, from which the driver restores the graph.
     early : bool or None
-        Whether its launches begin before what is before them has ended; None where no device was there to tell.
+        Whether launches begin before earlier work on the stream has ended; None if no device was present to test it.
     """
 
     engine: str
@@ -96,7 +99,9 @@ class SavedPlan:
 
 
 class Executable(Protocol):
-    """A compiled graph, or a kernel of our own, on one device. Many threads may launch it, each with a handle and workspace.
+    """Represent a compiled graph, or our own kernel, on one device.
+
+    Many threads may launch it, each with a handle and workspace.
 
     ``untried`` is whether it was made of a `SavedPlan` and has not been launched yet.
     """
@@ -109,7 +114,10 @@ class Executable(Protocol):
     untried: bool
 
     def save(self) -> SavedPlan | None:
-        """Return what `Driver.compile` makes the same of in another process; None where there is no such thing."""
+        """Return the data from which `Driver.compile` restores it in another process.
+
+        Returns None where the executable cannot be saved.
+        """
 
     def launch(
         self,
@@ -118,10 +126,12 @@ class Executable(Protocol):
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """Enqueue the graph on the handle's stream; where it cannot, for an operand, raise before anything is enqueued.
+        """Enqueue the graph on the handle's stream.
 
-        Shapes, strides and types of the operands are those of the plan. What else may differ from call to call is checked:
-        see `check_operands`.
+        Where an operand does not fit, it raises before it enqueues anything.
+
+        Shapes, strides and types of the operands equal the plan's. Properties that differ from call to call are checked: see
+        `check_operands`.
 
         Parameters
         ----------
@@ -132,7 +142,7 @@ class Executable(Protocol):
         workspace : int
             Device pointer to at least ``workspace_size`` bytes; never 0 when that is positive.
         check : callable, optional
-            Called with the operands' addresses before anything is enqueued; what it raises goes on.
+            Called with the operands' addresses before anything is enqueued. Its errors propagate.
         """
 
     def shortcut(
@@ -143,21 +153,21 @@ class Executable(Protocol):
         single: bool,
         names: dict[str, Any],
     ) -> Callable[..., Any] | None:
-        """Make a function that launches the graph at once where nothing stands against it.
+        """Make a function that launches the graph on a fast path.
 
-        None where the driver has no better one than what can be written for any.
+        Returns None where the driver has no better launch than the general launch.
 
-        It is ``launch(begin, arrays, out, fresh=None)``, and returns the outputs, or ``NOT_CACHED`` where the arrays are others
-        than it was made for, or must not be launched with. ``begin`` is None, or what returns the slot to launch on when it is
-        called with the operands, ``launch`` and the operands' addresses; outputs are allocated before, or are ``fresh``, one of
-        the ``count`` tuples that ``launch.allocate(count)`` returned, which may share a block of memory.
+        The function is ``launch(begin, arrays, out, fresh=None)``. It returns the outputs, or ``NOT_CACHED`` where the arrays
+        differ from the arrays it was made for, or must not be launched with. ``begin`` is None, or returns the slot to launch on
+        when it is called with the operands, ``launch`` and the operands' addresses. Outputs are allocated before, or are
+        ``fresh``: an element of the ``count`` tuples that ``launch.allocate(count)`` returned, which may share a block of memory.
 
         Parameters
         ----------
         inputs, outputs : sequence of Layout
-            Of the arrays. The first input's shape is not compared: whoever looked the function up has done that.
+            Layouts of the arrays. The first input's shape is not compared, because the look-up of the function has compared it.
         alias_pairs : sequence of AliasPair, optional
-            What ``out`` must not lie over, as in `Plan`; None for outputs that are to be allocated.
+            The operands that ``out`` must not overlap, as in `Plan`; None for outputs that are to be allocated.
         single : bool
             Whether there is one output, not a tuple.
         names : dict

@@ -1,4 +1,4 @@
-"""Memory of a recording that was freed: for the next array of about its size that may have it."""
+"""Keep freed memory of a recording for later arrays of similar size."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ MOST_TRIED = 4
 MOST_SIZES = 8
 """Of the sizes that would do."""
 MOST_TIMES = 2
-"""How many times as large as it has to be a block may be."""
+"""Largest ratio of a reused block's size to the requested size."""
 
 B = TypeVar("B")
 
@@ -18,7 +18,10 @@ Log = list[tuple[int, int]]
 
 
 class SizeClass(list[B]):
-    """Freed blocks of one size. They are appended by destructors, in whatever thread: both steps of that are atomic."""
+    """Hold freed blocks of one size.
+
+    Destructors append blocks in any thread. Both steps of an append are atomic.
+    """
 
     def __init__(self, log: Log) -> None:
         super().__init__()
@@ -36,10 +39,11 @@ class FreedBlocks(Generic[B]):
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._of: dict[int, SizeClass[B]] = {}
-        self._log: Log = []  # what was given out, with the bytes that were asked for, and freed, with none
+        # Each entry is a block's identity with the requested bytes when it was given out, or with 0 when it was freed.
+        self._log: Log = []
 
     def of_size(self, size: int) -> SizeClass[B]:
-        """Return the list that blocks of a size are appended to when they are freed."""
+        """Return the list to which freed blocks of a size are appended."""
         home = self._of.get(size)
         if home is None:
             home = self._of[size] = SizeClass(self._log)
@@ -47,11 +51,14 @@ class FreedBlocks(Generic[B]):
         return home
 
     def note_given(self, block: B, size: int) -> None:
-        """Be told that a block is given out, for so many bytes."""
+        """Return the bytes needed if any array could reuse any freed block.
+
+        The log is replayed in the order in which blocks were given out and freed.
+        """
         self._log.append((id(block), size))
 
     def in_order(self) -> int:
-        """Return the bytes that all this would have taken where whatever was freed before may be given to anybody."""
+        """Return the bytes needed if any array could reuse any freed block."""
         again: FreedBlocks[int] = FreedBlocks()
         total = 0
         live: dict[int, int] = {}
@@ -67,7 +74,11 @@ class FreedBlocks(Generic[B]):
         return total
 
     def take(self, size: int, may_have: Callable[[B], bool]) -> tuple[B, SizeClass[B]] | None:
-        """Return a block, and its list: the smallest that is large enough; of one size those freed last, and first, are tried."""
+        """Return a block and its list, for an array of some size.
+
+        The block is the smallest that is large enough. Among blocks of the same size, only those blocks freed last and first are
+        tried.
+        """
         first = bisect_left(self._sizes, size)
         for found in self._sizes[first : first + MOST_SIZES]:
             if found > MOST_TIMES * size:
@@ -78,7 +89,8 @@ class FreedBlocks(Generic[B]):
                 if may_have(block):
                     try:
                         home.remove(block)
-                    except ValueError:  # another thread has taken it
+                    except ValueError:
+                        # Another thread has taken the block.
                         continue
                     return block, home
         return None

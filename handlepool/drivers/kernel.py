@@ -1,4 +1,7 @@
-"""Kernels of our own, as what they compute: each driver has every one (`Driver.kernel`)."""
+"""Describe our own kernels by the computation they perform.
+
+Each driver implements every kernel (`Driver.kernel`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +14,9 @@ from handlepool.tensors.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """The sum of arrays of one shape, in float32 and in their order, and an activation of it; the output may be an input.
+    """Sum arrays of one shape, and apply an activation.
 
-    The sum of no arrays is 0.
+    The sum is in float32 and in the order of the arrays. The output may be an input. The sum of no arrays is 0.
     """
 
     activation: str | None = None
@@ -21,7 +24,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Arrays of one type, one behind the other along an axis; those that lie in their places there already stay as they are."""
+    """Concatenate arrays of one type along an axis.
+
+    An array that already lies at its place in the output stays there.
+    """
 
     axis: int
 
@@ -33,19 +39,22 @@ class Concat:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """One number for each window of (N, C, H, W): its largest element, or its mean, in float32.
+    """Reduce each window of (N, C, H, W) to one number.
+
+    The number is the window's largest element, or its mean, in float32.
 
     Attributes
     ----------
     kind : {"max", "mean"}
-        NaN is the largest.
+        "max" treats NaN as the largest element.
     window, stride, padding : (int, int)
-        Along height and width. What is padded is never the largest, and 0 in a mean; no window lies in it as a whole.
+        Sizes in pixels along height and width. A padded pixel is never the largest, and is 0 in a mean. No window lies
+        entirely in the padding.
     counted : bool
-        Whether the pixels that are padded count in a mean.
+        Whether padded pixels count in a mean.
     ceiling : bool
-        Whether there is a last window that exceeds the padded image, if it begins in the image or before it. What is beyond
-        never counts.
+        Whether there is a last window that exceeds the padded image, if it begins in the image or before it. Pixels beyond
+        the padded image never count.
     """
 
     kind: Literal["max", "mean"]
@@ -56,27 +65,33 @@ class Windows:
     ceiling: bool = False
 
     def count(self, height: int, width: int) -> tuple[int, int]:
-        """Return how many windows an image has along its axes; below 1 where they exceed it."""
+        """Return the number of windows along an image's axes.
+
+        It is below 1 where a window exceeds the image.
+        """
         rows, columns = (self._along(*axis) for axis in zip((height, width), self.padding, self.window, self.stride, strict=True))
         return rows, columns
 
     def _along(self, extent: int, padding: int, window: int, stride: int) -> int:
         room = extent + 2 * padding - window
         if not self.ceiling or room < 0:
+            # A last window may exceed the padded image, but it must not begin behind the image.
             return room // stride + 1
         return min(-(-room // stride), (extent + padding - 1) // stride) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Depthwise:
-    """Each channel of images with a filter of its own of (C, 1, R, S), without gaps, or one repeated, in float32.
+    """Convolve each channel of images with its own filter, in float32.
 
-    Then come a bias (C,), if there is one, and an activation.
+    The filters are (C, 1, R, S), without gaps, or a single filter that repeats. A bias (C,) follows, if there is such, and an
+    activation.
 
     Attributes
     ----------
     stride, padding, dilation : (int, int)
-        Along height and width; zeros before the image. How many are behind it, the output says.
+        Sizes in pixels along height and width. The padding is the number of zeros before the image. The output's shape determines
+        the zeros behind the image.
     activation : str or None
     """
 
@@ -87,7 +102,7 @@ class Depthwise:
 
 
 MOST_TAPS = 49
-"""Of a filter that `Depthwise` takes."""
+"""Largest number of taps in a filter of `Depthwise`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +193,7 @@ class Resample:
     ----------
     mode : {"nearest", "bilinear"}
     scale : (float, float)
-        Pixels of the input for one of the output, along height and width, in float32.
+        Input pixels per output pixel, along height and width, in float32.
     corners : bool
         Whether pixels are points, the outermost ones of both images at the same places. Else they are squares.
     """

@@ -10,23 +10,29 @@ from handlepool.errors import ArgumentError, ArrayTypeError, DeviceMismatchError
 from handlepool.tensors.layout import View
 
 TENSOR_ALIGNMENT = 16
-"""Bytes that every tensor's address is a multiple of: our own kernels assume it, and cuDNN where a graph does not say otherwise.
-An address that is not can end in a misaligned access, which no later call of the process survives."""
+"""Alignment in bytes of every tensor's address.
+
+Our own kernels assume it, and cuDNN assumes it where a graph does not say otherwise. A misaligned address can end in a misaligned
+access, which no later call of the process survives.
+"""
 
 
 def operand_name(index: int, inputs: int = sys.maxsize, outs: int = 0) -> str:
-    """Return what messages call the operand at a place of a call with so many inputs, and so many outputs in its ``out``."""
+    """Return the name of an operand for messages.
+
+    The call has so many inputs, and so many outputs in its ``out``.
+    """
     if index < inputs:
         return f"argument {index}"
     return "out=" if outs == 1 else f"out[{index - inputs}]"
 
 
 ASARRAY = "pool.driver.asarray"
-"""What messages advise, to make an array of the driver's."""
+"""Function that messages advise for making an array of the driver's."""
 
 
 def taken(driver: Driver) -> str:
-    """Return what a driver takes as it is, for messages."""
+    """Name the array types that a driver takes, for messages."""
     return " or ".join(map(kind_of, driver.array_types))
 
 
@@ -38,14 +44,15 @@ def check_operands(
     operand: Callable[[int], str] = operand_name,
     copied: Collection[int] = (),
 ) -> None:
-    """Raise for the first array that a graph on a device cannot take; ``operand`` says what messages call it.
+    """Raise for the first array that a graph cannot take.
 
-    Of those at the places in ``copied`` a copy is launched with, and they may begin at any element.
+    The graph is on a device, and ``operand`` returns an operand's name for messages. A launch copies the operands at the places
+    in ``copied``, so their arrays may begin at any element.
 
     Raises
     ------
     ArrayTypeError
-        For what is no array of the driver's.
+        For an object that is no array of the driver's.
     DeviceMismatchError
         For an array on another device.
     ArgumentError
@@ -63,6 +70,7 @@ def check_operands(
                 f"{name}: {operand(index)} is on device {found} and the current device is {device}; make device {found} "
                 f"current, or copy the array"
             )
+        # An operand that is copied into scratch needs the alignment of its elements alone.
         alignment = array.dtype.itemsize if index in copied else TENSOR_ALIGNMENT
         if array.size and (address := driver.array_pointer(array) % alignment):
             raise ArgumentError(

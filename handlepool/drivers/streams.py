@@ -7,7 +7,10 @@ PER_THREAD_STREAM = 2
 
 
 class Stream(Protocol):
-    """The array library's stream object: weakly referenceable, with free attributes, equal by pointer."""
+    """Represent the array library's stream object.
+
+    It is weakly referenceable, has free attributes, and is equal by pointer.
+    """
 
     ptr: int
     device_id: int
@@ -16,7 +19,10 @@ class Stream(Protocol):
 
 
 class Handle(Protocol):
-    """A cuDNN handle object, as `cudnn.Handle`: `stream` is the pointer it is bound to, None once it was destroyed."""
+    """Represent a cuDNN handle object, as `cudnn.Handle`.
+
+    `stream` is the pointer of the bound stream, or None once the handle was destroyed.
+    """
 
     backend_handle: int | None
     stream: int | None

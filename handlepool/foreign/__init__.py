@@ -1,1 +1,4 @@
-"""What other libraries need beyond their arrays' protocols; each module is imported when one of its arrays is met, not before."""
+"""Serve other libraries beyond their arrays' protocols.
+
+Each module is imported with the first array of its library, not before.
+"""

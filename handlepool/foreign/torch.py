@@ -1,18 +1,20 @@
-"""Torch: tensors as operands, its current stream, and its allocator told where memory crosses streams.
+"""Use torch's tensors, current stream and allocator.
 
-Torch's allocator gives a freed block back to the arena of the stream that was current when the block was allocated, as CuPy's
-does; other than CuPy's it can be told of further streams that use a block (``record_stream``), and then waits for them first.
-So a tensor that a branch's own code allocates belongs to the side stream's arena, and what the branch returns is recorded for
-the caller's stream (guarantee 8). Arguments are kept to the join.
+Tensors serve as operands, and torch's allocator is notified where memory crosses streams.
 
-A recording has a memory pool of torch's to itself. Torch is told of no further streams there: it would record an event on each
-when a block is freed, maybe long after the recording, when the stream is somebody else's, or gone. What crosses streams is held
-instead.
+Torch's allocator returns a freed block to the arena of the stream that was current when the block was allocated, like CuPy's
+allocator. Unlike CuPy's, torch's allocator can record further streams that use a block (``record_stream``), and then waits for
+them first. So a tensor that a branch's own code allocates belongs to the side stream's arena, and the branch's results are
+recorded for the caller's stream (guarantee 8). Arguments are kept to the join.
 
-For cuBLAS torch keeps a workspace by stream, which all graphs that were captured on it use at each replay. So no stream that such
-a recording was made on is used for anything else as long as the program lives. Nor may a recording meet a workspace that was
-allocated elsewhere, or leave one of its own to whoever gets a stream at the same address: torch is told to forget them before
-and after.
+A recording has its own memory pool of torch's. No further streams are recorded there. Torch would record an event on each such
+stream when a block is freed, maybe long after the recording, when the stream has another owner, or is destroyed. Memory that
+crosses streams is held instead.
+
+For cuBLAS torch keeps a workspace by stream. All graphs that were captured on the stream use the workspace at each replay. So a
+stream on which such a recording was made is used for nothing else as long as the program lives. A recording must not use a
+workspace that was allocated elsewhere. It must not leave its own workspace to a later stream at the same address. Torch is
+therefore told to forget the workspaces before and after.
 """
 
 import functools
@@ -66,12 +68,18 @@ def view(tensor: torch.Tensor) -> View:
 
 
 def derives() -> bool:
-    """Whether tensors may have derivatives now that are not in their memory: see `derived`."""
+    """Whether tensors may now have derivatives outside their memory.
+
+    See `derived`.
+    """
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - as `torch.autograd` asks
 
 
 def derived(tensor: FrontendTensor) -> str | None:
-    """Say which derivative a tensor has that a view of its memory loses; None for those of backward mode."""
+    """Say which derivative of a tensor a view of its memory loses.
+
+    Returns None for a tensor with derivatives of backward mode.
+    """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - it has no public name
         return "is inside a transform of torch.func (grad, jvp, vmap), which hides its memory"
     if torch._C._is_fwd_grad_enabled() and forward_ad.unpack_dual(tensor).tangent is not None:  # noqa: SLF001
@@ -80,7 +88,9 @@ def derived(tensor: FrontendTensor) -> str | None:
 
 
 def refuse_derived(name: str, values: Iterable[object]) -> None:
-    """Raise where one of a call's values is a tensor with a derivative that no region can order.
+    """Raise for a tensor with a derivative that no region can order.
+
+    The values are those values that a call was given.
 
     Raises
     ------
@@ -95,7 +105,9 @@ def refuse_derived(name: str, values: Iterable[object]) -> None:
 
 
 def _refuse_derivatives(tensor: torch.Tensor) -> None:
-    """Raise for a tensor whose derivatives a graph function would lose; those of backward mode where gradients are recorded.
+    """Raise for a tensor whose derivatives a graph function would lose.
+
+    Derivatives of backward mode count where gradients are recorded.
 
     Raises
     ------
@@ -122,7 +134,7 @@ def _dtype(kind: object) -> np.dtype[Any]:
 
 
 _elements = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-"""By their bytes, types that CuPy copies as they are."""
+"""Types by their bytes, which CuPy copies unchanged."""
 
 
 def elements(tensor: torch.Tensor) -> View:
@@ -150,23 +162,29 @@ def elements(tensor: torch.Tensor) -> View:
 
 
 def empty_like(tensor: torch.Tensor) -> Any:
-    """Return a new tensor without gaps, with its axes in the order of another one's."""
+    """Return a new tensor without gaps, in another tensor's axis order."""
     return torch.empty_like(tensor.detach(), memory_format=torch.preserve_format)
 
 
 def empty_lying_as(tensor: torch.Tensor) -> Any:
-    """Return a new tensor with the strides of another one."""
+    """Return a new tensor with the strides of another tensor."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], like: torch.Tensor) -> Any:
-    """Return a new tensor on another one's device, allocated for torch's current stream; strides in bytes."""
+    """Return a new tensor on another tensor's device.
+
+    It is allocated for torch's current stream. Strides are in bytes.
+    """
     size = dtype.itemsize
     return torch.empty_strided(shape, [step // size for step in strides], dtype=_types[dtype.name], device=like.device)
 
 
 def written(tensor: torch.Tensor) -> None:
-    """Tell torch that a tensor's memory was written, as its own operations do, so that a backward that needs it says so."""
+    """Tell torch that a tensor's memory was written.
+
+    Torch's own operations do the same. A backward pass that needs the old values then raises an error.
+    """
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 
@@ -182,12 +200,16 @@ def current_stream(device: int) -> int:
 
 @functools.lru_cache(256)
 def _stream(pointer: int, device: int) -> Any:
-    # The object is no more than the pointer, so an old one is as good as a new one. Given 0, ExternalStream makes a new stream.
+    # The object holds the pointer alone, so an old object is as good as a new one would be. Given 0, ExternalStream makes a new
+    # stream.
     return torch.cuda.ExternalStream(pointer, device) if pointer else torch.cuda.default_stream(device)
 
 
 def record(value: object, pointer: int, device: int) -> None:
-    """Tell torch's allocator that the tensors in a value, also in tuples, lists and dictionaries, are used on a stream."""
+    """Record a stream's use of a value's tensors with torch's allocator.
+
+    Tensors in tuples, lists and dictionaries count, too.
+    """
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.layout is torch.strided]
     if tensors:
         stream = _stream(pointer, device)
@@ -196,7 +218,10 @@ def record(value: object, pointer: int, device: int) -> None:
 
 
 def adopt_recorded(array: torch.Tensor) -> Any:
-    """Return a tensor over a CuPy array's memory, for which no stream is made to wait."""
+    """Return a tensor over a CuPy array's memory.
+
+    No stream is made to wait.
+    """
     return torch.from_dlpack(array.__dlpack__(stream=-1))
 
 
@@ -209,9 +234,10 @@ def run_branch(
     kwargs: dict[str, Any],
     held: list[Any] | None = None,
 ) -> T:
-    """Call a function with a stream current for torch, and record the tensors that it returns for the caller's stream.
+    """Call a function with a stream current for torch.
 
-    Or put what it returns into a list, to be held until the recording has ended.
+    The tensors that it returns are recorded for the caller's stream. With ``held``, they are put into that list instead, and held
+    until the recording has ended.
     """
     previous = torch.cuda.current_stream(device)
     torch.cuda.set_stream(_stream(pointer, device))
@@ -230,10 +256,12 @@ def run_branch(
 
 
 class RecordingPool:
-    """Memory of torch's allocator for one recording, and for nothing else. Made and used with its device current.
+    """Hold memory of torch's allocator for one recording.
 
-    It is a pool as `torch.cuda.CUDAGraph` has one, and not a `torch.cuda.MemPool`, whose destructor waits for events. Torch
-    aborts the process where it comes to that while a capture is under way in any thread.
+    The memory serves nothing else. The pool is made and used with its device current.
+
+    It is a pool like that of `torch.cuda.CUDAGraph`, and not a `torch.cuda.MemPool`, whose destructor waits for events. Torch
+    aborts the process where such a wait happens while any thread captures.
 
     Attributes
     ----------
@@ -242,7 +270,7 @@ class RecordingPool:
     """
 
     def __init__(self, device: int) -> None:
-        # What torch's own graphs call has no public names.
+        # Torch's own graphs call functions without public names.
         if not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):  # noqa: SLF001
             raise CaptureError(
                 f"torch uses the GPU, and torch {torch.__version__} has no memory pool for one thread, which a recording needs: "
@@ -251,14 +279,18 @@ class RecordingPool:
         self.nbytes = 0
         self._device = device
         self._pool = device, torch.cuda.graph_pool_handle()
-        self._there = False  # whether torch knows the pool
+        # Whether torch knows the pool.
+        self._there = False
         self._entered = ExitStack()
-        self._starts: list[int] = []  # of its segments, in order
-        self._segments: list[tuple[int, int]] = []  # the end of each, and the stream that it was taken for
-        self._looked = -1  # how many bytes torch had taken from the device in all when they were looked up
+        # Start addresses of the pool's segments, in order.
+        self._starts: list[int] = []
+        # End address of each segment, and the stream that it was taken for.
+        self._segments: list[tuple[int, int]] = []
+        # Bytes that torch had taken from the device in all at the last look-up of the segments.
+        self._looked = -1
 
     def begin(self) -> None:
-        """Have this thread's tensors allocated here."""
+        """Start allocating this thread's tensors in this pool."""
         self._forget_workspaces()
         # A backward pass in torch's own threads would allocate elsewhere.
         self._entered.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -268,21 +300,24 @@ class RecordingPool:
         self._before = self._taken()["allocation"]["all"]["allocated"]
 
     def end(self) -> None:
-        """Have them allocated as before."""
+        """Stop allocating this thread's tensors in this pool."""
         self._entered.close()
-        self._forget_workspaces()  # those of the recording stay in the pool, which gives them to nobody from now on
+        # The recording's workspaces stay in the pool, which gives them to no other user from now on.
+        self._forget_workspaces()
         if self._there:
             self._look()
         self.nbytes = sum(stop - start for start, (stop, _) in zip(self._starts, self._segments, strict=True))
 
     def check(self) -> None:
-        """Raise where the tensors were allocated in another pool, from which others are given their memory later.
+        """Raise where the tensors were allocated in another pool.
 
-        Of pools in use some versions of torch take the one that was entered first.
+        That pool gives their memory to other users later. Some versions of torch use the pool that was entered first.
         """
         self._look()
-        if self._starts or self._taken()["allocation"]["all"]["allocated"] == self._before:  # of all threads
+        # The count covers the allocations of all threads.
+        if self._starts or self._taken()["allocation"]["all"]["allocated"] == self._before:
             return
+        # A tensor of a single byte shows which pool this thread's allocations come from.
         if self.stream_of(torch.empty(1, dtype=torch.uint8, device=f"cuda:{self._device}").data_ptr()) is None:
             raise CaptureError(
                 "torch's tensors are allocated in another pool than the recording's, whose memory others are given later: record "
@@ -290,9 +325,13 @@ class RecordingPool:
             )
 
     def stream_of(self, pointer: int) -> int | None:
-        """Return the stream that a tensor's storage was allocated for; None for memory that is not from here."""
+        """Return the stream that a tensor's storage was allocated for.
+
+        Returns None for memory outside of this pool.
+        """
         place = bisect_right(self._starts, pointer) - 1
         if place < 0 or self._segments[place][0] <= pointer:
+            # A new segment can exist only after torch has taken more memory from the device.
             if self._taken()["reserved_bytes"]["all"]["allocated"] == self._looked:
                 return None
             self._look()
@@ -301,13 +340,17 @@ class RecordingPool:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Where its segments begin and end; known once the recording has ended."""
+        """Addresses where the pool's segments begin and end.
+
+        They are known once the recording has ended.
+        """
         return [(start, stop) for start, (stop, _) in zip(self._starts, self._segments, strict=True)]
 
     def storages(self, *values: object) -> Iterator[tuple[int, Any]]:
-        """Yield the storages of the GPU tensors that are reached from values, each with the address that it begins at.
+        """Yield the storages of the GPU tensors reached from values.
 
-        Of tensors without strided memory the tensors themselves, with numbers that are no addresses.
+        Each storage comes with the address where it begins. A tensor without strided memory comes itself, with a number that is
+        no address.
         """
         for leaf in leaves(*values, calls=True):
             tensor = leaf.owner if type(leaf) is View else leaf
@@ -334,13 +377,15 @@ class RecordingPool:
 
     @staticmethod
     def _forget_workspaces() -> None:
-        # What torch's own recordings call, which makes no call of CUDA's: each goes back to the pool that it came from.
+        # Torch's own recordings call this function. It makes no call of CUDA's. Each workspace returns to the pool that it came
+        # from.
         torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
 
     def close(self) -> None:
-        """Let torch have it back: it goes to the device when torch is short of memory, or is told to empty its cache.
+        """Return the memory to torch.
 
-        What a tensor uses stays until that is gone. Makes no call of CUDA's.
+        The memory returns to the device when torch is short of memory, or is told to empty its cache. Memory of a live tensor
+        stays until the tensor is gone. Makes no call of CUDA's.
         """
         if self._there:
             self._there = False
@@ -348,7 +393,10 @@ class RecordingPool:
 
 
 def recording_pool(device: int) -> RecordingPool | None:
-    """Return memory for a recording; None where torch's allocator is the driver's own, whose allocations are captured."""
+    """Return memory for a recording.
+
+    Returns None where torch's allocator is the driver's own allocator, whose allocations are captured.
+    """
     return RecordingPool(device) if torch.cuda.get_allocator_backend() == "native" else None
 
 
@@ -358,18 +406,24 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def version(tensor: torch.Tensor) -> int | None:
-    """Return what torch counts on with each write to a tensor's storage; None where it does not count."""
+    """Return torch's count of writes to a tensor's storage.
+
+    Returns None where torch does not count.
+    """
     return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - it has no public name
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Return what the tensors of one storage have in common."""
+    """Return the address that all tensors of a storage share."""
     pointer: int = tensor.untyped_storage().data_ptr()
     return pointer
 
 
 def read_unordered(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
-    """Return the bytes of a tensor's elements, after torch's current stream; None under a capture, and where it has no bytes."""
+    """Return the bytes of a tensor's elements on the host.
+
+    They are read after torch's current stream. Returns None under a capture, and for a tensor without bytes.
+    """
     if tensor.layout is not torch.strided or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     try:

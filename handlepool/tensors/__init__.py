@@ -1,1 +1,1 @@
-"""What a tensor is to cuDNN: shape, strides, type, and its interchange with other libraries."""
+"""Describe a tensor to cuDNN: shape, strides, type and interchange."""

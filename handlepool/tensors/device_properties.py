@@ -1,4 +1,7 @@
-"""A GPU as cuDNN describes it, by which plans are made where that GPU is not."""
+"""Describe a GPU by cuDNN's properties.
+
+Plans can be made from the description where that GPU is absent.
+"""
 
 import json
 from dataclasses import dataclass, field
@@ -9,7 +12,10 @@ from handlepool._util.names import shown
 from handlepool.errors import ArgumentError, DriverNotAvailableError
 
 VERSION = "cudnnVersion"
-"""The key of ours among cuDNN's, which passes over keys that it does not know: the version that wrote the others."""
+"""Key for the cuDNN version that wrote the properties.
+
+The key is ours. cuDNN ignores keys that it does not know.
+"""
 KEYS = (
     "maxGridSize",
     "maxBlockSize",
@@ -35,7 +41,7 @@ KEYS = (
     "driverVer",
     "deviceName",
 )
-"""What every cuDNN asks for that was tried, from 9.19 on."""
+"""Keys that every tested cuDNN requires, from 9.19 on."""
 KIND = (
     "deviceName",
     "deviceVer",
@@ -45,14 +51,20 @@ KIND = (
     "multiProcessorCount",
     "totalGlobalMem",
 )
-"""What tells one kind of device from others: what CUDA's driver answers at once. For all of it cuDNN takes over a millisecond."""
+"""Keys that tell one kind of device from another kind.
+
+CUDA's driver answers them at once. cuDNN takes over a millisecond to answer all keys.
+"""
 LATER = ("memoryBusWidth",)
-"""What a later one asks for, too: 9.28 refuses a description without it, and 9.19 writes none."""
+"""Keys that a later cuDNN requires.
+
+9.28 refuses a description without them, and 9.19 writes none of them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """A GPU as cuDNN describes it: what its heuristics ask a device for.
+    """Describe a GPU by the properties that cuDNN's heuristics read.
 
     Parameters
     ----------
@@ -62,12 +74,12 @@ class DeviceProperties:
     Attributes
     ----------
     text : str
-        The same with its keys in order, so that what is equal has equal texts.
+        The same JSON with its keys in order, so that equal descriptions have equal texts.
 
     Raises
     ------
     ArgumentError
-        For what is no JSON object, and for a missing key, by its name.
+        For text that is no JSON object, and for a missing key. The message names the key.
     """
 
     text: str
@@ -94,6 +106,7 @@ class DeviceProperties:
         for key in (VERSION, "deviceVer"):
             if type(found[key]) is not int:
                 raise ArgumentError(f"properties of a device have {found[key]!r} as {key!r}; it must be an integer")
+        # The class is frozen, so `object.__setattr__` sets the attributes.
         object.__setattr__(self, "text", json.dumps(found, sort_keys=True))
         object.__setattr__(self, "_values", found)
 
@@ -104,9 +117,9 @@ class DeviceProperties:
         Raises
         ------
         ArgumentError
-            For what is no ordinal.
+            For a value that is no ordinal.
         DriverNotAvailableError
-            Where there is no such GPU, or no libcudnn.
+            If there is no such GPU, or no libcudnn.
         """
         import cudnn
 
@@ -136,10 +149,10 @@ class DeviceProperties:
 
     @property
     def native(self) -> Any:
-        """The frontend's object, which graphs are planned with.
+        """The frontend's object for planning graphs.
 
-        It is an ArgumentError where the installed cuDNN asks for what this has not, and a DriverNotAvailableError where there is
-        no libcudnn, or not what it loads.
+        Raises ArgumentError where the installed cuDNN requires a key that this description lacks. Raises DriverNotAvailableError
+        where libcudnn or a library that it loads is missing.
         """
         import cudnn
 
@@ -164,5 +177,8 @@ class DeviceProperties:
 
     @property
     def kind(self) -> dict[str, Any]:
-        """What tells this kind of device from others (`KIND`): not where it is plugged in, nor who described it."""
+        """The properties that identify this kind of device (`KIND`).
+
+        They do not say where the device is plugged in, nor which cuDNN described it.
+        """
         return {key: self._values[key] for key in KIND}

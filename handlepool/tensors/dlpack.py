@@ -1,7 +1,9 @@
-"""Reads arrays of other libraries by DLPack and by the CUDA array interface, without the library and without a copy.
+"""Read arrays of other libraries by DLPack and the CUDA array interface.
 
-A capsule is read and not consumed: it stays what keeps the memory alive, and its end gives the memory back. (DLPack, C API of
-version 1, https://dmlc.github.io/dlpack/latest/c_api.html; CUDA Array Interface, version 3, of Numba's documentation.)
+Reading needs neither the library nor a copy.
+
+A capsule is read and not consumed. It keeps the memory alive, and its end releases the memory. (DLPack, C API of version 1,
+https://dmlc.github.io/dlpack/latest/c_api.html; CUDA Array Interface, version 3, of Numba's documentation.)
 """
 
 import ctypes
@@ -14,8 +16,10 @@ from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import HOST, UNKNOWN, View, as_dtype
 
-_HOST_MEMORY = (1, 3, 11)  # of the CPU, and pinned by CUDA or by ROCm
-_GPU_MEMORY = (2, 13)  # of a CUDA device, and managed
+# DLPack's device types of CPU memory, and of memory pinned by CUDA or by ROCm.
+_HOST_MEMORY = (1, 3, 11)
+# DLPack's device types of a CUDA device's memory, and of managed memory.
+_GPU_MEMORY = (2, 13)
 _KINDS = {0: "int", 1: "uint", 2: "float", 6: "bool"}
 _NAMED = {4: "bfloat16", 10: "float8_e4m3fn", 12: "float8_e5m2"}
 _READ_ONLY = 1
@@ -54,7 +58,7 @@ _is_called.restype, _is_called.argtypes = ctypes.c_int, (ctypes.py_object, ctype
 
 
 def device_of(array: Any) -> int:
-    """Return the ordinal of the GPU that an array says it is on, or `HOST`."""
+    """Return the ordinal of an array's GPU, or `HOST`."""
     kind, ordinal = array.__dlpack_device__()
     kind = int(kind)
     if kind in _HOST_MEMORY:
@@ -72,12 +76,12 @@ def from_dlpack(array: Any, stream: int) -> View:
     array : object
         With ``__dlpack__`` and ``__dlpack_device__``.
     stream : int
-        The ``cudaStream_t`` that will read the array: its library orders that stream after whatever makes the array.
+        The ``cudaStream_t`` that will read the array. Its library orders the stream after the work that makes the array.
 
     Raises
     ------
     ArrayTypeError
-        For what its library does not hand out, and for types that cuDNN has not.
+        For an array that its library does not export, and for types that cuDNN lacks.
     """
     device = device_of(array)
     # 0 is ambiguous in the protocol, and means the legacy default stream here.
@@ -85,7 +89,8 @@ def from_dlpack(array: Any, stream: int) -> View:
     try:
         try:
             capsule = array.__dlpack__(max_version=(1, 0), **asked)
-        except TypeError:  # a library of before DLPack 1
+        except TypeError:
+            # The library is older than DLPack 1.
             capsule = array.__dlpack__(**asked)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ArrayTypeError(f"a {kind_of(array)} does not hand out its memory: {error}") from error
@@ -118,12 +123,12 @@ def from_cuda_array(array: Any) -> tuple[View, int | None]:
     -------
     View
     int or None
-        The stream that the array's library says its memory is in use on; None where it says nothing.
+        The stream on which the array's library says that its memory is in use; None where it says nothing.
 
     Raises
     ------
     ArrayTypeError, ArgumentError
-        For what the interface describes and cuDNN cannot take.
+        For an array that cuDNN cannot take.
     """
     described = array.__cuda_array_interface__
     if described.get("mask") is not None:

@@ -1,6 +1,7 @@
-"""What both drivers ask of nvidia-cudnn-frontend: its data types, by NumPy's, and an empty graph.
+"""Provide the frontend's data types, and empty graphs, to both drivers.
 
-The frontend is imported when it is first needed, so that importing handlepool stays light.
+NumPy's types map to those types. nvidia-cudnn-frontend is imported when it is first needed, so that importing handlepool stays
+light.
 """
 
 from functools import cache
@@ -33,18 +34,19 @@ def data_type(dtype: Any) -> Any:
     Parameters
     ----------
     dtype : numpy.dtype or what makes one
-        bfloat16 and the 8-bit floating-point types are those of ml_dtypes.
+        bfloat16 and the 8-bit floating-point types come from ml_dtypes.
 
     Raises
     ------
     ArrayTypeError
-        For a type that cuDNN has not.
+        For a type that cuDNN lacks.
     """
     return _data_type(np.dtype(dtype))
 
 
+# The result is cached, because NumPy takes microseconds to compute a type's name.
 @cache
-def _data_type(dtype: np.dtype[Any]) -> Any:  # NumPy takes microseconds for a name
+def _data_type(dtype: np.dtype[Any]) -> Any:
     import cudnn
 
     if dtype.name not in NAMES:
@@ -53,12 +55,12 @@ def _data_type(dtype: np.dtype[Any]) -> Any:  # NumPy takes microseconds for a n
 
 
 def numpy_dtype(kind: Any) -> np.dtype[Any]:
-    """NumPy's type for one of the frontend's.
+    """Return NumPy's type for a type of the frontend.
 
     Raises
     ------
     ArrayTypeError
-        For a type that NumPy has not, or that needs ml_dtypes where that is missing.
+        For a type that NumPy lacks, or that needs ml_dtypes where the package is missing.
     """
     return _numpy_dtype(kind.name)
 
@@ -107,14 +109,14 @@ def new_graph(
     ----------
     name : str
     io_dtype, intermediate_dtype, compute_dtype : numpy.dtype, optional
-        Types of real tensors, of tensors between nodes, and of the arithmetic, where nothing else says.
+        Default types of real tensors, of tensors between nodes, and of the arithmetic.
     device : DeviceProperties, optional
-        A described device to plan for. Without one, the graph is read alone, or is given a handle before it is planned.
+        A described device to plan for. Without a description, the graph is read alone, or is given a handle before it is planned.
 
     Raises
     ------
     ArgumentError
-        For a description that the installed cuDNN does not take.
+        If the installed cuDNN does not take the description.
     """
     import cudnn
 

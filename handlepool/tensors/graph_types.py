@@ -1,4 +1,7 @@
-"""Type arrays of drivers, and the graphs, nodes and tensors of the frontend as the package reads them."""
+"""Type driver arrays, and the frontend's graphs, nodes and tensors.
+
+The types have the attributes that the package reads.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -7,7 +10,10 @@ import numpy as np
 
 
 class DeviceArray(Protocol):
-    """An array of a driver, as far as CuPy's and the host driver's are alike."""
+    """Represent an array of a driver.
+
+    It has the attributes that arrays of CuPy and of the host driver share.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
-"""Our own rules for the shape of every tensor of a graph, and for the shape, strides and type of every real output.
+"""Infer the shape of every tensor, and the layout of real outputs.
 
-Both drivers apply them before they compile. Three reasons stand behind rules of our own: the frontend infers on
-`validate`, which without a GPU raises and freezes the graph; it lets mismatched channels pass; and it hands the backend
-only strides that were *assigned*, so an output without them comes back channels-last whatever the input's layout was.
+The rules give a real output its shape, strides and type. Both drivers apply them before they compile.
+
+The rules are our own for three reasons. The frontend infers on `validate`, which without a GPU raises and freezes the graph. It
+lets mismatched channels pass. It gives the backend only strides that were *assigned*, so an output without assigned strides comes
+back channels-last for any layout of the input.
 """
 
 import math
@@ -19,11 +21,18 @@ Shape = tuple[int, ...]
 MOST_AXES = 8
 """Of a tensor: CUDNN_DIM_MAX in cuDNN's documentation."""
 MERGED = ("POINTWISE", "MATMUL")
-"""Kinds of nodes whose axes are merged before cuDNN sees them, so that there may be any number (`handlepool.graphs.forms`)."""
+"""Kinds of nodes whose axes are merged before cuDNN sees them.
+
+They may therefore have any number of axes (`handlepool.graphs.forms`).
+"""
 MOST_ELEMENTS = 2**31 - 1
-"""Of a tensor, gaps between its elements and padding around it included: what 32 bits count. cuDNN's documentation limits a
-tensor with its gaps to two giga-elements (cudnnSetTensorNdDescriptor). From cuDNN 9.3 on some engines take more, and not all of
-these are right (PyTorch's issue #152816)."""
+"""Most elements of a tensor, gaps and padding included.
+
+32 bits count so many elements.
+
+cuDNN's documentation limits a tensor with its gaps to two giga-elements (cudnnSetTensorNdDescriptor). From cuDNN 9.3 on some
+engines take more elements, and some of these engines compute wrong results (PyTorch's issue #152816).
+"""
 
 
 def title(node: FrontendNode) -> str:
@@ -34,9 +43,9 @@ def title(node: FrontendNode) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """What a convolution node was given besides its tensors; one entry per spatial axis.
+    """Hold the parameters of a convolution node, per spatial axis.
 
-    Padding lies `before` and `after` the image; a `flipped` filter is the mathematical convolution, otherwise it is
+    Padding lies `before` and `after` the image. A `flipped` filter is the mathematical convolution. Otherwise the node computes
     the correlation that neural networks mean.
     """
 
@@ -48,7 +57,9 @@ class Convolution:
 
     @classmethod
     def of(cls, node: FrontendNode, rank: int) -> "Convolution":
-        """Read and check the parameters of a convolution node over tensors of ``rank`` axes.
+        """Read and check the parameters of a convolution node.
+
+        Its tensors have ``rank`` axes.
 
         Raises
         ------
@@ -88,11 +99,14 @@ class Convolution:
         )
 
     def extent(self, taps: Sequence[int]) -> Shape:
-        """Return what the dilated filter covers on each spatial axis."""
+        """Return the extent of the dilated filter on each spatial axis."""
         return tuple((tap - 1) * dilation + 1 for tap, dilation in zip(taps, self.dilation, strict=True))
 
     def forward(self, size: Sequence[int], taps: Sequence[int]) -> Shape:
-        """Return the spatial extents that come out for those of image and filter; below 1 where nothing does."""
+        """Return the output's spatial extents for an image and a filter.
+
+        An extent is below 1 where the output is empty.
+        """
         return tuple(
             (size[i] + self.before[i] + self.after[i] - extent) // self.stride[i] + 1
             for i, extent in enumerate(self.extent(taps))
@@ -105,10 +119,12 @@ class Convolution:
         )
 
     def transposes(self, size: Sequence[int], taps: Sequence[int], image: Sequence[int]) -> bool:
-        """Whether a transposed convolution of ``size`` may have the spatial extents of ``image``.
+        """Whether a transposed convolution can produce the image's spatial extents.
 
-        As in torch, the output padding, which is how far an image exceeds the smallest one, is less than stride or dilation. From
-        the stride on the image leads to more than ``size``, and the loss counts as 0 there.
+        The loss has the extents ``size``.
+
+        As in torch, the output padding is less than stride or dilation. It is the number of pixels by which an image exceeds the
+        smallest image. From the stride on, the image corresponds to a loss larger than ``size``, and the loss counts as 0 there.
         """
         smallest = self.smallest(size, taps)
         return all(0 <= image[i] - smallest[i] < max(self.stride[i], self.dilation[i]) for i in range(len(smallest)))
@@ -120,11 +136,14 @@ def conv_fprop(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape,
 
 
 def conv_dgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Loss (N, K, …) and filter (K, C / groups, …); several images fit when the stride is not 1."""
+    """Infer an image's shape from loss and filter.
+
+    The loss is (N, K, …) and the filter (K, C / groups, …). Several images fit when the stride is not 1.
+    """
     loss, weight = _operands(node, inputs, "loss", "filter")
     geometry = Convolution.of(node, len(loss))
     smallest = (loss[0], weight[1], *geometry.smallest(loss[2:], weight[2:]))
-    # The frontend's builder fills in `smallest` by itself; what differs from it, or was assigned, is the caller's word.
+    # The frontend's builder fills in `smallest` by itself. A differing or assigned shape is therefore the caller's own.
     shape = declared if assigned or (declared and declared != smallest) else smallest
     if shape is smallest and max(geometry.stride) > 1:
         raise ArgumentError(
@@ -140,7 +159,10 @@ def conv_dgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape,
 
 
 def conv_wgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Image (N, C, …) and loss (N, K, …); the filter's shape has to be declared."""
+    """Take a filter's declared shape, and check it.
+
+    The image is (N, C, …) and the loss (N, K, …). The filter's shape has to be declared.
+    """
     image, loss = _operands(node, inputs, "image", "loss")
     if not declared:
         raise ArgumentError(
@@ -155,8 +177,12 @@ def conv_wgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape,
 
 
 def pointwise(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Broadcast inputs with the same number of axes, each extent equal or 1; scalars passed by value fit anything."""
+    """Broadcast inputs with the same number of axes.
+
+    Each extent is equal or 1. Scalars passed by value fit any shape.
+    """
     arrays = [shape for port, shape in inputs.items() if not node.inputs[port].is_pass_by_value]
+    # A node of scalars alone takes their shapes.
     arrays = arrays or list(inputs.values())
     listed = ", ".join(map(str, arrays))
     if len({len(shape) for shape in arrays}) > 1:
@@ -170,7 +196,10 @@ def pointwise(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, 
 
 
 def matmul(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Multiply A (…, M, K) and B (…, K, N); batch extents equal or 1."""
+    """Multiply A (…, M, K) and B (…, K, N).
+
+    Batch extents are equal or 1.
+    """
     a, b = inputs["A"], inputs["B"]
     batches = list(zip(a[:-2], b[:-2], strict=False))
     if len(a) != len(b) or len(a) < 2 or a[-1] != b[-2] or any(x != y and 1 not in (x, y) for x, y in batches):
@@ -182,12 +211,18 @@ def matmul(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, ass
 
 
 def broadcast(extents: Sequence[int]) -> int:
-    """Return the extent that extents of 1 and one other broadcast to; the other may be 0."""
+    """Return the extent that the given extents broadcast to.
+
+    They are 1, or a single other extent, which may be 0.
+    """
     return 0 if 0 in extents else max(extents)
 
 
 def reduction(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Input of any shape; the output's shape has to be declared, with 1 where it is reduced."""
+    """Take a reduction's declared output shape, and check it.
+
+    The input has any shape. The output's shape is 1 along reduced axes.
+    """
     source = inputs["input"]
     if getattr(node.params.get("mode"), "name", "NOT_SET") == "NOT_SET":
         raise ArgumentError(f"{title(node)}: has no mode; give one of cudnn.reduction_mode, such as ADD")
@@ -200,7 +235,10 @@ def reduction(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, 
 
 
 def reshape(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Input of any shape; the output's shape has to be declared, with as many elements."""
+    """Take a reshape's declared output shape, and check it.
+
+    The input has any shape. The output's shape has as many elements.
+    """
     if not declared or math.prod(declared) != math.prod(inputs["input"]):
         raise ArgumentError(
             f"{title(node)}: its input is {inputs['input']} and its output {declared or 'undeclared'}; "
@@ -210,7 +248,10 @@ def reshape(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, as
 
 
 def permutation(node: Any, rank: int) -> Shape:
-    """Return the axes of a transpose's input in the order of its output's; ArgumentError for what is no permutation."""
+    """Return a transpose's input axes in the order of its output.
+
+    Raises ArgumentError for a value that is no permutation.
+    """
     given = node.params.get("permutation")
     try:
         axes = tuple(map(as_integer, given))
@@ -224,13 +265,13 @@ def permutation(node: Any, rank: int) -> Shape:
 
 
 def transpose(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Turn the axes of an input of any shape into the order that the permutation gives."""
+    """Permute the axes of an input of any shape."""
     source = inputs["input"]
     return tuple(source[axis] for axis in permutation(node, len(source)))
 
 
 def concatenate(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Lay inputs one behind the other along an axis; their other extents are equal."""
+    """Concatenate inputs along an axis; their other extents are equal."""
     shapes = list(inputs.values())
     axis = concatenation_axis(node, len(shapes[0]) if shapes else 0)
     if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) > 1:
@@ -244,7 +285,10 @@ def concatenate(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape
 
 
 def concatenation_axis(node: FrontendNode, rank: int) -> int:
-    """Return the axis along which a node concatenates inputs of ``rank`` axes; ArgumentError for what is none of these."""
+    """Return the axis along which a node concatenates its inputs.
+
+    The inputs have ``rank`` axes. Raises ArgumentError for a value that is no axis of theirs.
+    """
     return _index(node, "axis", rank, "axes")
 
 
@@ -257,7 +301,9 @@ def _index(node: FrontendNode, name: str, count: int, of: str) -> int:
 
 
 def attention(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Take queries (N, H, L, E), keys (N, H, S, E) and values (N, H, S, D), and give (N, H, L, D).
+    """Infer the attention output (N, H, L, D) from its inputs.
+
+    Queries are (N, H, L, E), keys (N, H, S, E) and values (N, H, S, D).
 
     Statistics are (N, H, L, 1), as the frontend declares them.
     """
@@ -268,6 +314,7 @@ def attention(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned:
     full = (*q[:3], k[2])
     if len(bias) != 4 or any(extent not in (1, whole) for extent, whole in zip(bias, full, strict=True)):
         raise ArgumentError(f"{title(node)}: bias {bias} does not broadcast to the scores, (N, H, L, S) of {full}")
+    # The rule serves both outputs, and tells them apart by the declared shape.
     return declared if declared == (*q[:3], 1) else (*q[:3], v[3])
 
 
@@ -283,7 +330,10 @@ RULES: Mapping[str, Callable[[Any, Mapping[str, Shape], Shape, bool], Shape]] = 
     "CONCATENATE": concatenate,
     "SDPA": attention,
 }
-"""By the frontend's name of the node kind: (node, input shapes, what its output declares, whether by `set_dim`)."""
+"""Rules by the frontend's name of the node kind.
+
+A rule takes the node, its input shapes, the declared output shape, and whether `set_dim` declared it.
+"""
 
 
 def _operands(node: FrontendNode, inputs: Mapping[str, Shape], first: str, second: str) -> tuple[Shape, Shape]:
@@ -332,7 +382,10 @@ def _convolved(node: FrontendNode, image: Shape, weight: Shape) -> Shape:
 
 
 def _yields(node: FrontendNode, image: Shape, weight: Shape, loss: Shape, transposed: Convolution | None = None) -> bool:
-    """Whether an image and a weight lead to a loss; with ``transposed``, whether they may in a transposed convolution."""
+    """Whether an image and a weight lead to a loss.
+
+    With ``transposed``, whether they may lead to it in a transposed convolution.
+    """
     if not len(image) == len(weight) == len(loss) or min(*image, *weight) < 0:
         return False
     found = _convolved(node, image, weight)
@@ -359,7 +412,8 @@ def axis_order(shape: Sequence[int], strides: Sequence[int]) -> Shape:
     """
     rank = len(shape)
     telling = [axis for axis in range(rank) if shape[axis] > 1 and strides[axis] != 0]
-    order = sorted(telling, key=strides.__getitem__, reverse=True)  # stable: equal strides keep the axes' own order
+    # The sort is stable, so axes of equal strides keep their own order.
+    order = sorted(telling, key=strides.__getitem__, reverse=True)
     for candidate in (tuple(range(rank)), (0, *range(2, rank), 1)):
         if rank > 1 and order == [axis for axis in candidate if axis in telling]:
             return candidate
@@ -387,13 +441,15 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> S
 
 
 def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[int, Shape]:
-    """Give every tensor of a graph its shape, and make ``outputs`` real, with shape, strides and type.
+    """Infer every tensor's shape, and make ``outputs`` real.
 
-    Does not call ``graph.validate()``; needs no GPU and no libcudnn. What the caller assigned (`set_dim`, `set_stride`,
-    `set_data_type`) stays, and is checked against what the node computes. Strides that were not assigned are dense, in
-    the axis order of the first real tensor that the output is made of (through first inputs); of a pointwise node's
-    inputs the first with the output's own shape counts. What `matmul` and `reshape` return is row-major; a transpose leaves the
-    order in memory as it is.
+    Real outputs get shape, strides and type.
+
+    Does not call ``graph.validate()``, and needs neither a GPU nor libcudnn. Assigned values (`set_dim`, `set_stride`,
+    `set_data_type`) stay, and are checked against the node's own result. Strides that were not assigned are dense. Their axis
+    order is that of the first real tensor that the output is made of, through first inputs. Of a pointwise node's inputs the
+    first input with the output's own shape counts. Outputs of `matmul` and `reshape` are row-major. A transpose leaves the order
+    in memory unchanged.
 
     Parameters
     ----------
@@ -430,6 +486,7 @@ def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[i
                 shapes[tensor.uid] = _output_shape(node, port, tensor, shapes)
                 orders[tensor.uid] = _output_order(node, tensor, shapes, orders)
     seen: set[int] = set()
+    # A tensor of another graph may have the same uid, so the check compares identity.
     for tensor in outputs:
         uid = getattr(tensor, "uid", -1)
         if made.get(uid) is not tensor or tensor is None:

@@ -1,4 +1,7 @@
-"""How an array lies in memory: what a plan takes and gives, and what it can be built for before there are arrays."""
+"""Describe how an array lies in memory.
+
+Plans take and produce such layouts, and can be built for layouts before there are arrays.
+"""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -23,15 +26,24 @@ HOST = -1
 UNKNOWN = -2
 """Stands for a device's ordinal where the library does not say."""
 _MOST_WORK: Any = 10_000
-"""How hard to try to prove that two strided arrays share no byte; past it they count as sharing."""
+"""Work bound of the proof that strided arrays share no byte.
+
+Past the bound, the arrays count as sharing.
+"""
 _SOMEWHERE = 1 << 60
-"""An address from which none that is needed lies beyond zero: only distances count."""
+"""Address that stands for any address: only distances count.
+
+It is so large that no needed address falls below zero.
+"""
 _MOST_DISTANCES = 64
-"""Of two views of one block, for which it is known whether they share an element."""
+"""Number of cached distances between two views of one block.
+
+For each distance the cache knows whether the views share an element.
+"""
 
 
 class View:
-    """An array of another library's memory; neither copied nor freed here.
+    """View another library's array without copying or freeing its memory.
 
     Attributes
     ----------
@@ -69,7 +81,10 @@ class View:
 
     @property
     def data(self) -> "View":
-        """Itself: CuPy's arrays have their pointer and their device there, and a launch reads both forms alike."""
+        """The view itself, because CuPy's arrays keep pointer and device there.
+
+        A launch thus reads both forms alike.
+        """
         return self
 
     @property
@@ -88,7 +103,10 @@ class View:
 
 
 class _Interface:
-    """A view by NumPy's array interface, which has no name for the types of ml_dtypes: elements are as many raw bytes."""
+    """Expose a view by NumPy's array interface, as raw bytes.
+
+    The interface has no names for the types of ml_dtypes.
+    """
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -103,18 +121,27 @@ class _Interface:
 
 Strided = tuple[int, tuple[int, ...], tuple[int, ...], int]
 Piece = tuple[int, int, Strided | None]
-"""Memory of an array: where it begins and ends, in bytes, and, where not every byte in between is the array's, the address of the
-first element, the shape, the strides in bytes and the bytes of an element."""
+"""An array's memory: begin and end address, and gaps.
+
+Where bytes in between are not the array's, the third item describes the array. It has the address of the first element, the
+shape, the strides in bytes and the bytes of an element.
+"""
 
 
 def span(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """Return where an array's memory begins and ends, whose first element is at an address; strides in bytes, also negative."""
+    """Return the addresses where an array's memory begins and ends.
+
+    Its first element is at ``address``. Strides are in bytes, and may be negative.
+    """
     ends = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
     return address + sum(end for end in ends if end < 0), address + sum(end for end in ends if end > 0) + itemsize
 
 
 def share_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    """Whether two arrays have a byte in common, or may have, where that takes too long to tell."""
+    """Whether two arrays share a byte, or may share a byte.
+
+    The answer is True where the proof takes too long.
+    """
     try:
         return np.shares_memory(one, other, max_work=_MOST_WORK)
     except np.exceptions.TooHardError:
@@ -122,7 +149,7 @@ def share_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
 
 
 def bytes_at(begin: int, end: int, owner: object) -> np.ndarray[Any, Any]:
-    """Return the host's memory from one address to another one as an array of bytes, which keeps its owner."""
+    """Return host memory as an array of bytes, which keeps its owner."""
     return np.asarray(_Bytes(begin, end, owner))
 
 
@@ -133,7 +160,10 @@ class _Bytes:
 
 
 def piece(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Piece:
-    """Return the memory of an array by its geometry; nothing, at its address, for one without elements."""
+    """Return an array's memory by its geometry.
+
+    An array without elements has an empty piece at its address.
+    """
     shape, strides = tuple(shape), tuple(strides)
     start, stop, gaps = _reach(shape, strides, itemsize)
     return address + start, address + stop, (address, shape, strides, itemsize) if gaps else None
@@ -141,7 +171,10 @@ def piece(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: 
 
 @lru_cache(maxsize=4096)
 def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int, bool]:
-    """Return where an array begins and ends behind its first element, and whether there are gaps in it."""
+    """Return an array's begin, end and gaps.
+
+    Begin and end are offsets in bytes from the first element. The last value says whether there are gaps.
+    """
     if 0 in shape:
         return 0, 0, False
     start, stop = span(0, shape, strides, itemsize)
@@ -150,9 +183,11 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> t
 
 @lru_cache(maxsize=4096)
 def one_run(shape: tuple[int, ...], strides: tuple[int, ...], others: tuple[int, ...], itemsize: int) -> bool:
-    """Whether two arrays of one shape lie alike, each in one run of bytes from its address on: no gap, nothing twice.
+    """Whether two arrays lie alike, each in a single run of bytes.
 
-    False where there are no elements. Strides of axes of extent 1 say nothing.
+    The arrays have the same shape. A run begins at an array's address, has no gap and no byte twice.
+
+    False where there are no elements. Strides of axes of extent 1 do not count.
     """
     if 0 in shape:
         return False
@@ -166,16 +201,23 @@ def one_run(shape: tuple[int, ...], strides: tuple[int, ...], others: tuple[int,
 
 
 def share(one: Piece, other: Piece) -> bool:
-    """Whether two pieces of memory have a byte in common. NumPy says so from addresses alone, and reads nothing."""
+    """Whether two pieces of memory share a byte.
+
+    NumPy decides from addresses alone, and reads no memory.
+    """
     if one[1] <= other[0] or other[1] <= one[0]:
         return False
+    # Pieces without gaps share a byte where their ranges overlap.
     if one[2] is None and other[2] is None:
         return True
     return share_bytes(_bytes_of(one), _bytes_of(other))
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether two elements of an array share a byte, or may: an axis steps into what the quicker axes reach over."""
+    """Whether two elements of an array share a byte, or may.
+
+    They may where an axis steps into the reach of the axes with smaller strides.
+    """
     if 0 in shape:
         return False
     reach = itemsize
@@ -187,13 +229,15 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int)
 
 
 def meeting(one: "Layout", other: "Layout") -> Callable[[int], bool] | None:
-    """Return what tells whether arrays that lie so share an element, by how many bytes the other one begins behind the first.
+    """Return the test whether two arrays share an element, by distance.
 
-    None where neither has gaps, so that it is enough to compare where they begin and end.
+    The distance is the number of bytes between the begin of the first array and the begin of the other array. Returns None where
+    neither has gaps, so that it is enough to compare their begins and ends.
     """
     if one.piece(_SOMEWHERE)[2] is None and other.piece(_SOMEWHERE)[2] is None:
         return None
 
+    # The answer depends on the distance alone, so it is cached by distance.
     @lru_cache(maxsize=_MOST_DISTANCES)
     def meet(distance: int) -> bool:
         return share(one.piece(_SOMEWHERE), other.piece(_SOMEWHERE + distance))
@@ -208,12 +252,13 @@ def _bytes_of(memory: Piece) -> np.ndarray[Any, Any]:
 
 
 class Ranges:
-    """Stretches of memory, each from its begin to its end."""
+    """Hold ranges of memory, each from its begin to its end."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
         for start, stop in sorted(ranges):
+            # Ranges that touch are merged, so that a piece across both is found inside a single range.
             if self._stops and start <= self._stops[-1]:
                 self._stops[-1] = max(stop, self._stops[-1])
             else:
@@ -233,7 +278,10 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Shape, strides in bytes and type of an array; equal for arrays that a plan cannot tell apart."""
+    """Hold an array's shape, strides in bytes and type.
+
+    Layouts are equal for arrays that a plan cannot tell apart.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -242,7 +290,7 @@ class Layout:
     @classmethod
     def of(cls, array: DeviceArray) -> "Layout":
         """Return the layout of anything with ``shape``, ``strides`` in bytes and ``dtype``."""
-        # A launch on the host driver compares the layouts of all its arrays: this spares it the call of `__init__`.
+        # A launch on the host driver compares the layouts of all its arrays, and this way spares it the call of `__init__`.
         layout = _new(cls)
         _set(layout, "shape", tuple(array.shape))
         _set(layout, "strides", tuple(array.strides))
@@ -251,7 +299,10 @@ class Layout:
 
     @property
     def reach(self) -> int:
-        """Bytes from the first element's begin to the last element's end; 0 without elements."""
+        """Bytes from the first element's begin to the last element's end.
+
+        It is 0 without elements.
+        """
         if 0 in self.shape:
             return 0
         return sum([(extent - 1) * step for extent, step in zip(self.shape, self.strides, strict=True)]) + self.dtype.itemsize
@@ -267,11 +318,14 @@ class Layout:
         return math.prod(self.shape)
 
     def piece(self, address: int) -> Piece:
-        """Return the memory of an array that lies so and begins at an address."""
+        """Return the memory of an array with this layout at an address."""
         return piece(address, self.shape, self.strides, self.dtype.itemsize)
 
     def lies_as(self, other: "Layout") -> bool:
-        """Whether another one has the same elements at the same places; strides of axes of extent 1 say nothing."""
+        """Whether another layout has the same elements at the same places.
+
+        Strides of axes of extent 1 do not count.
+        """
         steps = zip(self.shape, self.strides, other.strides, strict=True) if self.shape == other.shape else ()
         same = (self.shape, self.dtype) == (other.shape, other.dtype)
         return same and all(extent == 1 or a == b for extent, a, b in steps)
@@ -281,12 +335,16 @@ class Layout:
 
 
 class Token:
-    """What is no memory and yet written or read: a plan, a generator, a file. It is compared by identity."""
+    """Name an object that is not memory but is read or written.
+
+    Examples are a plan, a generator and a file. Tokens compare by the identity of the object.
+    """
 
     __slots__ = ("_value",)
 
     def __init__(self, value: object) -> None:
-        self._value = value  # kept, or another object could have its identity
+        # The token keeps the object, because otherwise a new object could get the same identity.
+        self._value = value
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Token and other._value is self._value
@@ -296,7 +354,9 @@ class Token:
 
 
 class ArraySpec:
-    """An array that is not there yet, for `GraphFunction.compile` and `GraphFunction.plan_for`.
+    """Describe an array that is not there yet.
+
+    It serves `GraphFunction.compile` and `GraphFunction.plan_for`.
 
     Parameters
     ----------
@@ -304,8 +364,8 @@ class ArraySpec:
     dtype : numpy.dtype or what makes one
         Also "bfloat16" and the 8-bit floating-point types of ml_dtypes, by name.
     layout : {"NCHW", "NHWC"} or sequence of int
-        Contiguous, or channels-last in memory, for any number of axes; or the strides in bytes. They must be those of the arrays
-        to come, also along axes of extent 1, or the plan is not found.
+        Contiguous, or channels-last in memory, for any number of axes; or the strides in bytes. They must equal the later
+        arrays' strides, also along axes of extent 1, or the plan is not found.
 
     Examples
     --------
@@ -342,15 +402,16 @@ class ArraySpec:
 
 
 def as_dtype(value: Any) -> np.dtype[Any]:
-    """NumPy's data type for whatever names one.
+    """Return NumPy's data type for a name or a type.
 
     Raises
     ------
     ArrayTypeError
-        For what names none, a type that cuDNN has not, or one that needs ml_dtypes where that is missing.
+        For a value that names no type, a type that cuDNN lacks, or a type that needs ml_dtypes where the package is missing.
     """
     try:
-        dtype = np.dtype("nothing" if value is None else value)  # NumPy takes None for float64
+        # NumPy takes None for float64, so None is replaced by a name that is no type.
+        dtype = np.dtype("nothing" if value is None else value)
     except (TypeError, ValueError):
         if not isinstance(value, str) or value not in frontend.NAMES:
             raise ArrayTypeError(f"{shown(value)} is no data type; cuDNN has {', '.join(frontend.NAMES)}") from None

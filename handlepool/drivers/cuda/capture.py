@@ -1,4 +1,4 @@
-"""What the cuda driver needs to record: graphs, and memory of a recording's own."""
+"""Record on the cuda driver: graphs, and memory for a recording."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,23 +15,26 @@ from handlepool.drivers.cuda import early
 from handlepool.drivers.cuda.rewiring import Rewiring, are_many, ends
 from handlepool.drivers.freed_blocks import FreedBlocks
 
-_ALIGNMENT = 512  # CuPy's pool gives nothing smaller
+# CuPy's pool gives out no smaller blocks.
+_ALIGNMENT = 512
 _rewiring = Rewiring(cu)
 
 
 def begins_early(graph: int) -> bool:
-    """Whether something in a graph begins before what it is behind has ended."""
+    """Whether a node of a graph begins before its predecessor has ended."""
     return _rewiring.begins_early(graph)
 
 
 class CudaGraph:
-    """A captured graph and its executable, as raw pointers: no destructor of theirs can call CUDA at a bad moment.
+    """Hold a captured graph and its executable as raw pointers.
+
+    Raw pointers have no destructor that could call CUDA at a bad moment.
 
     Parameters
     ----------
     pointer : int
     captured : bool
-        Whether it was captured now: programmatic edges become plain ones.
+        Whether the graph has just been captured. Its programmatic edges then become plain edges.
 
     Attributes
     ----------
@@ -57,7 +60,8 @@ class CudaGraph:
             raise
 
     def edges(self) -> list[Edge]:
-        if self._edges is None:  # nothing changes a graph that was captured
+        # The cache stays valid because a captured graph does not change.
+        if self._edges is None:
             self._edges = _rewiring.edges(self.pointer)
         return self._edges
 
@@ -72,6 +76,7 @@ class CudaGraph:
         roots, leaves = ends(_rewiring.nodes(self.pointer), pairs)
         if not (add or remove or are_many(roots, leaves)):
             return self
+        # The captured graph stays as it is, so that it can be arranged again.
         copied = CudaGraph(_rewiring.copy(self.pointer))
         try:
             _rewiring.rewire(copied.pointer, add, remove)
@@ -80,6 +85,7 @@ class CudaGraph:
         except BaseException:
             copied.destroy()
             raise
+        # The count of the original stays, so that a gathering kernel does not change it.
         copied.nodes = self.nodes
         return copied
 
@@ -113,6 +119,7 @@ class CudaGraph:
         runtime.graphUpload(self._executable, pointer)
 
     def destroy(self) -> None:
+        # The attributes are cleared first, so that a second call destroys nothing twice.
         executable, self._executable = self._executable, 0
         pointer, self.pointer = self.pointer, 0
         try:
@@ -124,7 +131,10 @@ class CudaGraph:
 
 
 class MarkedGraph(CudaGraph):
-    """A graph with nodes that record events, the first two of which stand before all others."""
+    """Hold a graph whose added nodes record events.
+
+    The first two event nodes come before all other nodes.
+    """
 
     __slots__ = ("events",)
 
@@ -133,6 +143,7 @@ class MarkedGraph(CudaGraph):
         super().__init__(pointer)
 
     def times(self) -> list[float]:
+        # The first two events measure the cost of an event, so times count from the second event.
         _, first, *others = self.events
         return [1e3 * float(runtime.eventElapsedTime(first, event)) for event in others]
 
@@ -152,7 +163,10 @@ def _not_ready(pointer: int) -> None:
 
 
 class _Owner:
-    """What arrays over a block keep; the block goes back to the freed ones with it. ``memory`` is the pool's."""
+    """Return a block to the freed blocks when its last array goes.
+
+    The arrays over the block keep this object. ``memory`` is the pool's block.
+    """
 
     __slots__ = ("_home", "memory")
 
@@ -165,10 +179,10 @@ class _Owner:
 
 
 class CudaRecordingMemory:
-    """A pool of CuPy's for one recording.
+    """Serve one recording from a CuPy pool of its own.
 
-    It must live as long as any array in it does: a pool of CuPy's that goes frees what is in use. While blocks are recycled they
-    are kept whole, and from the pool's own arenas, which go by streams.
+    The pool must live as long as any array in it, because a CuPy pool that is destroyed frees memory in use. While a reuse policy
+    is set, blocks are kept whole. They then come from the pool's own arenas, of which each belongs to a stream.
     """
 
     def __init__(self, relaxed: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -176,10 +190,14 @@ class CudaRecordingMemory:
         self._relaxed = relaxed
         self._tell: Callable[[object], None] | None = None
         self._devices: set[int] = set()
-        self._addresses: set[int] = set()  # of what was given: no other pool has them as long as this one has not given them back
+        # Addresses of the pool's blocks identify its memory, because no other pool has an address until this pool has returned
+        # it.
+        self._addresses: set[int] = set()
+        # None takes every block from CuPy's pool.
         self._may_have: Callable[[int, int], bool] | None = None
         self._known: Callable[[object], bool] = bool
-        self._freed: dict[tuple[int, int | None], FreedBlocks[Any]] = {}  # by device, and by stream where that is not known
+        # The key is the device, and the stream where the stream is not known to the recording.
+        self._freed: dict[tuple[int, int | None], FreedBlocks[Any]] = {}
 
     def allocator(self, nbytes: int) -> Any:
         memory = self._fresh(nbytes) if self._may_have is None or not nbytes else self._recycled(nbytes)
@@ -193,6 +211,8 @@ class CudaRecordingMemory:
             try:
                 memory = self._pool.malloc(nbytes)
             except OutOfMemoryError:
+                # The default pool caches freed blocks that this pool cannot use, so it returns them to the device before a second
+                # try.
                 cupy.get_default_memory_pool().free_all_blocks()
                 memory = self._pool.malloc(nbytes)
             self._addresses.add(memory.mem.ptr)
@@ -237,7 +257,8 @@ class CudaRecordingMemory:
     def release(self) -> bool:
         for freed in self._freed.values():
             for block in freed.take_all():
-                del block  # to the pool
+                # Dropping the last reference returns the block to the pool.
+                del block
         self._on_each(self._pool.free_all_blocks)
         return not sum(self._on_each(self._pool.used_bytes))
 

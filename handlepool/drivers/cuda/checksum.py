@@ -1,4 +1,7 @@
-"""Checksums on a GPU: the argument of the kernel in ``checksum.cu``. Needs no CUDA."""
+"""Prepare the argument of the checksum kernel in ``checksum.cu``.
+
+This module needs no CUDA.
+"""
 
 from array import array as buffer
 from collections.abc import Sequence
@@ -12,7 +15,10 @@ THREADS = 256
 MOST_BLOCKS = 256
 """For each array."""
 MOST_ARRAYS = 12
-"""Of one launch, whose argument has less than the 4 KiB that CUDA takes on every GPU."""
+"""Number of arrays per launch.
+
+The launch's argument then stays below the 4 KiB that CUDA takes on every GPU.
+"""
 MOST_AXES = 16
 MACROS = {"THREADS": THREADS, "MOST_ARRAYS": MOST_ARRAYS, "MOST_AXES": MOST_AXES}
 
@@ -24,7 +30,9 @@ def source() -> str:
 
 
 def arguments(words: Sequence[Words], sums: int) -> tuple["buffer[int]", tuple[int, int]]:
-    """Return a launch's argument, and its blocks, for arrays whose sums are to be written to an address.
+    """Return the argument of a launch, and its grid of blocks.
+
+    The launch writes the sums of the arrays to the address ``sums``.
 
     Raises
     ------
@@ -39,6 +47,7 @@ def arguments(words: Sequence[Words], sums: int) -> tuple["buffer[int]", tuple[i
         none = [0] * (MOST_AXES - rank)
         values += [each.start, each.size, each.count, rank]
         values += [*(extent for extent, _ in each.axes), *none, *(step for _, step in each.axes), *none]
+    # The kernel's argument has a fixed size, so missing arrays are zeros.
     values += [0] * ((MOST_ARRAYS - len(words)) * (4 + 2 * MOST_AXES))
     most = max(each.count for each in words)
     return buffer("Q", values), (min(max(-(-most // THREADS), 1), MOST_BLOCKS), len(words))

@@ -1,8 +1,10 @@
-"""The driver for NVIDIA GPUs: CuPy, nvidia-cudnn-frontend and, for what CuPy lacks, ``cuda.bindings.driver``.
+"""Drive NVIDIA GPUs through CuPy and nvidia-cudnn-frontend.
 
-With `executable`, `kernel_executable`, `sums`, `fast_launch`, `early`, `capture` and `shared`, the only module that imports CuPy
-or launches with cuDNN's binding. The runtime half of cuda-bindings is never used: it needs a driver as new as itself. cuDNN's
-rule for threads is that a handle is used by one thread at a time; who keeps it is the pool.
+``cuda.bindings.driver`` serves for calls that CuPy lacks.
+
+With `executable`, `kernel_executable`, `sums`, `fast_launch`, `early`, `capture` and `shared`, this is the only module that
+imports CuPy or launches with cuDNN's binding. The runtime half of cuda-bindings is never used, because it needs a driver as new
+as itself. cuDNN's rule for threads is that a handle is used by one thread at a time. The pool enforces that rule.
 """
 
 import inspect
@@ -47,18 +49,30 @@ _capture_info = with_edge_data(cu, "cuStreamGetCaptureInfo")
 _libcuda = libcuda()
 _dependencies = Dependencies(_libcuda, lambda status: str(cu.CUresult(status).name))
 _RELAXED = int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
-_NOT_READY = 600  # cudaErrorNotReady: the work has not run
-_REACHED_BEFORE = 704  # cudaErrorPeerAccessAlreadyEnabled: by CuPy, say
+# cudaErrorMemoryAllocation.
+_OUT_OF_MEMORY = 2
+# cudaErrorNotReady: the work has not run.
+_NOT_READY = 600
+# cudaErrorPeerAccessAlreadyEnabled: other code, such as CuPy, has enabled the access before.
+_REACHED_BEFORE = 704
 _STAND_IN_BYTES = 1 << 20
-"""Bytes of the memory that stands in for operands and scratch of a launch that is captured and never runs."""
+"""Size in bytes of the stand-in memory for a launch.
+
+The launch is captured and never runs. The memory stands in for its operands and scratch.
+"""
 _STICKY = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
-"""Errors that a context does not survive, by their numbers, which are the same in the runtime and in the driver: memory that
-cannot be corrected, addresses and instructions that are illegal, misaligned or out of space, failed assertions and launches."""
+"""Numbers of the errors that a context does not survive.
+
+The numbers are the same in the runtime and in the driver. The errors are memory that cannot be corrected, addresses and
+instructions that are illegal, misaligned or out of space, and failed assertions and launches.
+"""
 
 
 def unavailable() -> str | None:
-    """Say why there is nothing to run on: no GPU, no driver, no libcudnn. None where all is there."""
+    """Say why the driver cannot run: no GPU, driver or libcudnn.
+
+    Return None where all of them are present.
+    """
     try:
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
@@ -72,7 +86,8 @@ def unavailable() -> str | None:
     return None
 
 
-_POINTER = attrgetter("data.ptr")  # the quickest way to many
+# An attrgetter reads the pointers of many arrays most quickly.
+_POINTER = attrgetter("data.ptr")
 
 
 class CudaDriverError(RuntimeError):
@@ -96,11 +111,17 @@ def _no_exchange(_: object) -> NoReturn:
 
 
 _exchange: Any = getattr(_libcuda, "cuThreadExchangeStreamCaptureMode", _no_exchange)
-"""Called without cuda-bindings, whose two enumerations take longer than the call; it is called for every allocation."""
+"""Exchange the capture mode without cuda-bindings.
+
+The two enumerations of cuda-bindings take longer than the call, and every allocation makes the call.
+"""
 
 
 class _Relaxed:
-    """Set this thread's capture mode to *relaxed* inside: calls that are unsafe for other modes harm no capture."""
+    """Set this thread's capture mode to *relaxed* inside.
+
+    Calls that are unsafe in other modes then harm no capture.
+    """
 
     __slots__ = ("_mode",)
 
@@ -126,7 +147,10 @@ class _ForeignStream:
 
 
 class CudaDriver:
-    """NVIDIA GPUs through CuPy and cudnn-frontend. See `handlepool.drivers.protocol.Driver` for every method's contract."""
+    """Drive NVIDIA GPUs through CuPy and cudnn-frontend.
+
+    See `handlepool.drivers.protocol.Driver` for every method's contract.
+    """
 
     name = "cuda"
     memory_advice = ""
@@ -143,11 +167,15 @@ class CudaDriver:
     device = staticmethod(cupy.cuda.Device)
 
     def __init__(self) -> None:
-        self._edges: dict[int, Events] = {}  # by device: of allocations in branches
+        # Events by device, for the edges of allocations in branches.
+        self._edges: dict[int, Events] = {}
         self._plan_environment: dict[int, str] = {}
-        self._host_data = threading.local()  # its attribute `bring` makes the arrays of `asarray`
-        self._reached: set[tuple[int, int]] = set()  # devices, with those whose memory they were asked to reach
-        for name in ("current_stream", "record_event", "wait_event", "is_capturing"):  # an object's own are found sooner
+        # Its attribute `bring` makes the arrays of `asarray`.
+        self._host_data = threading.local()
+        # Pairs of a device and the device whose memory it was enabled to reach.
+        self._reached: set[tuple[int, int]] = set()
+        # Python finds an object's own attributes sooner than the attributes of its class.
+        for name in ("current_stream", "record_event", "wait_event", "is_capturing"):
             setattr(self, name, getattr(self, name))
 
     def device_count(self) -> int:
@@ -170,12 +198,14 @@ class CudaDriver:
         return stream
 
     def push_stream(self, stream: cupy.cuda.Stream) -> None:
-        # Not `use`: the end of a `with` statement brings back the stream that was *entered* before, whatever is in use.
+        # `use` would not do. The end of a `with` statement restores the stream that was *entered* before, whichever stream is in
+        # use.
         stream.__enter__()
 
     def pop_stream(self, stream: cupy.cuda.Stream, previous: cupy.cuda.Stream) -> None:
         stream.__exit__(None, None, None)
-        previous.use()  # it may have been in use without having been entered
+        # The former stream may have been in use without having been entered.
+        previous.use()
 
     def owns_stream(self, stream: object) -> bool:
         # from_external gives a Stream too, but one whose end is not the stream's end.
@@ -185,7 +215,8 @@ class CudaDriver:
         return int(_check(cu.cuStreamGetId(pointer)))
 
     def capture_id(self, pointer: int) -> int:
-        if not runtime.streamIsCapturing(pointer):  # 0.1 µs; the id below costs ten times that
+        # This query takes 0.1 µs, and the query of the id below takes ten times as long.
+        if not runtime.streamIsCapturing(pointer):
             return 0
         _status, identity, *_ = _check_all(_capture_info(pointer))
         return int(identity)
@@ -221,7 +252,7 @@ class CudaDriver:
     # Handles
 
     def create_handle(self) -> Handle:
-        # The frontend's own, also where `handlepool.integrations.cudnn` has put another one in its place.
+        # `unwrap` finds the frontend's own function, even where `handlepool.integrations.cudnn` has replaced it.
         handle: Handle = inspect.unwrap(cudnn.create_handle)()
         return handle
 
@@ -255,7 +286,8 @@ class CudaDriver:
         return cupy.ndarray((nbytes,), np.uint8, MemoryPointer(memory, 0))
 
     def end_scratch(self, array: DeviceArray, why: str) -> None:
-        pass  # nobody sees the uses of CuPy's arrays
+        # CuPy does not report the uses of its arrays.
+        pass
 
     def region_allocator(self, stream: cupy.cuda.Stream, keep: Callable[[object], None], of: Callable[[int], Any]) -> Any:
         base = cupy.cuda.get_allocator()
@@ -276,6 +308,8 @@ class CudaDriver:
                         f"an allocation on stream {current.ptr:#x} inside a region of stream {origin:#x}, one of which began to "
                         f"be captured since: the capture cannot wait for the other. Begin it before the region, or after"
                     )
+                # The arena of the origin stream serves the block, so that its reuse after the join follows the order of that
+                # stream.
                 stream.use()
                 try:
                     memory = base(nbytes)
@@ -328,7 +362,8 @@ class CudaDriver:
             if getattr(cause, "status", 0) in _STICKY:
                 return cause
             cause = cause.__cause__ or cause.__context__
-        if ask and (error is None or isinstance(error, (RuntimeError, MemoryError))):  # cuDNN's errors do not say
+        # cuDNN's errors carry no status of CUDA's, so CUDA itself is asked after a RuntimeError or a MemoryError.
+        if ask and (error is None or isinstance(error, (RuntimeError, MemoryError))):
             try:
                 with _Relaxed():
                     runtime.memGetInfo()
@@ -342,7 +377,8 @@ class CudaDriver:
         return partial(setattr, own, "bring", before)
 
     def watch_untracked_work(self, report: Callable[[str], None]) -> Callable[[], None]:
-        return _nothing  # CuPy tells nobody
+        # CuPy does not report its work.
+        return _nothing
 
     def before_untracked_access(self, before: BeforeUntracked) -> None:
         pass
@@ -353,6 +389,7 @@ class CudaDriver:
     # Arrays and graphs
 
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
+        # Callers of a driver expect MemoryError, and not CuPy's own error.
         try:
             return cupy.ndarray(shape, dtype, None, strides)
         except OutOfMemoryError as error:
@@ -403,7 +440,8 @@ class CudaDriver:
     def copy_from_device(self, target: cupy.ndarray, source: cupy.ndarray, pointer: int) -> None:
         here, there = self.current_device(), int(source.data.device_id)
         if (here, there) not in self._reached:
-            if runtime.deviceCanAccessPeer(here, there):  # or each copy goes through the host's memory
+            # Without peer access each copy goes through the host's memory.
+            if runtime.deviceCanAccessPeer(here, there):
                 try:
                     runtime.deviceEnablePeerAccess(there)
                 except runtime.CUDARuntimeError as error:
@@ -453,7 +491,7 @@ class CudaDriver:
 
     def adopt(self, view: View) -> Any:
         if view.device_id == UNKNOWN:
-            # 0 is memory that CUDA does not know, and 1 the host's that it does.
+            # Type 0 is memory that CUDA does not know, and type 1 is host memory that it knows.
             found = runtime.pointerGetAttributes(view.ptr)
             view.device_id = self.current_device() if not view.size else int(found.device) if found.type > 1 else HOST
         if view.device_id == HOST:
@@ -500,14 +538,15 @@ class CudaDriver:
         if planned.early is None:
             planned = replace(planned, early=self._begins_early(handle, planned))
         if planned.early is not False:
-            early.kernel()  # loaded here, and not at the first launch, which may be inside a capture
+            # The kernel is loaded here, because the first launch may be inside a capture.
+            early.kernel()
         return CudaExecutable(self, planned, copies, name=name, titles=titles)
 
     def _begins_early(self, handle: Handle, planned: planning.Planned) -> bool | None:
-        """Whether a plan's launches begin before what is before them has ended: one is captured behind a kernel of our own.
+        """Whether a plan's launches begin before earlier work has ended.
 
-        Nobody reads or writes the memory. None where the capture fails, as for a plan that fills more of its operands than there
-        is memory.
+        A launch is captured behind a kernel of our own to find out. No work reads or writes the memory. Returns None where the
+        capture fails, for example for a plan that fills more of its operands than there is memory.
         """
         raw = planned.raw
         if raw is None:
@@ -519,7 +558,8 @@ class CudaDriver:
             with ThrowawayCapture(self.bind_handle, handle, ask=True) as captured:
                 early.launch(captured.stream)
                 raw(location, count, memory.ptr if planned.size else 0, handle.backend_handle, planned.index)
-        except Exception:  # whatever cuDNN, and CUDA, have against that
+        except Exception:
+            # cuDNN or CUDA refused the launch, so the answer stays unknown.
             return None
         return captured.early
 
@@ -528,7 +568,10 @@ class CudaDriver:
 
 
 def _kind(ordinal: int) -> dict[str, Any]:
-    """Return what `handlepool.tensors.device_properties.DeviceProperties.kind` of a device is, without asking cuDNN."""
+    """Return a device's `DeviceProperties.kind` without asking cuDNN.
+
+    See `handlepool.tensors.device_properties.DeviceProperties.kind`.
+    """
     attributes = cu.CUdevice_attribute
     (device,) = _check_all(cu.cuDeviceGet(ordinal))
 
@@ -550,7 +593,10 @@ def _kind(ordinal: int) -> dict[str, Any]:
 
 
 def _page_locked_like(array: DeviceArray) -> tuple[Any, np.ndarray[Any, Any]]:
-    """Return page-locked memory, and an array of the host's in it, which keeps it, that lies as one without gaps."""
+    """Return page-locked memory, and a host array in it.
+
+    The array keeps the memory, and has the strides of ``array``, which has no gaps.
+    """
     memory = cupy.cuda.alloc_pinned_memory(array.nbytes)
     return memory, np.ndarray(array.shape, array.dtype, memory, 0, array.strides)
 

@@ -1,8 +1,8 @@
-"""Kernels that begin before what is before them on their stream has ended, and what keeps them from it.
+"""Keep kernels from starting before earlier work on their stream has ended.
 
-cuDNN launches some of its kernels so that they begin early, and wait inside before they read (programmatic dependent launch).
-Those of cuDNN 9.19 that add a residual read that before they wait: behind a long queue, convolutions gave wrong values on one
-stream.
+cuDNN launches some of its kernels so that they begin early, and wait inside before they read (programmatic dependent launch). The
+kernels of cuDNN 9.19 that add a residual read it before they wait. Behind a long queue, convolutions gave wrong values on a
+single stream.
 """
 
 import ctypes
@@ -27,16 +27,19 @@ _NOTHING = b"""
     ret;
 }
 """
-"""A kernel of one thread that does nothing. The driver takes it as it is: CuPy would load NVRTC for it, 17 to 28 milliseconds."""
+"""Code of a kernel of one thread that does nothing.
+
+The driver takes the code unchanged. CuPy would load NVRTC to compile it, which takes 17 to 28 milliseconds.
+"""
 _kernels: dict[int, Any] = {}
 """By device, the kernel of one thread that does nothing."""
 
 
 def immortal(function: object) -> Any:
-    """Keep a function of CuPy's for ever, and its module with it; graphs that were captured launch it.
+    """Keep a CuPy function and its module as long as the process.
 
-    At the end of the process CuPy's destructor would unload the module. It writes to standard error where it cannot: in a forked
-    child, or after the context was lost.
+    Captured graphs launch the function. At the end of the process CuPy's destructor would unload the module. It writes to
+    standard error where it cannot unload it: in a forked child, or after the context was lost.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
     return function
@@ -58,14 +61,15 @@ def launch(pointer: int) -> None:
 
 
 def barrier(pointer: int) -> None:
-    """Let what comes next on a stream begin when all before it has ended, by a kernel that is launched plainly between the two.
+    """Let a stream's next work begin after all its earlier work.
 
-    There is none in a recording of this thread's: its graph is given plain edges when it is whole (`Rewiring.make_plain`).
+    A kernel that is launched plainly between the two has that effect. A recording of this thread's needs no such kernel: its
+    graph gets plain edges when it is complete (`Rewiring.make_plain`).
     """
     if not (_thread.recording and runtime.streamIsCapturing(pointer)):
         launch(pointer)
 
 
 def recording(begins: bool) -> None:
-    """Be told that this thread begins a recording, or ends one."""
+    """Note that this thread begins a recording, or ends a recording."""
     _thread.recording = begins

@@ -1,4 +1,7 @@
-"""Edges of a graph or a capture, asked for and made with edge data: the forms without cannot tell of programmatic ones."""
+"""Query and add edges of graphs and captures with edge data.
+
+The calls without edge data cannot describe programmatic edges.
+"""
 
 import ctypes
 import threading
@@ -8,15 +11,18 @@ from typing import Any
 from handlepool.errors import CaptureError
 
 _SET = 1
-"""CU_STREAM_SET_CAPTURE_DEPENDENCIES: in the place of those that were."""
+"""CU_STREAM_SET_CAPTURE_DEPENDENCIES: replace the former dependencies."""
 _ACTIVE = 1
 """CU_STREAM_CAPTURE_STATUS_ACTIVE."""
 
 
 def with_edge_data(bindings: object, name: str) -> Callable[..., tuple[Any, ...]]:
-    """Find the form of a question that is answered with edge data, by its name in cuda-bindings 13; 12.9 adds a version to that.
+    """Find the form of a CUDA call that uses edge data.
 
-    The form without answers CUDA_ERROR_LOSSY_QUERY where an edge is programmatic, as cuDNN leaves them in a captured graph.
+    ``name`` is the call's name in cuda-bindings 13. Version 12.9 adds a version suffix to it.
+
+    The form without edge data answers CUDA_ERROR_LOSSY_QUERY where an edge is programmatic. cuDNN leaves such edges in a captured
+    graph.
 
     Parameters
     ----------
@@ -30,7 +36,10 @@ def with_edge_data(bindings: object, name: str) -> Callable[..., tuple[Any, ...]
 
 
 def libcuda() -> Any:
-    """Return CUDA's driver library, which keeps the interpreter's lock; None where there is none."""
+    """Return CUDA's driver library, or None where it is missing.
+
+    Calls of the library keep the interpreter's lock.
+    """
     try:
         return ctypes.PyDLL("libcuda.so.1")
     except OSError:
@@ -38,28 +47,32 @@ def libcuda() -> Any:
 
 
 class _Answer(threading.local):
-    """Where the driver writes what it answers, in each thread its own: made once, since that takes longer than the call."""
+    """Hold the driver's output buffers for this thread.
+
+    They are made once per thread, because making them takes longer than the call.
+    """
 
     def __init__(self) -> None:
         self.state, self.count = ctypes.c_int(), ctypes.c_size_t()
         self.nodes, data = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_void_p()
-        # No identity and no graph are asked for. The data must be: without a place for it, the driver refuses programmatic edges.
+        # The call asks for no identity and no graph. It must ask for the edge data, because otherwise the driver refuses
+        # programmatic edges.
         self.places = ctypes.byref(self.state), None, None, *map(ctypes.byref, (self.nodes, data, self.count))
 
 
 class Dependencies:
-    """What the next node of a capturing stream will run after: read, and put to other nodes.
+    """Read and set the dependencies of a capturing stream's next node.
 
-    Nodes are integers here. Edges that are put are plain, so whatever comes next waits for each node's end: a programmatic edge
-    that was read is put back as more order than it was, never less.
+    Nodes are integers here. Edges that are set are plain, so the next work waits for each node's end. A programmatic edge that
+    was read is therefore set again as a stronger order, never a weaker order.
 
-    The driver library is called by ctypes: cuda-bindings make an object of each node, which takes longer than the call. The
+    ctypes calls the driver library, because cuda-bindings make an object of each node, which takes longer than the call. The
     library's own names and arguments are the same under each generation of the bindings.
 
     Parameters
     ----------
     library : ctypes.PyDLL or None
-        As of `libcuda`. The interpreter's lock is kept for calls that take no longer than to give it away would.
+        The result of `libcuda`. Its calls keep the interpreter's lock, because releasing the lock would take as long as the call.
     name_of : callable
         Gives a status its name.
     """
@@ -69,7 +82,8 @@ class Dependencies:
         self._answer = _Answer()
         try:
             self._info, self._update = library.cuStreamGetCaptureInfo_v3, library.cuStreamUpdateCaptureDependencies_v2
-        except AttributeError:  # a driver older than CUDA 12.3
+        except AttributeError:
+            # The driver is older than CUDA 12.3.
             self._info = self._update = None
             return
         self._info.argtypes = [ctypes.c_void_p] * 7
@@ -87,7 +101,8 @@ class Dependencies:
             raise CaptureError(
                 f"stream {pointer:#x} is not capturing, or its capture was invalidated (state {answer.state.value})"
             )
-        return tuple(answer.nodes[: answer.count.value])  # the driver's memory, which the next call on the capture may change
+        # The nodes are copied out of the driver's memory, which the next call on the capture may change.
+        return tuple(answer.nodes[: answer.count.value])
 
     def put(self, pointer: int, nodes: Sequence[int]) -> None:
         """See `handlepool.drivers.protocol.Driver.set_dependencies`."""

@@ -145,6 +145,7 @@ def plan(kernel: Elementwise, operands: Sequence[Layout]) -> Launch:
     code = _source(kernel.expression, every, pack, len(axes), bool(tail))
     count = math.prod(extents)
     geometry = (count, tail, *extents, *(step for each in steps for step in each), *kernel.numbers)
+    # Offsets need 64 bits where an element lies beyond 32 bits.
     wide = any(max(y.size, layout.reach // layout.dtype.itemsize) >= 1 << 31 for layout in operands)
     taken = len(geometry) * (8 if wide else 4) + len(operands) * 8
     if taken > MOST_PARAMETERS:
@@ -179,6 +180,7 @@ def _pack(axes: Axes, operands: Sequence[Layout]) -> tuple[int, int]:
     together = [place for place, step in enumerate(inner) if step == 1]
     most = kernels.LARGEST_PACK // max(operands[place].dtype.itemsize for place in together)
     pack = math.gcd(most, extent, *(steps[place] for _, steps in outer for place in together)) if outer else most
+    # Large packs of a small array would leave too few threads, so packs become smaller.
     size = operands[-1].size
     while pack > 1 and size // pack < kernels.PLENTY:
         pack //= 2
@@ -199,6 +201,7 @@ def _source(expression: Expression, operands: Sequence[_Operand], pack: int, ran
         *_elements(expression, inputs, output, pack),
         "    }",
     ]
+    # The tail has fewer elements than a pack, so it is computed by single elements.
     if tail:
         body += [
             "    FOR_EACH_INDEX(i, g.tail) {",

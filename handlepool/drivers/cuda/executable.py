@@ -1,4 +1,7 @@
-"""A built cuDNN graph of the cuda driver, and the one place where it is launched."""
+"""Launch a built cuDNN graph of the cuda driver.
+
+This is the only module that launches such a graph.
+"""
 
 import ctypes
 from array import array as buffer
@@ -77,13 +80,17 @@ class CudaExecutable:
             self._copy(handle, operands, workspace, True)
 
     def _copy(self, handle: Handle, operands: Sequence[Any], workspace: int, output: bool) -> None:
-        """Copy inputs into scratch, or outputs out of it, on the handle's stream."""
+        """Copy inputs into scratch, or outputs out of it.
+
+        The copies run on the handle's stream.
+        """
         driver, pointer = self._driver, handle.stream
         assert pointer is not None
         previous, stream = driver.current_stream(), driver.wrap_stream(pointer, None)
         driver.push_stream(stream)
         try:
-            with driver.relaxed():  # CuPy may load its kernel, and the stream may be capturing
+            # CuPy may load its kernel here, and the stream may be capturing.
+            with driver.relaxed():
                 for copy in self._copies:
                     if copy.output is output:
                         array = operands[copy.operand]
@@ -91,13 +98,15 @@ class CudaExecutable:
                         start = workspace + self._copies_at + copy.offset + copy.first
                         ours = self._at(start, copy.shape, copy.steps or None, array.dtype)
                         if copy.zeros:
+                            # cuDNN reads the elements around the operand, so each launch sets the whole copy to zero first.
                             self._at(start - copy.first, (copy.nbytes,), None, _BYTE).data.memset_async(0, copy.nbytes)
                         cupy.copyto(theirs, ours) if output else cupy.copyto(ours, theirs)
         finally:
             driver.pop_stream(stream, previous)
 
     def _at(self, address: int, shape: Sequence[int], strides: Sequence[int] | None, dtype: np.dtype[Any]) -> Any:
-        memory = UnownedMemory(address, 0, None, self._device)  # the operands and the slot keep it
+        # The array needs no owner, because the operands and the slot keep the memory.
+        memory = UnownedMemory(address, 0, None, self._device)
         return cupy.ndarray(shape, dtype, MemoryPointer(memory, 0), strides)
 
     def shortcut(
@@ -115,4 +124,5 @@ class CudaExecutable:
         return fast_launch.shortcut(inputs, outputs, alias_pairs, single, self.workspace_size, device, names, early=self._early)
 
 
-assert ctypes.sizeof(ctypes.c_void_p) == 8  # the raw entry's array holds 64-bit pointers
+# The raw entry's array holds 64-bit pointers.
+assert ctypes.sizeof(ctypes.c_void_p) == 8

@@ -1,4 +1,4 @@
-"""What CUDA's and CuPy's refusals under a capture mean."""
+"""Explain the errors of CUDA and CuPy under a capture."""
 
 _MEANINGS = {
     900: "a call that a stream cannot take while it is recorded: to wait for the GPU, to read values, to allocate past CuPy",
@@ -11,7 +11,10 @@ _MEANINGS = {
     907: "a wait on the host for an event of the recording",
     908: "a capture that was begun in another thread",
 }
-"""Errors of stream capture by their numbers, which are the same in the runtime and in the driver."""
+"""Meanings of stream-capture errors by number.
+
+The numbers are the same in the runtime and in the driver.
+"""
 
 
 _FROM_HOST = (
@@ -22,14 +25,15 @@ _INSTEAD = {
     "cuBLAS": "use handlepool.matmul or handlepool.linear for cupy.matmul, dot, tensordot and einsum",
     "cuRAND": "draw cupy.random's numbers before it, and copy them in",
 }
-"""What to do in the place of a library whose calls CuPy refuses on a stream that is captured."""
+"""Advice by library, for calls that CuPy refuses under a capture."""
 
 
 def failure(error: BaseException | None) -> str | None:
     """See `handlepool.drivers.protocol.Driver.capture_failure`."""
     while error is not None:
         meaning = _MEANINGS.get(getattr(error, "status", 0))
-        if meaning is None and isinstance(error, RuntimeError):  # CuPy asks before it calls
+        # CuPy checks for a capture itself before it calls CUDA, so such an error has a message and no status.
+        if meaning is None and isinstance(error, RuntimeError):
             if "H2D transfers" in str(error):
                 meaning = _FROM_HOST
             elif "capturing" in str(error):

@@ -1,7 +1,8 @@
-"""Functions that launch one plan of the cuda driver at once, each written for its plan.
+"""Generate functions that launch one plan of the cuda driver quickly.
 
-What stands above a launch is mostly attributes of arrays, and a loop over operands costs half as much again as the same written
-out. So a plan's function is generated, as `dataclasses` generates an ``__init__``, with what it compares in its text.
+Most of the cost above a launch is attribute access of arrays. A loop over operands costs half as much again as the same code
+written out. A plan's function is therefore generated, as `dataclasses` generates an ``__init__``, with the compared values in its
+text.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +16,13 @@ from handlepool.drivers.executable import AliasPair
 from handlepool.drivers.operands import TENSOR_ALIGNMENT
 
 MOST_TOGETHER = 1 << 20
-"""Most bytes of a map's outputs that are allocated as one block, in three quarters of the time. It lives as long as any of them
-does, so larger ones, for which the time matters less, have blocks of their own."""
-_BLOCK = 512  # what CuPy rounds up to
+"""Most bytes of a map's outputs that share one block.
+
+Allocating one block takes three quarters of the time. The block lives as long as any of the outputs, so larger outputs, for which
+the time matters less, have blocks of their own.
+"""
+# CuPy rounds sizes up to a multiple of this.
+_BLOCK = 512
 
 _TEXT = """\
 def launch(begin, arrays, out, fresh=None):
@@ -95,31 +100,33 @@ def shortcut(
     bound: str = "backend_handle",
     early: bool = False,
 ) -> Callable[..., Any]:
-    """Make the function; see `Executable.shortcut`.
+    """Make the launch function; see `Executable.shortcut`.
 
     Parameters
     ----------
     inputs, outputs, alias_pairs, single
-        As there.
+        Described there.
     workspace_size : int
         Bytes of scratch for a launch.
     device : int or None
-        The plan's, where there are several.
+        Ordinal of the plan's device, where the machine has several devices.
     names : dict
-        As there, with ``raw``, the raw entry, and ``index``, its last argument.
+        Names as described there, with ``raw``, the raw entry, and ``index``, its last argument.
     bound : str
         The attribute of the handle that ``raw`` takes.
     early : bool
-        Whether what it launches begins before what is before it has ended, and is to be kept from that.
+        Whether the launch needs a barrier, because its kernel begins before earlier work on the stream has ended.
     """
     xs, ys = [f"x{i}" for i in range(len(inputs))], [f"y{i}" for i in range(len(outputs))]
     given = alias_pairs is not None
     layouts = dict(zip(xs + ys, (*inputs, *outputs), strict=True))
     operands = list(layouts)
     compared = [(a, layouts[a]) for a in (operands if given else xs)]
-    differ = [f"{a}.shape != {_numbers(layout.shape)}" for a, layout in compared[1:]]  # the first one's is a part of the key
+    # The first array's shape is a part of the key, so it needs no comparison.
+    differ = [f"{a}.shape != {_numbers(layout.shape)}" for a, layout in compared[1:]]
     differ += [f"{a}.strides != {_numbers(layout.strides)} or {a}.dtype is not dtype_{a}" for a, layout in compared]
-    differ += [f"{a}.__class__ is not ndarray" for a, _ in compared]  # the host driver's arrays have all the rest
+    # The class is compared because the host driver's arrays have all the other attributes.
+    differ += [f"{a}.__class__ is not ndarray" for a, _ in compared]
     if device is not None:
         differ = [f"current_device() != {device}", *differ, *(f"{a}.data.device_id != {device}" for a, _ in compared)]
     allocate = "; ".join(f"{b} = {_array(b, layouts[b], f'alloc({layouts[b].reach})')}" for b in ys)
@@ -162,7 +169,10 @@ def shortcut(
 
 
 def empties(lies: Sequence[tuple[Sequence[int], Sequence[int], Any]]) -> Callable[[], list[Any]]:
-    """Make a function that allocates arrays; see `Driver.empties`. Small ones share a block."""
+    """Make a function that allocates arrays; see `Driver.empties`.
+
+    Small arrays share a block.
+    """
     alloc, ndarray = cupy.cuda.alloc, cupy.ndarray
     known = [(tuple(shape), dtype, tuple(strides), _reach(shape, strides, dtype.itemsize)) for shape, strides, dtype in lies]
     total = sum(-(-reach // _BLOCK) * _BLOCK for *_, reach in known)
@@ -189,7 +199,10 @@ def empties(lies: Sequence[tuple[Sequence[int], Sequence[int], Any]]) -> Callabl
 
 
 def _reach(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Return the bytes from an array's first element to its end; its strides are not negative."""
+    """Return the bytes from an array's first element to its end.
+
+    The strides are not negative.
+    """
     return 0 if 0 in shape else sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True)) + itemsize
 
 
@@ -211,7 +224,10 @@ def _read(arrays: list[str]) -> str:
 
 
 def _overlap(operands: list[str], pair: AliasPair) -> str:
-    """Return an output over an input or another output, as `Plan.check_aliases` has it."""
+    """Return the test whether an output overlaps another operand.
+
+    The other operand is an input or another output. The test is that of `Plan.check_aliases`.
+    """
     start, begin = f"p{operands[pair.one]}", f"p{operands[pair.other]}"
     exact = "" if pair.same is None else f" and {begin} != {start} + {pair.same}"
     shared = f" and {_meet(pair)}({begin} - {start})" if pair.meet else ""

@@ -1,4 +1,4 @@
-"""A kernel of our own on the cuda driver, launched as a built graph is."""
+"""Launch our own kernels on the cuda driver like built graphs."""
 
 from array import array as buffer
 from collections.abc import Callable, Sequence
@@ -17,8 +17,11 @@ from handlepool.drivers.streams import Handle
 from handlepool.tensors.layout import Layout
 
 _functions: dict[tuple[int, str, tuple[tuple[str, str], ...], str], Any] = {}
-"""CuPy's functions by device, entry, macros and code. The process keeps each: a destructor would call CUDA (guarantee 10), and
-captured graphs launch them. Of two threads that make the same function the first stores it, and the other's lives on unused."""
+"""CuPy's functions by device, entry, macros and code.
+
+The process keeps each function. A destructor would call CUDA (guarantee 10), and captured graphs launch the functions. If two
+threads make the same function, the dictionary keeps the first, and the second lives on unused.
+"""
 
 
 def _function(device: int, launch: kernels.Launch) -> Any:
@@ -48,16 +51,17 @@ class KernelExecutable:
         self._raw = self._entry(launch)
 
     def _entry(self, launch: kernels.Launch) -> Callable[[int, int, int, int, int], None]:
-        """Return what launches at once, called as `fast_launch` calls the raw entry of a graph.
+        """Return a function with the signature of a graph's raw entry.
 
-        ``location`` is that of `new_buffer`, which has room for as many addresses as any variant takes. CUDA copies what the
-        arguments point to before the launch returns.
+        ``location`` is that of `new_buffer`, which has room for as many addresses as any variant takes. CUDA copies the
+        arguments' targets before the launch returns.
         """
         pointer, (across, down), threads = _function(self._device, launch).ptr, launch.grid, launch.threads
         geometry = launch.geometry
         where, _ = geometry.buffer_info()
         launch_kernel = cupy.cuda.driver.launchKernel
 
+        # The default argument keeps the geometry alive, because the launch reads it by address.
         def raw(location: int, count: int, workspace: int, stream: int, index: int, _: object = geometry) -> None:
             arguments = buffer("Q", (location, where))
             launch_kernel(pointer, across, down, 1, threads, 1, 1, 0, stream, arguments.buffer_info()[0], 0)
@@ -90,9 +94,10 @@ class KernelExecutable:
         names: dict[str, Any],
     ) -> Callable[..., Any]:
         """As the protocol says."""
+        # With a single device there is no other device to compare with.
         device = self._device if self._driver.device_count() > 1 else None
         names = names | {"raw": self._raw, "index": 0}
         return fast_launch.shortcut(inputs, outputs, alias_pairs, single, 0, device, names, "stream")
 
     def save(self) -> None:
-        """None: CuPy keeps what it compiled by itself."""
+        """Return None, because CuPy keeps its compiled code itself."""

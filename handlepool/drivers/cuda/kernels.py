@@ -1,8 +1,10 @@
-"""How the kernels of our own (`handlepool.drivers.kernel`) are launched: their variant, geometry and grid. Needs no CUDA.
+"""Plan the launches of our own kernels (`handlepool.drivers.kernel`).
 
-The source is ``common.cu`` with ``kernels.cu``, or with code that is made for an expression. Axes are merged where all operands
-allow it, and elements are read in packs of up to 16 bytes where strides and extents do. Offsets have 64 bits where 32 do not
-suffice.
+A launch has a variant, a geometry and a grid. This module needs no CUDA.
+
+The source is ``common.cu`` with ``kernels.cu``, or with code that is generated for an expression. Axes are merged where all
+operands allow it. Elements are read in packs of up to 16 bytes where strides and extents allow it. Offsets have 64 bits where 32
+do not suffice.
 """
 
 import math
@@ -18,56 +20,77 @@ from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel, NetworkKer
 from handlepool.tensors.layout import Layout
 
 THREADS = 128
-"""Of a block."""
+"""Threads per block."""
 MOST_BLOCKS = 1 << 20
 PLENTY = 1 << 15
-"""Threads that keep a large GPU busy: with fewer, packs are made smaller. To be measured."""
+"""Number of threads that keep a large GPU busy.
+
+With fewer threads, packs are made smaller. The figure has not been measured.
+"""
 LARGEST_PACK = 16
-"""Bytes."""
+"""Largest size of a pack, in bytes."""
 CAPACITIES = (2, 3, 4, 5, 8, 16, 32, 64)
-"""How many operands variants are compiled for."""
+"""Operand counts that variants are compiled for."""
 EXACT = 5
-"""Up to so many operands, a variant has just as many."""
+"""Largest operand count with a variant of exactly that count."""
 MOST_UNROLLED = 5
-"""Rows and columns of a window that a variant is compiled for; larger ones share one."""
+"""Largest number of window rows or columns with a variant.
+
+Larger windows share a variant.
+"""
 RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
-"""How many merged axes variants are compiled for; NumPy's arrays have up to 64."""
+"""Numbers of merged axes that variants are compiled for.
+
+NumPy's arrays have up to 64 axes.
+"""
 LANES, SHARES = 32, 8
-"""Of a block that takes whole images: outputs, and threads for each; the other way round for contiguous images."""
+"""Outputs of a block, and threads per output, for whole images.
+
+For contiguous images the two numbers change places.
+"""
 MOST_PIXELS, LARGEST_BLOCK = 16, 1024
-"""Pixels for each of these threads, beyond which an output has more of them; and the most threads of a block."""
+"""Most pixels per thread, and most threads of a block.
+
+With more pixels an output of a whole image gets more threads.
+"""
 MOST_PARTS = 65535
-"""Blocks along the grid's second axis, as CUDA has it."""
+"""CUDA's limit of blocks along the grid's second axis."""
 MOST_TURNS = 8
 SOURCES = ("kernels.cu", "network.cu")
-"""Files of the kernels, in the order in which they are compiled as one."""
+"""Files of the kernels, in the order of their joint compilation."""
 SHARED = 40 << 10
-"""Bytes of a block's shared memory, of the 48 KiB that there are everywhere, for filters and biases."""
+"""Bytes of a block's shared memory for filters and biases.
+
+Every GPU has 48 KiB.
+"""
 ELEMENTS = {"float16": ("unsigned short", "HALF"), "bfloat16": ("unsigned short", "BFLOAT"), "float32": ("float", "FLOAT")}
 
 Macros = dict[str, int | str]
 Axes = list[tuple[int, tuple[int, ...]]]
-"""Extents with a step for each operand, the innermost axis of the last operand first."""
+"""Extents with a step for each operand, innermost axis first.
+
+The order is that of the last operand's axes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of a kernel.
+    """Describe a single launch of a kernel.
 
     Attributes
     ----------
     entry : str
         The function's name in the source.
     macros : tuple of (str, str)
-        Which variant of it.
+        Macros that select its variant.
     geometry : array
-        Its second argument.
+        The kernel's second argument.
     grid : (int, int)
-        Blocks.
+        Blocks along both axes.
     threads : int
-        Of a block.
+        Threads per block.
     code : str
-        What follows ``common.cu`` in the source; "" for ``kernels.cu``.
+        Code after ``common.cu`` in the source; "" for ``kernels.cu``.
     """
 
     entry: str
@@ -84,19 +107,23 @@ def _text(name: str) -> str:
 
 
 def source(code: str = "") -> str:
-    """Return the source of a launch with this code, or of all the package's kernels."""
+    """Return the source of a launch with this code.
+
+    Without code, return the source of all the package's kernels.
+    """
     return "\n".join((_text("common.cu"), *([code] if code else map(_text, SOURCES))))
 
 
 def plan(kernel: Kernel, operands: Sequence[Layout]) -> Launch:
-    """Return the launch of a kernel for operands that lie so: inputs, then the output."""
+    """Return the launch of a kernel for inputs and an output."""
     if isinstance(kernel, NetworkKernel):
-        # This module's helpers serve that one, so it is imported at the first use.
+        # `network_kernels` uses helpers of this module, so it is imported at the first use.
         from handlepool.drivers.cuda import network_kernels
 
         return network_kernels.plan(kernel, operands)
     if isinstance(kernel, Elementwise):
-        from handlepool.drivers.cuda import elementwise  # which takes axes apart as this module does
+        # `elementwise` uses helpers of this module, so it is imported at the first use.
+        from handlepool.drivers.cuda import elementwise
 
         return elementwise.plan(kernel, operands)
     if isinstance(kernel, Add):
@@ -111,7 +138,10 @@ def plan(kernel: Kernel, operands: Sequence[Layout]) -> Launch:
 
 
 def merged(extents: Sequence[int], *steps: Sequence[int]) -> Axes:
-    """Bring axes into the order of the last operand's memory, and join those that no operand tells apart."""
+    """Sort axes by the last operand's memory, and merge them.
+
+    Two axes are merged where they form a single axis for every operand.
+    """
     axes = sorted(
         ((extent, step) for extent, *step in zip(extents, *steps, strict=True) if extent > 1), key=lambda axis: axis[1][-1]
     )
@@ -125,7 +155,10 @@ def merged(extents: Sequence[int], *steps: Sequence[int]) -> Axes:
 
 
 def _packed(axes: Axes, most: int) -> int:
-    """Return how many elements a pack may have along the innermost axis: a power of two that divides all, up to ``most``."""
+    """Return the number of elements of a pack along the innermost axis.
+
+    It is a power of two, up to ``most``, that divides the extent and all outer steps.
+    """
     (extent, inner), *outer = axes
     if any(step != 1 for step in inner):
         return 1
@@ -133,7 +166,10 @@ def _packed(axes: Axes, most: int) -> int:
 
 
 def _in_packs(axes: Axes, pack: int, rank: int) -> Axes:
-    """Count the innermost axis and the others' steps in packs, and add axes of extent 1."""
+    """Count the innermost axis and the others' steps in packs.
+
+    Axes of extent 1 are added up to ``rank``.
+    """
     (extent, inner), *outer = axes
     found = [(extent // pack, inner), *((extent, tuple(step // pack for step in steps)) for extent, steps in outer)]
     return found + [(1, (0,) * len(inner))] * (rank - len(axes))
@@ -147,7 +183,10 @@ def thinned(pack: int, elements: int) -> int:
 
 
 def steps_of(layout: Layout) -> list[int]:
-    """Return strides in elements; 0 where the extent is 1, since they may be anything there."""
+    """Return strides in elements.
+
+    A stride is 0 where the extent is 1, since it may have any value there.
+    """
     sizes = zip(layout.shape, layout.strides, strict=True)
     return [stride // layout.dtype.itemsize if extent > 1 else 0 for extent, stride in sizes]
 
@@ -169,7 +208,10 @@ def launch_of(
     threads: int = THREADS,
     a_block: int = THREADS,
 ) -> Launch:
-    """Return a launch of so many units, ``a_block`` of which a block does, with a geometry for OPERANDS operands."""
+    """Return a launch of so many units.
+
+    A block does ``a_block`` units. The geometry is that of OPERANDS operands.
+    """
     wide = wide or any(max(layout.size, layout.reach // layout.dtype.itemsize) >= 1 << 31 for layout in operands)
     values: Macros = {entry.upper(): 1, "WIDE": int(wide), "OPERANDS": 2, **macros}
     blocks = min(max(-(-units // a_block), 1), MOST_BLOCKS)
@@ -184,7 +226,7 @@ def type_of(layout: Layout) -> Macros:
 
 
 def activation_of(activation: str | None) -> Macros:
-    """Return the macro of an activation, if there is one."""
+    """Return the macro of an activation, if there is any."""
     return {} if activation is None else {activation.upper(): 1}
 
 
@@ -210,7 +252,9 @@ def _concat(kernel: Concat, operands: Sequence[Layout]) -> Launch:
     *xs, y = operands
     itemsize = y.dtype.itemsize
     starts = kernel.firsts(xs, y)
-    each = [merged((*x.shape, itemsize), (*x.strides, 1), (*y.strides, 1)) for x in xs]  # bytes: one variant serves all types
+    # Steps are counted in bytes, so a variant serves all types.
+    each = [merged((*x.shape, itemsize), (*x.strides, 1), (*y.strides, 1)) for x in xs]
+    # A pack must divide the places where the arrays begin, too.
     pack = math.gcd(*(_packed(axes, LARGEST_PACK) for axes in each), *starts)
     while pack > itemsize and sum(x.size for x in xs) * itemsize // pack < PLENTY:
         pack //= 2
@@ -229,7 +273,7 @@ def _concat(kernel: Concat, operands: Sequence[Layout]) -> Launch:
 
 
 def images_of(x: Layout, y: Layout, units: int) -> tuple[Macros, list[int]]:
-    """Return the macros, and the geometry, of what goes over images."""
+    """Return the macros, and the geometry, of a kernel over images."""
     pack, last = 1, y.shape[1] > 1 and all(steps_of(each)[1] == 1 for each in (x, y))
     if last:
         strides = [step for each in (x, y) for axis, step in enumerate(steps_of(each)) if axis != 1]
@@ -246,7 +290,8 @@ def _windows(kernel: Windows, x: Layout, y: Layout) -> Launch:
     macros |= {"ROWS": rows, "COLUMNS": columns, "MAXIMUM": int(kernel.kind == "max")}
     count = y.size // int(macros["PACK"])
     most = [extent + 2 * padding for extent, padding in zip(x.shape[2:], kernel.padding, strict=True)]
-    stride = map(min, kernel.stride, most)  # what is further than the image leads nowhere
+    # A larger stride leaves the image in any case.
+    stride = map(min, kernel.stride, most)
     geometry = (*images, count, *y.shape[2:], *kernel.window, *stride, *kernel.padding, int(kernel.counted))
     return launch_of("windows", macros, (x, y), geometry, count, wide=max(most) >= 1 << 30)
 
@@ -267,19 +312,24 @@ def _depthwise(kernel: Depthwise, operands: Sequence[Layout]) -> Launch:
     (rows, columns), channels, pack = w.shape[2:], images[0], int(macros["PACK"])
     pixels = y.size // y.shape[1]
     most = min(LANES, SHARED // (4 * pack * (rows * columns + 1)))
-    lanes = -(-channels // -(-channels // most))  # as few groups as there can be, of one size as far as that goes
-    if not macros["CHANNELS_INNERMOST"]:  # neighbours in memory are of one channel
+    # The groups of channels are as few as possible, and of equal size where possible.
+    lanes = -(-channels // -(-channels // most))
+    # Neighbours in memory then belong to the same channel.
+    if not macros["CHANNELS_INNERMOST"]:
         lanes = min(lanes, max(1, THREADS // pixels))
     together = max(1, THREADS // lanes)
-    turns = min(MOST_TURNS, max(1, pixels * channels // (4 * PLENTY or 1)))  # pixels of a thread: filters are loaded once for all
+    # Number of pixels per thread. A thread loads the filters once for all its pixels.
+    turns = min(MOST_TURNS, max(1, pixels * channels // (4 * PLENTY or 1)))
     macros |= {"ROWS": rows, "COLUMNS": columns, "LANES": most, "BIAS": len(biases), "OPERANDS": len(operands)}
     macros |= activation_of(kernel.activation)
     most_of = [
         e + 2 * p + (r - 1) * d for e, p, r, d in zip(x.shape[2:], kernel.padding, w.shape[2:], kernel.dilation, strict=True)
     ]
-    stride, dilation = map(min, kernel.stride, most_of), map(min, kernel.dilation, most_of)  # beyond the image lies nothing
+    # A larger step leaves the image in any case.
+    stride, dilation = map(min, kernel.stride, most_of), map(min, kernel.dilation, most_of)
     step = steps_of(biases[0])[0] if biases else 0
-    own = steps_of(w)[0]  # 0 where one filter is for all
+    # The step is 0 where a single filter serves all channels.
+    own = steps_of(w)[0]
     geometry = (*images, pixels, *y.shape[2:], *stride, *kernel.padding, *dilation, lanes, together, step, own)
     parts = min(-(-channels // lanes), MOST_PARTS)
     wide = max(*most_of, *(p + e * s for p, e, s in zip(most_of, y.shape[2:], kernel.stride, strict=True) if e > 1)) >= 1 << 30

@@ -13,16 +13,25 @@ from handlepool.drivers.kernel import Affine, NetworkKernel, Normalise, Pad, Res
 from handlepool.tensors.layout import Layout
 
 MOST_KEPT, MOST_EACH = 32, 8
-"""Elements of a row, and packs of it, that a thread keeps in registers."""
+"""Row elements and packs that a thread keeps in registers.
+
+Both numbers are upper bounds.
+"""
 LEAST_PACKS = 64
-"""Packs of a row below which packs become smaller where a GPU has too few threads to do."""
+"""Packs of a row below which packs become smaller.
+
+This holds where a GPU has too few threads to do.
+"""
 SECTOR, FEW_LANES = 32, 8
-"""Bytes that memory is read by, and packs of rows below which packs become smaller rather than fewer."""
+"""Bytes of a memory sector, and the least lanes.
+
+Below that number of packs of rows, packs become smaller rather than fewer.
+"""
 PACKS_EACH = 4
-"""Packs of a row for each thread, where there are rows enough."""
+"""Packs of a row for each thread, where there are enough rows."""
 ROW_RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
-"""Types of as many bytes."""
+"""Types by their size in bytes."""
 
 
 def plan(kernel: NetworkKernel, operands: Sequence[Layout]) -> Launch:
@@ -88,16 +97,22 @@ def _counted(axes: Axes, pack: int, rank: int, packed: bool = True) -> list[int]
 
 
 def _threads(rows: int, count: int) -> tuple[int, int]:
-    """Return rows of a block and threads of a row, where packs lie in rows."""
+    """Return rows of a block and threads of a row.
+
+    Packs lie in rows here.
+    """
     most = min(_power(count), kernels.LARGEST_BLOCK)
     shares = min(_power(-(-count // PACKS_EACH)), most)
+    # Few rows leave the GPU idle, so each row gets more threads.
     while shares < most and rows * shares < kernels.PLENTY:
         shares *= 2
     return max(1, kernels.THREADS // shares), shares
 
 
 def _threads_across(rows: int, count: int, pack: int, itemsize: int) -> tuple[int, int, int]:
-    """Return the pack, packs of rows of a block, and threads of a row, where packs lie across rows.
+    """Return the pack, packs of rows of a block, and row threads.
+
+    Packs lie across rows here.
 
     With few rows both become smaller, as long as neighbours read a whole sector of memory.
     """
@@ -133,6 +148,7 @@ def _rows(kernel: Normalise, operands: Sequence[Layout]) -> tuple[list[int], lis
     steps = [ends[0], *beside, ends[1]]
     if kernel.groups:
         own = x.shape[1] // kernel.groups
+        # Channels split into two axes, so that a row can take the channels of its own group alone.
         extents[1:2] = [kernel.groups, own]
         for each in steps:
             each[1:2] = [each[1] * own, each[1]]
@@ -160,6 +176,7 @@ def _normalise(kernel: Normalise, operands: Sequence[Layout]) -> Launch:
         rows, count = rows // pack, elements
     else:
         pack = along
+        # Small packs give a GPU more threads where there are few elements.
         while pack > 1 and y.size // pack < kernels.PLENTY and elements // pack < LEAST_PACKS:
             pack //= 2
         count = elements // pack
@@ -261,6 +278,7 @@ def _gather(
 
 def _pad(kernel: Pad, x: Layout, y: Layout) -> Launch:
     axes = zip(kernel.before, x.shape, y.shape, strict=True)
+    # An axis without padding needs no test of bounds, so its extent within is 0.
     within = [inside if before or inside != extent else 0 for before, inside, extent in axes]
     steps = kernels.steps_of(x), kernels.steps_of(y)
     return _gather(x, y, y.shape, steps, kernel.before, within, kernel.mode, kernel.bits)

@@ -1,7 +1,7 @@
-"""Plans by cuDNN, for a device that is there or that is only described. Needs libcudnn, and neither CuPy nor a GPU.
+"""Plan with cuDNN for a present or a described device.
 
-Where there is no GPU, cuDNN still loads CUDA's driver library by name and asks nothing of it but to take the kernels that it
-compiles.
+This module needs libcudnn, and neither CuPy nor a GPU. Where there is no GPU, cuDNN still loads CUDA's driver library by name. It
+uses the library only to load the kernels that it compiles.
 """
 
 import json
@@ -23,31 +23,31 @@ _WITHOUT_A_GPU = "FAILED_CUDA_DRIVER", "RUNTIME_PREREQUISITE_MISSING"
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A graph with a plan that was built.
+    """Hold a graph with a built plan.
 
     Attributes
     ----------
     graph : cudnn.pygraph
-        Of one that was read, what is beneath it.
+        The graph, or the lowered graph where the plan was read from a file.
     workspace_size : int
-        Bytes of scratch for the graph, and behind them for the copies of operands.
+        Bytes of scratch for the graph, and for the copies of operands behind it.
     copies_at : int
-        Where in it those begin.
+        Offset in bytes of the copies in the scratch.
     engine : str
         cuDNN's name of the engine and its knobs.
     candidates : int
-        How many plans cuDNN proposed.
+        Number of plans that cuDNN proposed.
     uids : list of int
-        Of the operands.
+        The uids of the operands.
     raw : callable or None
         The entry beneath ``pygraph.execute``, which takes an array of pointers, and the plan's ``index`` for it.
     size : int
         Bytes of scratch for the graph alone.
     saved : SavedPlan or None
-        What it was made of. cuDNN writes less of a plan that it has read than it wants to read.
+        The saved plan that the graph was read from. cuDNN writes a plan that it has read incompletely, so the original is kept.
     early : bool or None
-        Whether its launches begin before what is before them has ended (`handlepool.drivers.cuda.early`); None, where
-        that is not known, counts as yes.
+        Whether its launches begin before earlier work on the stream has ended (`handlepool.drivers.cuda.early`). None means
+        unknown, and counts as yes.
     """
 
     graph: Any
@@ -63,8 +63,12 @@ class Planned:
     early: bool | None = None
 
     def save(self) -> SavedPlan | None:
-        """Return the plan as cuDNN writes it; None for one of the frontend's own engines."""
-        if self.saved is not None or self.graph.selected_engine is not None:  # what was read has no such thing
+        """Return the plan as cuDNN writes it.
+
+        Returns None for a plan of the frontend's own engines.
+        """
+        # cuDNN cannot write a plan that it has read, and the frontend's own engines have no plan of cuDNN's.
+        if self.saved is not None or self.graph.selected_engine is not None:
             return self.saved
         data = bytes(self.graph.serialize(as_bytes=True))
         return SavedPlan(self.engine, self.size, self.candidates, data, self.early)
@@ -81,7 +85,9 @@ def plan(
     heuristics: Sequence[str] = ("A", "FALLBACK"),
     plan_index: int | None = None,
 ) -> Planned:
-    """Have cuDNN propose plans for a graph, and build the first that can be built and that no setting excludes.
+    """Plan a graph with cuDNN, and build the first suitable plan.
+
+    cuDNN proposes plans. The first plan that can be built and that no setting excludes is built.
 
     Parameters
     ----------
@@ -92,14 +98,14 @@ def plan(
     copies : sequence of OperandCopy
         As in `handlepool.drivers.protocol.Driver.compile`, as are the settings.
     plan_index : int, optional
-        The one of the proposed plans that is to be built, and no other.
+        Index of the proposed plan to build. No other plan is tried.
 
     Raises
     ------
     ArgumentError
         For more operands than a launch takes.
     GraphNotSupportedError
-        With cuDNN's own words.
+        Carries cuDNN's message.
     """
     if len(operands) > MOST_OPERANDS:
         raise ArgumentError(f"a graph of {len(operands)} real tensors; at most {MOST_OPERANDS} can be launched")
@@ -131,11 +137,11 @@ def plan(
 
 
 def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedPlan, **device: object) -> Planned:
-    """Make a plan of what `Planned.save` gave, maybe in another process.
+    """Restore a plan from `Planned.save`, maybe in another process.
 
-    Operands and scratch are compared. Operations are not: cuDNN tells those of a plan that it has read in its own bytes alone.
-    What is beneath ``pygraph`` reads it: ``pygraph.deserialize`` takes what the frontend's own engines write, too, which names
-    modules to import and brings code along.
+    Operands and scratch are compared. Operations are not, because cuDNN describes the operations of a plan that it has read only
+    in its own bytes. The lowered graph beneath ``pygraph`` reads the plan. ``pygraph.deserialize`` would also take plans of the
+    frontend's own engines, which name modules to import and bring code along.
 
     Parameters
     ----------
@@ -144,15 +150,16 @@ def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedP
     saved : SavedPlan
     **device
         ``handle``, as an integer, where the device is there, and else ``device_property``. A plan that was built with a handle
-        is another one, with other scratch, where it is read for the same device's properties (a third of 200, cuDNN 9.19).
+        may differ, with other scratch, where it is read for the same device's properties (a third of 200, cuDNN 9.19).
 
     Raises
     ------
     GraphNotSupportedError
-        Where cuDNN does not take it, or its operands are not those of the graph: they lie elsewhere, say.
+        If cuDNN does not take the plan, or its operands differ from the graph's operands, for example in their strides.
     """
     try:
-        lowered = cudnn._pybind_module.backend_graph(**device)  # noqa: SLF001 - public nowhere
+        # No public name makes a lowered graph.
+        lowered = cudnn._pybind_module.backend_graph(**device)  # noqa: SLF001
         lowered.deserialize(saved.data)
         for tensor in operands:
             found = lowered.query_tensor_attributes_of_uid(int(tensor.get_uid()))
@@ -166,19 +173,23 @@ def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedP
         raw = _raw(lowered, uids)
         if raw is None:
             raise ValueError("its operands are in another order")
-    except Exception as error:  # whatever cuDNN, or the frontend, makes of what may be anything
+    except Exception as error:
+        # The saved data may be anything, so cuDNN or the frontend may raise any error.
         raise GraphNotSupportedError(f"what was saved is no plan of this graph: {error}") from error
     return Planned(lowered, *_scratch(size, copies), saved.engine, saved.candidates, uids, raw, -1, size, saved, saved.early)
 
 
 def _scratch(size: int, copies: Sequence[OperandCopy]) -> tuple[int, int]:
-    """Return the bytes of scratch with the copies of operands, and where these begin."""
+    """Return the bytes of scratch with copies, and the copies' offset."""
     copies_at = -(-size // ALIGNMENT) * ALIGNMENT
     return copies_at + scratch_of(copies) if copies else size, copies_at
 
 
 def _raw_entry(graph: cudnn.pygraph, uids: list[int]) -> tuple[Callable[..., None] | None, int]:
-    """Find the entry beneath ``pygraph.execute``, a fifth of its cost, and the plan's index for it; None where there is none."""
+    """Find the entry beneath ``pygraph.execute``, and its plan index.
+
+    The entry takes a fifth of the time of ``execute``. Returns None for the entry where there is none.
+    """
     try:
         lowered, index = graph._lowered_graph, graph._plans[graph._plan_index].cpp_index  # noqa: SLF001
     except (AttributeError, IndexError):
@@ -188,12 +199,13 @@ def _raw_entry(graph: cudnn.pygraph, uids: list[int]) -> tuple[Callable[..., Non
 
 
 def _raw(lowered: Any, uids: list[int]) -> Callable[..., None] | None:
-    """Return the entry of what is beneath a graph; None where this frontend has no such thing.
+    """Return the raw entry of a lowered graph.
 
-    It takes an array of pointers in ascending order of uid, which the operands' order is made to be.
+    Returns None where this frontend has no such entry, or where the operands' uids do not ascend. The
+    entry takes an array of pointers in ascending order of uid. The operands are put into that order.
     """
     try:
-        # No public name leads there; a test holds what is used here.
+        # No public name leads to these attributes. A test checks that they exist.
         lowered._prepare_variant_pack_template()  # noqa: SLF001
         order = list(lowered._get_variant_pack_uids_sorted())  # noqa: SLF001
         raw: Callable[..., None] = lowered._execute_with_raw_ptrs  # noqa: SLF001
@@ -203,19 +215,23 @@ def _raw(lowered: Any, uids: list[int]) -> Callable[..., None] | None:
 
 
 def plan_environment(device: Mapping[str, Any]) -> str:
-    """Return what plans depend on beside their graph, as JSON: what there is in this process, and the device, wherever it is.
+    """Return the conditions of plans on a device, as JSON.
 
-    The device is as of `handlepool.tensors.device_properties.DeviceProperties.kind`.
+    They are the versions in this process and the properties of the device, which may be elsewhere. The graph is not part of them.
+
+    The device is described like `handlepool.tensors.device_properties.DeviceProperties.kind`.
     """
     found = {"cudnn": cudnn.backend_version(), "frontend": cudnn.__version__, "device": dict(device)}
-    # With "0", cuDNN proposes no plans with TF32, and takes none that were saved; the others are slower.
+    # With "0", cuDNN proposes no plans with TF32, and refuses saved plans with TF32. The other plans are slower.
     if override := os.environ.get("NVIDIA_TF32_OVERRIDE"):
         found["NVIDIA_TF32_OVERRIDE"] = override
     return json.dumps(found, sort_keys=True)
 
 
 class DescribedDevice:
-    """A device of which there are the properties alone: cuDNN plans for it, and nothing can be launched.
+    """Describe a device by its properties alone.
+
+    cuDNN plans for the device, and no graph can be launched on it.
 
     Parameters
     ----------
@@ -224,7 +240,7 @@ class DescribedDevice:
     Attributes
     ----------
     device : int
-        -1, which is no ordinal.
+        Always -1, which is no ordinal.
     """
 
     device = -1
@@ -267,13 +283,16 @@ class DescribedDevice:
         raise GraphNotSupportedError("zeros are written by a kernel that is not planned ahead")
 
     def plan_environment(self) -> str:
-        """Return what `CudaDriver.plan_environment` does where the device is."""
+        """Return the same as `CudaDriver.plan_environment` on the device itself."""
         self._plan_environment = self._plan_environment or plan_environment(self.properties.kind)
         return self._plan_environment
 
 
 class DescribedExecutable:
-    """A built graph of a described device, as `handlepool.drivers.executable.Executable`; there is nothing to launch it on."""
+    """Hold a built graph of a described device.
+
+    It is like `handlepool.drivers.executable.Executable`, and has no device to be launched on.
+    """
 
     def __init__(self, planned: Planned, name: str, titles: Sequence[str], device: str) -> None:
         self.planned = planned

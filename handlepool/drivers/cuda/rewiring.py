@@ -1,4 +1,7 @@
-"""Graphs that were captured, as raw pointers: their edges, copies with other edges, and what stands before all and after all."""
+"""Rewire captured graphs, given as raw pointers.
+
+The module reads edges, copies graphs with other edges, and adds kernels before and after all nodes.
+"""
 
 from collections.abc import Iterable, Sequence
 from types import ModuleType
@@ -9,15 +12,19 @@ from handlepool.drivers.cuda.edges import with_edge_data
 from handlepool.errors import CaptureError
 
 MOST_ENDS = 4
-"""Roots, or leaves, that a graph may have before a kernel stands before all and after all. Each costs a launch host time. An
-empty node would not help."""
+"""Most roots or leaves of a graph without gathering kernels.
+
+A graph with more roots or leaves gets a kernel before and a kernel after all nodes. Each root or leaf costs host time at a
+launch. An empty node would not help.
+"""
 
 
+# The bindings return a field's zero as an integer or as a byte.
 _NONE = 0, b"\0"
 
 
 class Rewiring:
-    """What is done with a graph's edges; nodes and graphs are integers.
+    """Read and change a graph's edges; nodes and graphs are integers.
 
     Parameters
     ----------
@@ -33,15 +40,17 @@ class Rewiring:
         return [(int(one), int(other)) for one, other, _ in self._with_data(graph)]
 
     def make_plain(self, graph: int) -> list[Edge]:
-        """Let a plain edge stand in the place of each programmatic one, so that what it leads to waits for the end; all edges.
+        """Replace each programmatic edge by a plain edge; return all edges.
 
-        A kernel behind a programmatic edge begins early, and is to wait inside. Of cuDNN 9.19, convolutions with a residual gave
-        wrong values behind one, and in each replay behind two.
+        The second node of a plain edge waits for the end of the first.
+
+        A kernel behind a programmatic edge begins early, and must wait inside. With cuDNN 9.19, convolutions with a residual gave
+        wrong values behind one such edge, and in each replay behind two such edges.
 
         Raises
         ------
         CaptureError
-            Where CUDA refuses, as for a graph that allocates memory, of which it takes no edge away.
+            If CUDA refuses. It removes no edge of a graph that allocates memory, for example.
         """
         edges = self._with_data(graph)
         early = [each for each in edges if not _is_plain(each[2])]
@@ -59,16 +68,17 @@ class Rewiring:
         self._change("cuGraphAddDependencies", graph, ones, others)
 
     def begins_early(self, graph: int) -> bool:
-        """Whether something in a graph begins before what it is behind has ended."""
+        """Whether a node of a graph begins before its predecessor has ended."""
         return not all(_is_plain(data) for *_, data in self._with_data(graph))
 
     def _with_data(self, graph: int) -> list[tuple[Any, Any, Any]]:
         question = with_edge_data(self._bindings, "cuGraphGetEdges")
+        # The first call asks for the number of edges, and the second call reads them.
         *_, count = self._answer(question(graph))
         return [*zip(*self._answer(question(graph, count))[:3], strict=True)] if count else []
 
     def allocations(self, graph: int) -> list[int]:
-        """Return the nodes that allocate memory, as `cudaMallocAsync` becomes them."""
+        """Return the nodes that allocate memory, such as captured `cudaMallocAsync` calls."""
         return [int(node) for node in self._of_kind(graph, "CU_GRAPH_NODE_TYPE_MEM_ALLOC")]
 
     def host_copies(self, graph: int) -> list[int]:
@@ -82,11 +92,12 @@ class Rewiring:
 
     def _is_host(self, kind: object, address: object) -> bool:
         kinds = self._bindings.CUmemorytype
+        # Unified addresses do not tell where the memory is, so CUDA is asked about the address.
         if kind != kinds.CU_MEMORYTYPE_UNIFIED:
             return bool(kind == kinds.CU_MEMORYTYPE_HOST)
         attribute = self._bindings.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         status, found = self._bindings.cuPointerGetAttribute(attribute, address)
-        # CUDA does not know pageable memory of the host's.
+        # CUDA does not know pageable host memory, and reports an error for it.
         return bool(status) or int(found) == int(kinds.CU_MEMORYTYPE_HOST)
 
     def _of_kind(self, graph: int, name: str) -> list[Any]:
@@ -101,7 +112,7 @@ class Rewiring:
         Raises
         ------
         CaptureError
-            For one that cannot be copied: it allocates memory.
+            For a graph that cannot be copied, because it allocates memory.
         """
         status, copied = self._bindings.cuGraphClone(graph)
         if status == self._bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -111,19 +122,23 @@ class Rewiring:
         return int(copied)
 
     def rewire(self, copied: int, add: Sequence[Edge], remove: Sequence[Edge]) -> None:
-        """Give a copy edges more, and edges less, which are told by the nodes of the original."""
+        """Add edges to a copy and remove edges from it.
+
+        The edges are given by the nodes of the original.
+        """
         found: dict[int, Any] = {}
         for node in {node for edge in (*add, *remove) for node in edge}:
+            # CUDA maps a node of the original to its node in the copy.
             (found[node],) = self._answer(self._bindings.cuGraphNodeFindInClone(node, copied))
         for name, edges in (("cuGraphRemoveDependencies", remove), ("cuGraphAddDependencies", add)):
             if edges:
                 self._change(name, copied, [found[one] for one, _ in edges], [found[other] for _, other in edges])
 
     def mark(self, copied: int, groups: Sequence[Sequence[int]], events: Sequence[int]) -> None:
-        """Let two events be recorded before all nodes of a copy, and each other one behind a group of the original's.
+        """Record two events before a copy's nodes, and an event per group.
 
-        What follows a group comes after its event: beside the nodes, events would be branches of the graph, of which each costs
-        many times what a node takes.
+        A group is given by nodes of the original, and its event is recorded after them. Work that follows a group runs after its
+        event. Beside the nodes, events would be branches of the graph, and each branch costs many times the time of a node.
         """
         edges = self.edges(copied)
         roots = [self._bindings.CUgraphNode(node) for node in ends(self.nodes(copied), edges)[0]]
@@ -154,9 +169,9 @@ class Rewiring:
         return [*map(int, self._answer(self._bindings.cuGraphGetNodes(graph, count))[0])] if count else []
 
     def gather(self, copied: int, first: Sequence[int], last: Sequence[int], kernel: int) -> None:
-        """Let a kernel of one thread stand before all of a copy, and one after all.
+        """Add a one-thread kernel before all of a copy, and another after.
 
-        Its roots and its leaves are told by the nodes of the original. The kernel is a ``CUfunction`` without arguments.
+        Its roots and its leaves are given by the nodes of the original. The kernel is a ``CUfunction`` without arguments.
         """
         find = self._bindings.cuGraphNodeFindInClone
         roots, leaves = ([self._answer(find(node, copied))[0] for node in nodes] for nodes in (first, last))
@@ -174,6 +189,7 @@ class Rewiring:
 
     def _answer(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
         status, *values = result
+        # Callers handle missing memory apart from other errors.
         if status == self._bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError(f"CUDA driver error: {status.name}")
         if status:
@@ -182,7 +198,10 @@ class Rewiring:
 
 
 def ends(nodes: Sequence[int], edges: Iterable[Sequence[Any]]) -> tuple[list[int], list[int]]:
-    """Return the roots of a graph, and its leaves; of an edge, what it leads from and what it leads to come first."""
+    """Return a graph's roots and leaves.
+
+    The first two items of an edge are its source and its target.
+    """
     earlier, later = set(), set()
     for edge in edges:
         earlier.add(edge[0])
@@ -191,7 +210,7 @@ def ends(nodes: Sequence[int], edges: Iterable[Sequence[Any]]) -> tuple[list[int
 
 
 def are_many(roots: Sequence[int], leaves: Sequence[int]) -> bool:
-    """Whether a graph has so many of these that it is worth to have a kernel before all, and one after all."""
+    """Whether a graph has enough roots or leaves for gathering kernels."""
     return max(len(roots), len(leaves)) > MOST_ENDS
 
 

@@ -1,7 +1,9 @@
-"""What CuPy shares between the streams of a thread or a device, and is therefore not for concurrent branches (guarantee 16).
+"""Watch uses of CuPy state that streams share (guarantee 16).
 
-A plan of ``cupy.fft`` is kept for a thread and has one work area; the generator behind ``cupy.random`` is kept for a device and
-has one state. Their users pass through one function each, which is replaced while somebody watches.
+Streams of a thread or a device share the state, so concurrent branches must not use it.
+
+A plan of ``cupy.fft`` is kept for a thread and has a single work area. The generator behind ``cupy.random`` is kept for a device
+and has a single state. All their users call a single function each. That function is replaced while a pool watches.
 """
 
 import os
@@ -15,14 +17,17 @@ _PASSED = (
     ("cupy.fft", "cupy.fft._fft", "get_plan_cache"),
     ("cupy.random", "cupy.random._generator", "get_random_state"),
 )
-"""What is reported, and the function that its users pass through: the module that looks it up, and its name there."""
+"""Reported names, and the functions that their users call.
+
+A function is given by the module that looks it up, and its name there.
+"""
 
 
 class Watchers:
-    """The pools that watch shared uses, and the functions of CuPy that are replaced while a pool watches.
+    """Keep the watching pools, and the replaced functions of CuPy.
 
-    The lock guards both: the first watcher replaces the functions, and the last watcher puts them back. CuPy's modules are
-    imported under the lock, where the collector may run a finaliser, so the same thread may take it again.
+    The lock guards both. The first watcher replaces the functions, and the last watcher restores them. CuPy's modules are
+    imported under the lock, where the collector may run a finaliser, so the same thread may take the lock again.
     """
 
     def __init__(self) -> None:
@@ -31,7 +36,7 @@ class Watchers:
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def add(self, report: Callable[[str], None]) -> Callable[[], None]:
-        """Have a function called before each use; return a function that ends that."""
+        """Add a function to call before each use; return its remover."""
         with self.lock:
             if not self._reports:
                 self._replace()
@@ -56,6 +61,7 @@ class Watchers:
 
     def _reporting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def reporting(*args: object, **kwargs: object) -> Any:
+            # The tuple is a copy, because another thread may add or remove a report meanwhile.
             for report in tuple(self._reports.values()):
                 report(name)
             return function(*args, **kwargs)
@@ -63,7 +69,10 @@ class Watchers:
         return reporting
 
     def after_fork(self) -> None:
-        """Replace the lock in a forked child: another thread of the parent may have held it."""
+        """Replace the lock in a forked child.
+
+        Another thread of the parent may have held the lock.
+        """
         self.lock = threading.RLock()
 
 
@@ -72,5 +81,8 @@ os.register_at_fork(after_in_child=_watchers.after_fork)
 
 
 def watch(report: Callable[[str], None]) -> Callable[[], None]:
-    """Have ``report(name)`` called before each use, in the thread of the user; return a function that ends that."""
+    """Call ``report(name)`` before each use; return a remover.
+
+    The call comes in the thread of the use.
+    """
     return _watchers.add(report)

@@ -1,4 +1,4 @@
-"""Launches the checksum kernel, and reads its sums."""
+"""Launch the checksum kernel, and read its sums."""
 
 import os
 from array import array as buffer
@@ -16,22 +16,30 @@ from handlepool.drivers.cuda.early import immortal
 from handlepool.drivers.event_pool import Events
 
 _functions: dict[int, int] = {}
-"""The kernel of each device. Kernels live as long as the process: a destructor would call CUDA (guarantee 10)."""
+"""The kernel of each device, as a pointer.
+
+Kernels live as long as the process, because a destructor would call CUDA (guarantee 10).
+"""
 _under_way: deque["CudaSums"] = deque()
-"""Sums that streams may still write: whoever has asked for them may drop them before. Appends and pops are atomic."""
+"""Sums that streams may still write.
+
+The caller may drop its sums before they are written. Appends and pops are atomic.
+"""
 
 
 class CudaSums:
-    """See `handlepool.drivers.checksum.Sums`. The kernel writes to page-locked memory, so no copy to the host is needed.
+    """Compute checksums; see `handlepool.drivers.checksum.Sums`.
+
+    The kernel writes to page-locked memory, so no copy to the host is needed.
 
     Parameters
     ----------
     arrays : sequence of cupy.ndarray
-        On the current device.
+        Arrays on the current device.
     pointer : int
         The stream, which is not being captured.
     events : Events
-        Of the current device.
+        Events of the current device.
     """
 
     def __init__(self, arrays: Sequence[Any], pointer: int, events: Events) -> None:
@@ -48,7 +56,7 @@ class CudaSums:
             first += across * down
         function = _function()
         _forget_written()
-        # The event says when the host may read, and when the page-locked memory may be given to others.
+        # The event tells when the host may read, and when the page-locked memory may be reused.
         self._event: Any = events.acquire()
         _under_way.append(self)
         for argument, (across, down) in launches:
@@ -69,6 +77,7 @@ class CudaSums:
             self._passed()
 
     def _passed(self) -> None:
+        # The swap leaves the event to a single thread.
         event, self._event = self._event, None
         # Another thread may have put the event back in between.
         if event is not None:
@@ -81,12 +90,12 @@ class CudaSums:
 
 
 def _forget_written() -> None:
-    """Let go of sums that their streams have written, up to the first that is not."""
+    """Drop written sums, up to the first sums that are not written."""
     while _under_way:
         try:
             sums = _under_way.popleft()
         except IndexError:
-            # Another thread has just taken the last one.
+            # Another thread has just taken the last element.
             return
         if not sums.ready():
             _under_way.append(sums)
@@ -104,11 +113,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _function() -> int:
-    """Return the current device's kernel, compiled and loaded where it is not."""
+    """Return the current device's kernel; compile and load it if needed."""
     device = runtime.getDevice()
     pointer = _functions.get(device)
     if pointer is None:
         options = ("--std=c++17", *(f"-D{name}={value}" for name, value in MACROS.items()))
+        # Two threads may compile the kernel at once. Either result serves, because both stay loaded.
         module = cupy.RawModule(code=source(), options=options)
         pointer = _functions[device] = int(immortal(module.get_function("checksum").kernel).ptr)
     return pointer

@@ -1,4 +1,7 @@
-"""Capture launches into a graph that is thrown away: nothing runs, and nothing waits for the device."""
+"""Capture launches into a graph that is thrown away.
+
+No work runs, and no thread waits for the device.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,10 +14,11 @@ from handlepool.drivers.streams import Handle
 
 
 class IdleStreams:
-    """Keep, for each context, the streams on which no capture is under way.
+    """Keep, for each context, the streams that are not capturing.
 
-    A new stream costs as much as the rest of such a capture. The streams live as long as the process, and are as many as threads
-    have planned at one time. No lock: appends and pops of a list are atomic, so each stream has one user at a time.
+    A new stream costs as much as the rest of such a capture. The streams live as long as the process. Their number is the largest
+    number of threads that planned at the same time. There is no lock: appends and pops of a list are atomic, so each stream has a
+    single user at a time.
     """
 
     def __init__(self) -> None:
@@ -36,11 +40,11 @@ _streams = IdleStreams()
 
 
 class ThrowawayCapture:
-    """Bind a handle to a capturing stream, whose graph is thrown away at the end.
+    """Bind a handle to a capturing stream, and discard its graph.
 
-    The frontend warms up a plan that it has read with a handle: it captures a launch, and allocates a megabyte for that and frees
-    it, which synchronises the device. It does none of this where the handle's stream is being captured. The capture is relaxed,
-    so it forbids nothing to the thread that reads the plan.
+    The frontend warms up a plan that it has read with a handle: it captures a launch, and allocates and frees a megabyte, which
+    synchronises the device. The frontend does not warm up where the handle's stream is being captured. The capture is relaxed, so
+    it forbids nothing to the thread that reads the plan.
 
     Parameters
     ----------
@@ -77,7 +81,7 @@ class ThrowawayCapture:
 
     def __exit__(self, *_: object) -> None:
         try:
-            # The very object: a slot compares its handle's pointer by identity.
+            # The very same object is restored, because a slot compares its handle's pointer by identity.
             self._bind_handle(self._handle, self._before or 0)
         finally:
             try:
