@@ -1,8 +1,8 @@
-"""Parallel states: concurrent cuDNN calls on side streams, forked from and joined to the caller's stream by events.
+"""Run concurrent cuDNN calls on forked and joined side streams.
 
-A fork leases, it does not lock: it takes side slots (stream, handle, scratch) from its device's free list, has them alone until
-the join, and puts them back. No lock is held while user code runs, except by `ParallelStates.with_state`, where the caller names
-the state (guarantee 15).
+A fork leases side slots (stream, handle, scratch) from its device's free list, without a lock. It has the slots alone until the
+join, and then releases them. No lock is held while user code runs, except by `ParallelStates.with_state`, where the caller
+names the state (guarantee 15).
 """
 
 import threading
@@ -160,7 +160,9 @@ class ParallelStates:
         thread.states_held = held + 1
         try:
             if not held:
-                with lock:  # an interrupt leaves it taken at no point, as it could after a call of `acquire`
+                # A ``with`` statement releases the lock after any interrupt. A bare call of `acquire` could leave the lock
+                # taken.
+                with lock:
                     return self._joined_at_once(function, args, kwargs)
             if not lock.acquire(blocking=False):
                 raise StateBusyError(
@@ -190,9 +192,9 @@ def _with_state(pool: PoolInternals, function: Callable[..., T], args: tuple[Any
 
 
 class State:
-    """What `ParallelStates.with_state` gives to its function, for as long as that runs.
+    """The state that `ParallelStates.with_state` passes to its function.
 
-    Its slot is another branch's afterwards, so that who kept the state is refused (guarantee 5).
+    It is valid as long as the function runs. Afterwards another branch has its slot, so a later use is refused (guarantee 5).
 
     Attributes
     ----------
@@ -207,7 +209,8 @@ class State:
     __slots__ = ("_slots",)
 
     def __init__(self, slots: list[Slot]) -> None:
-        self._slots = slots  # the call's one, and none once it has ended
+        # The list holds the call's slot, and is empty once the call has ended.
+        self._slots = slots
 
     def _mine(self) -> Slot:
         if not self._slots:
@@ -223,7 +226,7 @@ class State:
     device = property(lambda self: self._mine().device)
 
     def workspace(self, nbytes: int) -> Any:
-        """Return scratch memory on the state's stream, the caller's until the next call.
+        """Return scratch memory on the state's stream until the next call.
 
         Parameters
         ----------
@@ -245,7 +248,7 @@ class State:
         return self._mine().workspace(nbytes)
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied: the copy would not end with the call."""
+        """Refuse to be copied; a copy would outlive the call."""
         raise TypeError("a state is its call's alone and cannot be copied or pickled; ask for another with with_state()")
 
     def __repr__(self) -> str:
