@@ -40,7 +40,7 @@ T = TypeVar("T")
 _ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
 
 _NOT_ENTERED, _LEFT = None, False
-"""Values of `_thread` for a fork that is not open; both are false."""
+"""Values of `_thread` for a fork that is not open."""
 
 
 class Fork:
@@ -105,7 +105,9 @@ class Fork:
         return self
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Run one branch: ``function(*args, **kwargs)`` with a side stream as the current stream.
+        """Run ``function(*args, **kwargs)`` as a branch on a side stream.
+
+        The side stream is the current stream of the branch.
 
         In the body of the fork plain CuPy or torch code reads what branches made behind `wait` alone. Graph functions, operations
         and programs wait on their own there.
@@ -131,7 +133,7 @@ class Fork:
         Returns
         -------
         object
-            What the function returned. Its arrays may be read on the caller's stream after the fork.
+            The function's value. Its arrays may be read on the caller's stream after the fork.
 
         Raises
         ------
@@ -292,7 +294,9 @@ class Fork:
     def map(
         self, function: Callable[..., T], /, *iterables: Iterable[Any], out: Iterable[Any] | None = None, **kwargs: Any
     ) -> list[T]:
-        """Run ``function`` over the iterables, each call a branch; the results in order.
+        """Run ``function`` over the iterables, each call a branch.
+
+        The results come in order.
 
         It does what as many calls of `run` do, with two differences for a graph function over lists, tuples and ranges. The
         branches start together, after what the caller's stream has been given by the time of the call. And small outputs that
@@ -306,7 +310,7 @@ class Fork:
             and `cycle`, which give as many entries as there are calls. A generator alone is read while branches are run; beside
             other iterables or ``out``, it is read to its end before the first call.
         out : iterable of array, optional
-            What each call is to write to, its ``out``.
+            The ``out`` that each call writes to.
         **kwargs
             For the function, the same in every call, as ``padding=1``. `map` keeps the name ``out`` alone: bind one ``out`` for
             all calls with `functools.partial`.
@@ -314,7 +318,7 @@ class Fork:
         Returns
         -------
         list
-            What each call returned. Arrays in it may be read on the caller's stream after the fork.
+            The value of each call. Arrays in it may be read on the caller's stream after the fork.
 
         Raises
         ------
@@ -344,7 +348,9 @@ class Fork:
     def _map_known(
         self, function: Callable[..., T], calls: list[tuple[Any, ...]], sources: Sequence[Iterable[Any]], given: bool
     ) -> list[T] | None:
-        """Run branches that each launch one known plan, and no Python; None where the first one does not.
+        """Run branches that each launch one known plan, and no Python.
+
+        The result is None where the first branch does not.
 
         All outputs are allocated before the edge that starts the branches (guarantee 8), so one edge for each state will do.
         """
@@ -369,7 +375,7 @@ class Fork:
         try:
             results = [_launch_at(start, launcher, bare, fixed + arrays, options)]
             attempt = start.attempt
-            # No plan was known before. Now there is a plan, and the branches start one by one.
+            # No plan was known before. Now there is a plan, and the branches start separately.
             if attempt is None:
                 return results + [self._run(function, call, given) for call in others]
             begin = start.begin_next

@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 
 class ParallelStates:
-    """Up to ``count`` side streams of the current device, each with a handle and scratch of its own.
+    """Up to ``count`` side streams of the current device.
+
+    Each stream has a handle and scratch of its own.
 
     Parameters
     ----------
@@ -85,7 +87,9 @@ class ParallelStates:
     def map(
         self, function: Callable[..., T], /, *iterables: Iterable[Any], out: Iterable[Any] | None = None, **kwargs: Any
     ) -> list[T]:
-        """Run ``function`` over the iterables, each call a branch; results in order, ready on the caller's stream.
+        """Run ``function`` over the iterables, each call a branch.
+
+        The results come in order, ready on the caller's stream.
 
         Parameters
         ----------
@@ -95,7 +99,7 @@ class ParallelStates:
             and `cycle`, which give as many entries as there are calls. A generator alone is read while branches are run; beside
             other iterables or ``out``, it is read to its end before the first call.
         out : iterable of array, optional
-            What each call is to write to, its ``out``.
+            The ``out`` that each call writes to.
         **kwargs
             For the function, the same in every call, as ``padding=1``. `map` keeps the name ``out`` alone: bind one ``out`` for
             all calls with `functools.partial`.
@@ -103,7 +107,7 @@ class ParallelStates:
         Returns
         -------
         list
-            What each call returned.
+            The value of each call.
 
         Raises
         ------
@@ -119,7 +123,9 @@ class ParallelStates:
             return fork.map(function, *iterables, out=out, **kwargs)
 
     def with_state(self, index: int, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Run ``function(state, *args, **kwargs)`` on the state of an index, forked and joined at once.
+        """Run ``function(state, *args, **kwargs)`` on a state by its index.
+
+        The call is forked and joined at once.
 
         This is the form of Caffe2's ``with_cudnn_state``. Calls with one index exclude each other, also between threads. Calls of
         one thread never overlap on the GPU, since each joins at once; use `fork` for that.
@@ -136,7 +142,7 @@ class ParallelStates:
         Returns
         -------
         object
-            What the function returned, ready on the caller's stream.
+            The function's value, ready on the caller's stream.
 
         Raises
         ------
