@@ -1,1 +1,1 @@
-"""Order by data: the memory that calls read and write, and the calls that wait for others."""
+"""Order calls by data, from the memory that they read and write."""

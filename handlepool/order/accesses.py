@@ -1,4 +1,4 @@
-"""Tell what the launches of one plan read and overwrite, by the addresses of their arrays."""
+"""Describe the memory that a plan's launches read and overwrite, by address."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,27 +10,30 @@ from handlepool.tensors.layout import Layout, Piece, Token
 
 
 class Operands:
-    """What the launches of one plan read and write, whatever the arrays are: the inputs come first.
+    """The operands of one plan's launches, independent of their addresses.
+
+    The inputs come first, then the outputs.
 
     Attributes
     ----------
     layouts : tuple of Layout
+        Of the inputs, then of the outputs.
     inputs : int
-        How many are read.
+        Number of arrays that a launch reads.
     fresh : bool
         Whether the outputs are allocated for the launch.
     dense : bool
-        Whether none has gaps.
+        Whether every operand is free of gaps.
     reaches : tuple of int
-        From each array's address to its end, in bytes.
+        Distance from each array's address to its end, in bytes.
     read, outputs : tuple of int
-        Where none has gaps, the bytes of each input, and of each output.
+        Bytes of each input, and of each output. Empty where an operand has gaps.
     written, made : tuple of int
-        Those of the outputs that are given, and that are allocated.
+        Bytes of outputs that the caller passes, and of outputs that are allocated.
     longest : int
-        Of all.
+        The largest reach of all operands, in bytes.
     simple : bool
-        Whether none has gaps and there is one output.
+        Whether every operand is free of gaps and there is one output.
     sizes : tuple of int
         Bytes from the first to the last element of each output.
     """
@@ -67,7 +70,11 @@ class Operands:
         self.fresh = fresh
 
     def are_apart(self, read: Sequence[int], written: Sequence[int]) -> bool:
-        """Whether no launch of many writes what another one reads or writes, by the addresses of all; each writes one array."""
+        """Return whether many launches, each writing a single array, cannot conflict.
+
+        ``read`` and ``written`` hold the addresses of all the launches. No launch may write memory that another launch reads or
+        writes.
+        """
         if len(self.written) != 1:
             return False
         length, longest = self.written[0], max(self.read + self.written)
@@ -76,6 +83,8 @@ class Operands:
             return False
         if max(read) + longest <= starts[0] or min(read) >= starts[-1] + length:
             return True
+        # The written arrays are sorted and disjoint. So the last array that starts before the end of a read is the only
+        # candidate.
         for address in set(read):
             index = bisect_left(starts, address + longest)
             if index and starts[index - 1] + length > address:
@@ -95,6 +104,7 @@ class Memory(NamedTuple):
     Attributes
     ----------
     reads, writes : sequence of Piece or Token
+        Memory that the program reads, and memory that it overwrites.
     """
 
     reads: Sequence[Piece | Token]

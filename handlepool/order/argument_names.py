@@ -1,4 +1,4 @@
-"""Names, for messages, of the arrays that a call is given."""
+"""Name the arguments of a call in messages."""
 
 import inspect
 from collections.abc import Callable
@@ -8,18 +8,24 @@ from typing import Any
 from handlepool._util.reachable import attributes, bound_call, content, leaves
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""A function and its arguments; the object of a bound method is not among these."""
+"""A function, its positional and its keyword arguments.
+
+The object of a bound method is not among the arguments.
+"""
 ADVICE = 'as with @handlepool.operation(mutates="x")'
 UNNAMED = "an array that it was given"
 
 
 def named_values(call: Call) -> dict[str, Any]:
-    """Return the values that a call can reach, by name: arguments, attributes of its object, and names of its closure."""
+    """Return the values that a call can reach, by name.
+
+    The values are its arguments, the attributes of its object, and the names of its closure.
+    """
     function, args, kwargs = call
     try:
         named = inspect.signature(function).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):
-        # The function does not tell its parameters.
+        # Some callables, such as built-in functions, have no signature. Their arguments are named by position.
         named = {str(index): value for index, value in enumerate(args)} | kwargs
     values = {f"argument {name}": value for name, value in named.items()}
     bound = bound_call(function)
@@ -29,6 +35,7 @@ def named_values(call: Call) -> dict[str, Any]:
         if not isinstance(owner, type):
             values |= {"self": attributes(owner)}
         bound = bound.__func__
+    # The closure belongs to the innermost function, because a decorator's wrapper has a closure of its own.
     inner = inspect.unwrap(bound)
     if isinstance(inner, FunctionType):
         cells = zip(inner.__code__.co_freevars, map(content, inner.__closure__ or ()), strict=True)
@@ -37,7 +44,7 @@ def named_values(call: Call) -> dict[str, Any]:
 
 
 def name_of_array(array: Any, call: Call) -> str:
-    """Return what messages call an array that a call was given."""
+    """Return the name that messages use for an array of a call."""
     for name, value in named_values(call).items():
         if any(leaf is array for leaf in leaves(value, calls=True)):
             return name

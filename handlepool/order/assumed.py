@@ -1,4 +1,4 @@
-"""Warnings for undeclared functions that are assumed to write the arrays they are given."""
+"""Warn of undeclared functions that may write their arguments."""
 
 import warnings
 from collections.abc import Hashable
@@ -6,13 +6,13 @@ from collections.abc import Hashable
 from handlepool._util.frames import frames_inside
 
 AssumedWriter = tuple[str, Hashable]
-"""A function that may have written the arrays it was given: its name, and its code."""
+"""The name and code of a possible writer of its arguments."""
 
 _warned: set[Hashable] = set()
 
 
 def warn_of_assumed_write(writer: AssumedWriter) -> None:
-    """Warn, once for each function, that a branch waits for a write that the function may have made."""
+    """Warn once per function that a branch waits for an assumed write."""
     if writer not in _warned:
         _warned.add(writer)
         warnings.warn(
@@ -23,7 +23,10 @@ def warn_of_assumed_write(writer: AssumedWriter) -> None:
 
 
 def warn_of_change(writer: AssumedWriter) -> None:
-    """Warn, once for each function, that it may have written an array that another branch reads."""
+    """Warn once per function that it may have written a shared array.
+
+    Another branch reads that array.
+    """
     if (writer, "changed") not in _warned:
         _warned.add((writer, "changed"))
         warnings.warn(

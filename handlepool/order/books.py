@@ -1,15 +1,17 @@
-"""Order by data: which branches of a region wait for which, by the memory that they read and write (guarantee 17).
+"""Order the branches of a region by the memory that they use.
 
-A region has one set of books for each device. They hold what each call was given to read and to write, by addresses, and the
-stream that it was given to. A later call that meets such memory waits for the earlier one: a read for the last write, a write
-for the last write and for all reads since.
+This module keeps guarantee 17. A region has one set of books for each device. The books record, by address, the memory that
+each call reads and writes, and the stream of the call. A later call waits for each earlier call that conflicts with it. A read
+waits for the last write. A write waits for the last write and for all reads since.
 
-A wait is one event on the stream of the earlier call. It is recorded when a branch goes on behind that call by its data, since
-others may follow the same call; else not before somebody has to wait, who then waits for all that the stream was given by then.
-Each stream knows which calls of the others it waits for already, also by way of third streams, and does not wait again.
+A wait is one event on the stream of the earlier call. A branch that continues on that call's stream records the event at once,
+because further calls may depend on the same call. Otherwise the first waiting call records the event. That call then waits for
+all work that the stream has received by then. Each stream knows which calls of other streams it already waits for, also through
+third streams. It does not wait for them again.
 
-Nothing here takes a lock: books belong to one thread, and regions of different threads are not ordered with each other. A
-finaliser, which Python runs wherever it likes, may find its own thread in the middle of the books. Its calls are refused there.
+Nothing here takes a lock. Books belong to one thread, and regions of different threads are not ordered with each other. Python
+may run a finalizer anywhere, so a finalizer may find its own thread in the middle of a change to the books. The books refuse
+the finalizer's calls there.
 """
 
 import os
@@ -32,65 +34,81 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token
 
 MOST_MARKS = 64
-"""Events that are kept for one stream. Whoever follows an older call waits for the first that is left."""
+"""The maximum number of events that are kept for one stream.
+
+A call that follows an older call waits for the oldest event that is left.
+"""
 
 Orders = dict[tuple[Driver, int, ActiveRecording | None], "DataOrder"]
-"""Of one thread, by driver and device; and by recording, since what is captured waits for nothing outside of that."""
+"""The books of one thread, by driver, device and recording.
+
+The recording is part of the key because captured work cannot wait for work outside of its recording.
+"""
 
 
 Accesses = tuple[Sequence[Piece | Token], Sequence[Piece | Token], bool]
-"""The memory that a call reads, the memory that it writes, and whether it may use any other memory."""
+"""Memory that a call reads, memory that it writes, and opacity.
+
+The last entry says whether the call may use any other memory.
+"""
 Outer = tuple[Track | None, list[Accesses]]
-"""The track of the branch around a branch, and what that one read and wrote on streams of its own choice."""
+"""The enclosing branch's track and its accesses on other streams.
+
+These are streams that the branch itself chose.
+"""
 
 
 class Starts(Protocol):
     """The slots of a fork, as far as the books know them."""
 
     def start(self, order: "DataOrder", needs: Needs, *, owned: bool = False) -> Track:
-        """Start the next branch on a track of the fork, or of its caller. ``owned`` binds the slot to this thread."""
+        """Start the next branch on a track.
+
+        The track is the fork's or its caller's. ``owned`` binds the slot to this thread.
+        """
 
     def undo_start(self) -> None:
-        """Release what `start` leased just now: the branch did not come to run."""
+        """Release the slot that `start` leased, because the branch did not run."""
 
 
 class DataOrder:
     """The books of a thread's outermost region on one device.
 
-    Whoever reads or changes them does so inside ``with order``, or sets `busy` meanwhile: that raises OwnershipError in a
-    finaliser which found its thread there.
+    Code that reads or changes the books runs inside ``with order``, or sets `busy` meanwhile. A finalizer that finds its thread
+    there gets an OwnershipError.
 
     Parameters
     ----------
     pool : PoolInternals
-        Of the fork that opens the books.
+        The pool of the fork that opens the books.
     device : int
+        The device's ordinal.
     root : Track
-        Of the outermost caller's stream. What is given to that comes before every branch that starts later, so its calls wait,
-        and are not written down.
+        The track of the outermost caller's stream. Work on that stream comes before every branch that starts later. So its calls
+        wait, and are not written down.
     fork : object
-        What stands for the fork that opens the books.
+        The key of the fork that opens the books.
 
     Attributes
     ----------
     barrier : (Track, int) or None
         The last call that may have used any memory. Every later call waits for it.
     busy : bool
-        Whether somebody is in the middle of the books, or they are closed.
+        Whether a change to the books is under way, or the books are closed.
     forks : set
-        What stands for the forks that use the books. The last fork that is left closes them.
+        The keys of the forks that use the books. The last fork to leave closes the books.
     running : Track or None
-        Of the branch that runs Python just now, the innermost.
+        The track of the innermost branch that runs Python now.
     foreign_writes : list
-        What that branch read and wrote on streams of its own choice.
+        The accesses of that branch on streams of its own choice.
     recent : Recent or None
-        The first launches, as long as nothing has to be looked up.
+        The first launches, as long as no look-up is needed.
     tracks : dict
-        By pointer, the streams.
+        The tracks by stream pointer.
     assumed_writers : dict
-        Calls that may have written the memory they were given: their functions' names and codes.
+        The names and codes of functions, by call, that may have written their arguments.
     kept : list
-        Whatever has memory in the books: what is freed could be given out as something else.
+        Owners of all memory in the books. The allocator could reuse freed memory for another array.
     """
 
     __slots__ = (
@@ -140,9 +158,10 @@ class DataOrder:
         self._key = getattr(self.driver, "checked_driver", self.driver), device, thread.recording
 
     def open(self) -> None:
-        """Be this thread's books."""
+        """Register these books as the open books of this thread."""
         self._orders[self._key] = self
-        active.append(self)  # after: a launch that sees it asks the thread
+        # This comes second. A launch that sees `active` looks the books up in the thread.
+        active.append(self)
         self.driver.before_untracked_access(partial(_before_plain, self.driver))
 
     def __enter__(self) -> None:
@@ -156,7 +175,10 @@ class DataOrder:
     # Branches
 
     def start_launch(self, fork: Starts, launch: Any, addresses: tuple[int, ...], blocks: tuple[object, ...]) -> Track:
-        """Start a branch that launches one known plan, in the order of its data; the track that it runs on."""
+        """Start a branch for one launch and return its track.
+
+        The launch is of a known plan, and its data decides the branch's order.
+        """
         if self.busy:
             raise in_the_middle()
         try:
@@ -186,7 +208,10 @@ class DataOrder:
         return track
 
     def start_call(self, fork: Starts, call: Call) -> Track:
-        """Start a branch that makes any call, in the order of its data, on a slot of this thread's; its track."""
+        """Start a branch for any call and return its track.
+
+        The call's data decides its order, and the branch runs on a slot that this thread owns.
+        """
         if self.busy:
             raise in_the_middle()
         try:
@@ -209,33 +234,38 @@ class DataOrder:
         return track
 
     def _warn(self, needs: Needs) -> None:
-        """Warn where a branch waits for a call that may have written the memory it was given."""
+        """Warn where a branch waits for a call with assumed writes."""
         for each in needs.items():
             if each in self.assumed_writers:
                 warn_of_assumed_write(self.assumed_writers[each])
 
     def enter_branch(self, track: Track) -> Outer:
-        """Let a branch run Python on a track; what `end_branch` is to be given."""
+        """Enter a branch that runs Python on a track.
+
+        The return value is the argument of `end_branch`.
+        """
         outer = self.running, self.foreign_writes
         self.running, self.foreign_writes = track, []
         return outer
 
     def end_branch(self, outer: Outer, call: PythonCall, allocated: Sequence[Any] | None, ended: tuple[object] | None) -> None:
-        """Write down what a branch that ran Python turned out to read and write.
+        """Write down the accesses of a branch that ran Python.
 
         Parameters
         ----------
         outer : Outer
             From `enter_branch`.
         call : PythonCall
+            The branch's call.
         allocated : sequence of block or None
-            What the branch allocated, in order; None where that was not seen.
+            Blocks that the branch allocated, in order. None where the allocations were not seen.
         ended : (object,) or None
-            Its value; None where it raised an error.
+            The branch's value. None where the branch raised an error.
         """
         track, given = self.running, self.foreign_writes
         self.running, self.foreign_writes = outer
-        if self.running is track:  # no state was left for a fork in a branch
+        # A fork inside a branch found no free state, so the inner branch ran on the outer branch's track.
+        if self.running is track:
             self.foreign_writes += given
         if self.closed or track is None:
             return
@@ -251,36 +281,44 @@ class DataOrder:
             if ended is None:
                 made, others = call.failed(self, track, allocated or ())
             else:
-                self.kept.append(ended[0])  # it is in the books, also where its memory is another library's
+                # The value is in the books even where another library owns its memory. Keep the value, so that the memory is
+                # not reused.
+                self.kept.append(ended[0])
                 made, others = call.ended(self, track, allocated, ended[0])
-            # What the branch was given is written down again: an event may stand behind less than all of it. Memory that it was
-            # not ordered for the books forget with its other users, so the branch's stream waits for these now, and whoever
-            # follows the branch comes after them.
+            # Write the branch's arguments down again, because an event may have been recorded before the branch's last work.
+            # For memory that the branch was not ordered for, the books forget the other users. So the branch's stream waits for
+            # these users now, and a call that follows the branch comes after them.
             try:
                 if others:
                     self.follow(track, self.conflicts((), others))
             finally:
                 number = track.next_call()
                 write_down(track, number, uses.pieces(call.reads), uses.pieces([*call.writes, *made, *others]))
-                # The same holds for a barrier.
+                # An event may have been recorded before the end of an opaque call as well. So the barrier moves to the new
+                # call.
                 if opaque:
                     self.barrier = track, number
         finally:
             self.busy = self.closed
 
     def enter_fork(self, fork: object, *, counted: bool) -> None:
-        """Let another fork use the books. A fork in a branch is not counted: it is over with its branch."""
+        """Let another fork use the books.
+
+        A fork in a branch is not counted, because it ends with its branch.
+        """
         if self.busy:
             raise in_the_middle()
         if counted:
             self.forks.add(fork)
 
     def leave_fork(self, fork: object, tracks: Sequence[Track], home: Track, kept: list[object] | None, stream: object) -> None:
-        """Let a fork go that was joined: its caller's stream comes after all its branches. The last fork closes the books.
+        """Remove a fork that was joined, and close unused books.
 
-        ``kept`` is what the branches read and made, where that is not an outer fork's.
+        The stream of the fork's caller comes after all its branches. The last fork closes the books. ``kept`` holds the owners
+        of memory that the branches read and made, or is None where an outer fork keeps them.
         """
-        self.busy = True  # it may be so already, after an interrupt
+        # An interrupt may have left it set already.
+        self.busy = True
         self.forks.discard(fork)
         if not self.forks:
             self.close()
@@ -291,12 +329,12 @@ class DataOrder:
         self.busy = self.closed
 
     def abandon_fork(self, fork: object, tracks: Sequence[Track], home: Track, kept: list[object] | None, stream: object) -> None:
-        """Let a fork go whose branches may still use all that is kept."""
+        """Remove a fork whose branches may still use all kept memory."""
         abandon(self.kept[:])
         self.leave_fork(fork, tracks, home, kept, stream)
 
     def recover(self) -> None:
-        """Be usable again after an interrupt that came in the middle of the books."""
+        """Make the books usable after an interrupt in a change."""
         self.busy = self.closed
 
     def admit(
@@ -308,13 +346,14 @@ class DataOrder:
         *,
         opaque: bool = False,
     ) -> None:
-        """Let a stream wait for the branches that a call on it conflicts with, and write the call down.
+        """Let a stream wait for conflicting branches, and write the call down.
 
-        An opaque call conflicts with all branches. Calls on the outermost caller's stream are not written down: whatever starts
-        later comes after them.
+        An opaque call conflicts with all branches. Calls on the outermost caller's stream are not written down, because
+        everything that starts later comes after them.
         """
         with self:
-            track = self.tracks.get(pointer) or Track(pointer)  # or one of the caller's own choice, who orders it with its own
+            # The caller may have chosen a stream that the books do not know, and orders that stream with its own stream.
+            track = self.tracks.get(pointer) or Track(pointer)
             noted = track if pointer in self.tracks else self.running
             if opaque:
                 self.follow(track, self.all_calls())
@@ -334,14 +373,18 @@ class DataOrder:
     # Look-ups
 
     def look_up_launch(self, addresses: Sequence[int], operands: Operands) -> tuple[list[Use], list[Use], Needs]:
-        """Look up what a launch reads, and what it overwrites that may be known already; and what it waits for."""
+        """Look up a launch's reads and overwritten memory, and its needs.
+
+        The overwritten memory may be known already. The needs are the calls that the launch waits for.
+        """
         if self._uses is _NO_USES:
             self._enter_recent()
         reads: list[Use] = []
         writes: list[Use] = []
         needs: Needs = {}
         known, index, alone = self._known, 0, operands.dense
-        for reach in operands.read:  # counted by hand: a `zip` takes as long as two look-ups
+        # Count the index by hand, because a `zip` takes as long as two look-ups.
+        for reach in operands.read:
             address = addresses[index]
             index += 1
             use = known.get(address)
@@ -367,6 +410,7 @@ class DataOrder:
                     if reader not in needs or needs[reader] < call:
                         needs[reader] = call
             writes.append(use)
+        # Shared or strided memory has further entries, which the loops above do not visit.
         if not alone:
             if not operands.dense:
                 pieces = operands.pieces(addresses)
@@ -375,7 +419,7 @@ class DataOrder:
         return reads, writes, needs if self.barrier is None else self.behind_barrier(needs)
 
     def look_up(self, call: Call) -> tuple[list[Use], list[Use], Needs]:
-        """Look up what any call reads and what it writes; and what it waits for."""
+        """Look up the reads, the writes and the needs of any call."""
         if self._uses is _NO_USES:
             self._enter_recent()
         uses = self._uses
@@ -396,19 +440,28 @@ class DataOrder:
         return {track: track.count for track in self.tracks.values() if track.count}
 
     def behind_barrier(self, needs: Needs) -> Needs:
-        """Add the last call that may have used any memory to the calls that a call waits for."""
+        """Add the barrier to the calls that a call waits for.
+
+        The barrier is the last call that may have used any memory.
+        """
         assert self.barrier is not None
         track, call = self.barrier
         return {**needs, track: max(call, needs.get(track, 0))}
 
     def _entered(self) -> Uses:
-        """Return the entries of all memory, which the first launches have none of until they are asked for."""
+        """Return the entries of all memory, and make them first if needed.
+
+        The first launches have no entries until a look-up asks for them.
+        """
         if self._uses is _NO_USES:
             self._enter_recent()
         return self._uses
 
     def _enter_recent(self) -> None:
-        """Make entries of all that the first launches were given; after an interrupt there are none, and it is done again."""
+        """Make entries for all memory of the first launches.
+
+        After an interrupt there are no entries, and the next look-up starts again.
+        """
         recent = self.recent
         try:
             self.recent = None
@@ -425,11 +478,11 @@ class DataOrder:
             raise
 
     def entries(self, pieces: Iterable[Piece | Token]) -> list[Use]:
-        """Return the books' entries of any arrays, and tokens."""
+        """Return the books' entries of arrays and tokens."""
         return self._entered().pieces(pieces)
 
     def conflicts(self, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token]) -> Needs:
-        """Return what a call waits for that is not written down itself."""
+        """Return the needs of a call that is not written down."""
         overlapping = self._entered().overlapping
         needs = needs_of(*[[use for piece in pieces for use in overlapping(piece)] for pieces in (reads, writes)])
         return needs if self.barrier is None else self.behind_barrier(needs)
@@ -437,7 +490,7 @@ class DataOrder:
     def note_launch(
         self, track: Track, call: int, reads: Sequence[Use], writes: Sequence[Use], addresses: Sequence[int], operands: Operands
     ) -> None:
-        """Write down a launch that was looked up, as a call of a stream."""
+        """Write down a launch that was looked up."""
         write_down(track, call, reads, writes)
         if operands.made:
             self._write_down_new(track, call, addresses, operands)
@@ -453,14 +506,17 @@ class DataOrder:
     # Waits
 
     def waits_for_all(self, track: Track, writes: Iterable[Piece | Token]) -> bool:
-        """Whether a stream comes after every call that used what it was found to write."""
+        """Return whether a stream follows every user of memory it wrote."""
         return all(track.waits_for(*last(*each)) for each in self.conflicts((), writes).items())
 
     def mark(self, track: Track) -> None:
-        """Let an event stand for all that a stream was given by now: a branch goes on there, and others may follow the same."""
+        """Record an event for all work that a stream has received.
+
+        A branch continues on the stream, and further calls may depend on the same call.
+        """
         marks = track.marks
         try:
-            # The event of an old mark will do: a wait holds on to the record that it was given.
+            # The event of the oldest mark can be recorded again. A wait keeps the record that it was issued for.
             event = self._free.pop() if len(marks) < MOST_MARKS else marks.pop(0)[1]
         except IndexError:
             event = self._events.acquire()
@@ -472,7 +528,7 @@ class DataOrder:
         track.mark(event)
 
     def follow(self, track: Track, needs: Needs) -> None:
-        """Let a stream wait for calls, where it does not yet."""
+        """Let a stream wait for calls, without repeated waits."""
         for needed, given in needs.items():
             other, call = last(needed, given)
             if not track.waits_for(other, call):
@@ -483,18 +539,25 @@ class DataOrder:
                 track.learn({**known, other: reached})
 
     def joined(self, tracks: Sequence[Track], home: Track, stream: object = None) -> None:
-        """Note that a stream waits for all calls of other tracks, which no fork has from now on."""
+        """Note that a stream waits for all calls of joined tracks.
+
+        From now on no fork has these tracks.
+        """
         home.absorb(tracks, stream)
         for track in tracks:
             self.tracks.pop(track.pointer, None)
         end_tracks(tracks, self._give_back)
 
     def close(self) -> None:
-        """Forget everything: the join was made, or never will be. By any thread, where their own has ended."""
+        """Close the books and drop all their references.
+
+        The join was made, or will never be made. Any thread may close books whose own thread has ended.
+        """
         self.closed = self.busy = True
         if self._orders.get(self._key) is self:
             self._orders.pop(self._key, None)
-        if self in active:  # or an interrupt came before it was
+        # An interrupt may have come before the registration.
+        if self in active:
             active.remove(self)
         end_tracks(self.tracks.values(), self._give_back, closed=True)
         if self._uses is not _NO_USES:
@@ -502,19 +565,22 @@ class DataOrder:
         self.kept.clear()
 
     def forget(self, pointer: int) -> None:
-        """Forget a stream that no call was given to."""
+        """Forget a stream that received no call."""
         track = self.tracks.pop(pointer, None)
         if track is not None:
             end_tracks((track,), self._give_back)
 
     def _give_back(self, events: list[Any]) -> None:
-        """Give events back that no stream is to wait for any more."""
+        """Release events that no stream will wait for."""
         self._events.free.extend(events)
         self._events.note_released()
 
 
 _NO_USES = Uses()
-"""Stands for the entries of books that have looked nothing up yet. It is shared, so nothing is ever entered there."""
+"""The placeholder for entries before the first look-up.
+
+All books share it, so nothing is ever entered there.
+"""
 
 
 class _Thread(threading.local):
@@ -526,7 +592,10 @@ _thread = _Thread()
 
 
 def in_the_middle() -> OwnershipError:
-    """Return the error for a call by a finaliser that found its thread in the middle of the books."""
+    """Return the error for a finalizer's call during a change.
+
+    The finalizer ran while its own thread was changing the books.
+    """
     return OwnershipError(
         "a finaliser that Python ran while its thread was starting a branch, or ending one, used a fork, a graph function, an "
         "operation or a program: what orders the branches was in the middle of a change. Do it later, outside of finalisers"
@@ -534,19 +603,25 @@ def in_the_middle() -> OwnershipError:
 
 
 def open_order(driver: Driver, device: int) -> DataOrder | None:
-    """Return this thread's books of a device, where an ordered fork is open."""
+    """Return this thread's open books of a device, or None.
+
+    The books are open while an ordered fork is.
+    """
     order = _thread.orders.get((getattr(driver, "checked_driver", driver), device, thread.recording)) if active else None
     return None if order is None or order.closed else order
 
 
 def orders_of_thread() -> list[DataOrder]:
-    """Return this thread's books that are open, of all devices."""
+    """Return this thread's open books of all devices."""
     recording = thread.recording
     return [order for (_, _, known), order in _thread.orders.items() if known is recording and not order.closed]
 
 
 def _before_plain(driver: Driver, pointer: int, reads: Sequence[Piece], writes: Sequence[Piece]) -> None:
-    """Let plain code in a fork's body wait for the branches that it conflicts with, where the driver sees it."""
+    """Let plain code wait for the branches that it conflicts with.
+
+    The code is in a fork's body, and the driver sees its accesses.
+    """
     order = open_order(driver, driver.current_device())
     if order is not None and order.running is None and (track := order.tracks.get(pointer)) is not None:
         with order:
@@ -554,7 +629,10 @@ def _before_plain(driver: Driver, pointer: int, reads: Sequence[Piece], writes: 
 
 
 def beside(pool: PoolInternals, writes: Sequence[Piece | Token]) -> bool:
-    """Whether branches that the current stream does not wait for were given what a call on it was found to write."""
+    """Return whether branches beside the current stream used written memory.
+
+    The current stream does not wait for these branches. ``writes`` is the memory that a call on the stream was found to write.
+    """
     device = pool.current_device()
     order = open_order(pool.driver, device)
     if order is None:
@@ -566,13 +644,16 @@ def beside(pool: PoolInternals, writes: Sequence[Piece | Token]) -> bool:
 
 
 def calls_so_far(pool: PoolInternals) -> Needs | None:
-    """Return the last call of each stream of this thread's region on the current device; None outside of any."""
+    """Return the last call of each stream in this thread's region.
+
+    The region is on the current device. Outside of any region the result is None.
+    """
     order = open_order(pool.driver, pool.current_device())
     return None if order is None else {track: track.count for track in order.tracks.values()}
 
 
 def written_since(pool: PoolInternals, memory: Piece, since: Needs) -> bool:
-    """Whether a call after those wrote memory."""
+    """Return whether a call after ``since`` wrote memory."""
     order = open_order(pool.driver, pool.current_device())
     if order is None:
         return False
@@ -582,7 +663,7 @@ def written_since(pool: PoolInternals, memory: Piece, since: Needs) -> bool:
 
 
 def _after_fork() -> None:
-    """Let a forked child be in no region of its parent's (guarantee 13)."""
+    """Clear the child's regions after a process fork (guarantee 13)."""
     _thread.orders.clear()
 
 

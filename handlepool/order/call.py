@@ -1,8 +1,8 @@
-"""Call: one unit of work that data orders, in a region, in a recording or outside of both.
+"""Define a call: one unit of work that data orders.
 
-Calls of graph functions, of operations and of plain functions are its kinds. A place (`handlepool.order.places`) puts a call in
-order by what it reads and writes, and launches it on the slot that it chose. A program has a stream and no slot: `places.before`
-puts it in order, and it launches itself.
+A call is part of a region, of a recording, or of neither. Its kinds are calls of graph functions, of operations and of plain
+functions. A place (`handlepool.order.places`) orders a call by the memory that it reads and writes, and launches it on the slot
+that the place chose. A program has a stream and no slot. `places.before` orders the program, and the program launches itself.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,17 +19,17 @@ class Call:
     Attributes
     ----------
     name : str
-        For messages.
+        The name of the call in messages.
     reads, writes : sequence of Piece or Token
         Memory that the call reads, and memory that it overwrites.
     keep : object
-        Has that memory. It lives as long as the call may run.
+        Owner of that memory. It lives as long as the call may run.
     assumed_writes : sequence of Piece
-        Memory that the call may write besides. The call waits as if it did, and says afterwards whether it has.
+        Further memory that the call may write. The call waits as if it wrote this memory, and afterwards says whether it did.
     opaque : bool
         Whether the call may use any other memory. It waits for all calls before it, and all calls after it wait for it.
     what : tuple
-        The same again when the function that makes the call is called again: what a recording compares.
+        The values that a recording compares. They are equal when the function that makes the call is called again.
     runs_python : bool
         Whether `launch` runs a user's Python, for which its slot's stream is made current.
     allocated : bool
@@ -48,7 +48,7 @@ class Call:
 
     @property
     def what(self) -> tuple[object, ...]:
-        """The parts that a recording compares."""
+        """The values that a recording compares."""
         return ()
 
     @property
@@ -57,28 +57,40 @@ class Call:
         return False
 
     def launch(self, slot: Any) -> Any:
-        """Give the work to the slot's stream; the value of the call. One that runs Python needs no slot, but a current stream."""
+        """Launch the work on the slot's stream, and return its value.
+
+        A call that runs Python needs a current stream and no slot.
+        """
         raise NotImplementedError
 
     def new(self, value: Any) -> Iterable[Piece | Token]:
-        """Return memory that the value shows to be written besides."""
+        """Return further memory that the value shows to be written."""
         return ()
 
     def compare_needs(self, known: object, assumed: object) -> None:
-        """Be told which calls this one waits for, without its assumed writes and with them."""
+        """Compare the needs without assumed writes and with assumed writes.
+
+        The needs are the calls that this call waits for.
+        """
 
 
 class PythonCall(Call):
-    """A call that runs a user's Python as a branch: what it wrote besides is known once it has ended."""
+    """A branch's call of a user's Python.
+
+    Its further writes are known once it has ended.
+    """
 
     __slots__ = ()
 
     runs_python = True
 
     def ended(self, order: Any, track: Any, allocated: Sequence[Any] | None, value: object) -> tuple[list[Piece], list[Piece]]:
-        """Be told of the value; new memory that was written, and other memory that the call was not ordered for."""
+        """Return the new memory and the unordered memory that were written.
+
+        ``value`` is the call's value. The second list is memory that the call was not ordered for.
+        """
         raise NotImplementedError
 
     def failed(self, order: Any, track: Any, allocated: Sequence[Any]) -> tuple[list[Piece], list[Piece]]:
-        """Be told that the call raised an error; what it may have written."""
+        """Return memory that a call may have written before its error."""
         raise NotImplementedError

@@ -1,15 +1,16 @@
-"""What calls really write, measured (guarantee 17).
+"""Measure the arrays that calls really write (guarantee 17).
 
-A function may write arrays that it does not declare. So the bits of the arrays that its first call is given are compared: a
-checksum of each is computed on the call's stream before the call and after it, without copies, and without a wait of the host.
-Until the host sees that the stream has come so far, further calls of the function count as writing what they are given. Calls
-three and ten are measured again, since a first call may be special. A write of equal values is not seen.
+A function may write arrays that it does not declare. So this module compares the bits of the arrays that a first call is given.
+A checksum of each array is computed on the call's stream before the call and after it. This makes no copy, and the host does
+not wait. Until the host sees that the stream has reached the end of the measurement, further calls of the function count as
+writing their arguments. Calls three and ten are measured again, because a first call may be special. A write of equal values is
+not seen.
 
 - A measurement that fails tells nothing, and the next call is measured.
 - Under a capture nothing is measured.
-- Arrays of other libraries, NumPy's, and arrays of other devices are not measured. For torch's tensors
-  `handlepool.order.undeclared` compares versions.
-- Calls inside a call, of graph functions, operations and branches, order their writes on their own. These are left out.
+- Arrays of other libraries, of NumPy and of other devices are not measured. For torch's tensors `handlepool.order.undeclared`
+  compares versions.
+- Calls of graph functions, operations and branches inside a call order their own writes. The measurement leaves them out.
 """
 
 import threading
@@ -32,21 +33,21 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token, share
 
 AGAIN = (3, 10)
-"""Calls that are measured though an earlier one was."""
+"""Numbers of calls that are measured again after an earlier measurement."""
 LAST = AGAIN[-1]
-"""After so many calls of a known function no call is counted."""
+"""The number of calls of a known function after which counting ends."""
 _MOST_KNOWN = 10_000
 
 
 class Writes:
-    """The undeclared writes of one function, as its measured calls have shown them.
+    """The undeclared writes of one function that its measured calls showed.
 
     Attributes
     ----------
     name : str
-        The function's.
+        The function's name.
     calls : int
-        How many calls could have been measured.
+        Number of calls that could have been measured.
     known : bool
         Whether a measurement has succeeded, or there was nothing to measure.
     places : frozenset of str
@@ -86,13 +87,13 @@ class Writes:
         awaited.expect(self, answer)
 
     def read(self) -> None:
-        """Read the answers that there are."""
+        """Read the answers that have arrived."""
         found: set[str] = set()
         while self.pending:
             try:
                 answer = self.pending.popleft()
             except IndexError:
-                # Another thread has just taken the last one.
+                # Another thread has just taken the last answer.
                 break
             if answer.given_up():
                 continue
@@ -109,11 +110,12 @@ class Writes:
                 self._warn(sorted(found))
 
     def check(self) -> None:
-        """Refuse a declared operation that was found to write more than it declares.
+        """Refuse an operation that wrote more than it declares.
 
         Raises
         ------
         ContractError
+            Where a measured call wrote an undeclared array.
         """
         if self.places and self._declared:
             raise ContractError(f"{self.name} wrote {min(self.places)}, which it did not declare: say what it writes, {ADVICE}")
@@ -127,14 +129,14 @@ class Writes:
 
 
 class _Answer:
-    """The comparison of one call, which its stream will give.
+    """The comparison of one call, computed on the call's stream.
 
     Attributes
     ----------
     sure : bool
         Whether the measurement saw all that the call may have written.
     read : bool
-        Whether the function's `Writes` have taken the answer in.
+        Whether the function's `Writes` have taken the answer.
     """
 
     __slots__ = ("_after", "_before", "_driver", "_names", "_process", "read", "sure")
@@ -150,7 +152,10 @@ class _Answer:
         self.sure = sure
 
     def given_up(self) -> bool:
-        """Give up an answer of the parent's process: a forked child touches nothing of its parent's (guarantee 13)."""
+        """Give up an answer of the parent's process.
+
+        A forked child touches no resource of its parent (guarantee 13).
+        """
         if self._process == process():
             return False
         abandon(self)
@@ -158,18 +163,21 @@ class _Answer:
         return True
 
     def ready(self) -> bool:
-        """Whether the stream has come so far."""
+        """Return whether the stream has computed the checksums."""
         with self._driver.relaxed():
             return self._after.ready()
 
     def wait(self) -> None:
-        """Wait on the host until the stream has come so far."""
+        """Wait on the host until the stream has computed the checksums."""
         if self._process == process():
             with self._driver.relaxed():
                 self._after.wait()
 
     def take(self) -> list[str] | None:
-        """Return the names of the arrays that have changed; None where the checksums could not be computed."""
+        """Return the names of the arrays that have changed.
+
+        The result is None where the checksums could not be computed.
+        """
         self.read = True
         one, other = self._before.values(), self._after.values()
         if one is None or other is None:
@@ -179,7 +187,10 @@ class _Answer:
 
 
 class Measurement:
-    """Compares the arrays of one call. Made by `begin`, where the call's stream waits for all that the call waits for."""
+    """A comparison of the arrays of one call.
+
+    `begin` makes it once the call's stream waits for all the calls that this call waits for.
+    """
 
     __slots__ = ("_arrays", "_before", "_outer", "_pointer", "_pool", "_since", "_told")
 
@@ -192,7 +203,7 @@ class Measurement:
         self._outer = tell(self._told)
 
     def end(self, writes: Writes, call: Call) -> None:
-        """Compare, after the call has returned; the answer comes later."""
+        """Compare the arrays after the call; the answer arrives later."""
         self.drop()
         driver = self._pool.driver
         told = [piece for piece in self._told if piece is not UNSURE and not isinstance(piece, Token)]
@@ -204,20 +215,23 @@ class Measurement:
             with driver.relaxed():
                 after = driver.checksums([array for array, _ in self._arrays], self._pointer)
         except Exception:
-            # The call has succeeded. Its next one is measured.
+            # The call has succeeded, so a failed measurement must not raise. The function's next call is measured.
             return
-        # Books do not tell a write from one that is only assumed.
+        # The books do not tell a write from an assumed write.
         sure = self._since is None or UNSURE not in self._told
         writes.expect(_Answer(driver, self._before, after, names, sure))
 
     def drop(self) -> None:
-        """Compare nothing: the call has raised an error, or it counts as writing anyway."""
+        """Drop the measurement without a comparison.
+
+        The call has raised an error, or it counts as writing anyway.
+        """
         tell(self._outer)
         if self._outer is not None:
             self._outer.extend(self._told)
 
     def _is_known(self, memory: Piece, told: Sequence[Piece]) -> bool:
-        """Whether calls inside the call told of writes to an array."""
+        """Return whether nested calls reported writes to an array."""
         if any(share(memory, each) for each in told):
             return True
         return self._since is not None and written_since(self._pool, memory, self._since)
@@ -233,19 +247,22 @@ class Measurement:
 def begin(
     pool: PoolInternals, pointer: int, writes: Writes, arrays: Iterable[tuple[Any, Piece]], written: Sequence[Piece | Token]
 ) -> Measurement | None:
-    """Begin to measure a call on a stream; None where that is not due, cannot be done, or there is nothing to measure.
+    """Begin to measure a call on a stream, where due and possible.
+
+    The result is None where no measurement is due, it cannot be done, or there is nothing to measure.
 
     Parameters
     ----------
     pool : PoolInternals
+        The pool of the call.
     pointer : int
         The stream, of the current device.
     writes : Writes
-        Of the function.
+        The writes of the function.
     arrays : iterable of (array, Piece)
-        What the call is given, which is kept until the stream has come so far.
+        The arrays that the call is given. They are kept until the stream has computed the checksums.
     written : sequence of Piece or Token
-        What it is known to write.
+        Memory that the call is known to write.
     """
     if thread.recording is not None:
         return None
@@ -264,7 +281,7 @@ def begin(
         with driver.relaxed():
             before = driver.checksums([array for array, _ in chosen], pointer)
     except Exception:
-        # Without memory for the sums, say. What is wrong with the GPU the call itself will meet.
+        # There may be no memory for the sums, for example. An error of the GPU reappears in the call itself.
         return None
     return Measurement(pool, pointer, chosen, before)
 
@@ -272,7 +289,10 @@ def begin(
 def _measurable(
     pool: PoolInternals, arrays: Iterable[tuple[Any, Piece]], written: Sequence[Piece]
 ) -> Iterator[tuple[Any, Piece]]:
-    """Yield the driver's arrays of the current device that are not known to be written, each piece of memory once."""
+    """Yield the arrays to measure, each piece of memory once.
+
+    They are the driver's arrays on the current device that are not known to be written.
+    """
     driver, device = pool.driver, pool.current_device()
     seen: set[Piece] = set()
     for array, memory in arrays:
@@ -284,12 +304,12 @@ def _measurable(
 
 
 def wait_for_answers(since: int = 0) -> None:
-    """Wait on the host for the answers that this thread has asked for, and read them.
+    """Wait on the host for this thread's answers, and read them.
 
     Parameters
     ----------
     since : int
-        A former `awaited.asked`: later answers alone count.
+        A former `awaited.asked`. Only later answers count.
 
     Raises
     ------
@@ -303,7 +323,7 @@ def wait_for_answers(since: int = 0) -> None:
 
 
 def read_answers(since: int = 0) -> None:
-    """Read those answers that the host can see; see `wait_for_answers`."""
+    """Read the answers that have arrived; see `wait_for_answers`."""
     waiting = awaited.take(since)
     try:
         for _, writes, _ in waiting:
@@ -316,18 +336,23 @@ def read_answers(since: int = 0) -> None:
 
 
 def unsure() -> None:
-    """Tell a call around this one, which is measured, that this one is ordered as a writer before it is known to be one."""
+    """Tell the enclosing measured call that a nested write is assumed.
+
+    The nested call is ordered as a writer before its writes are known.
+    """
     if thread.told is not None:
         thread.told.append(UNSURE)
 
 
 functions: dict[Hashable, Writes] = {}
-"""Plain functions, by code and structure of the arguments. `dict.setdefault` is atomic: two threads that call a function for the
-first time have one entry."""
+"""The writes of plain functions, by code and structure of the arguments.
+
+`dict.setdefault` is atomic. So two threads that call a function for the first time share one entry.
+"""
 
 
 def writes_of(form: Hashable, name: str) -> Writes:
-    """Return what is known of a plain function."""
+    """Return the known writes of a plain function."""
     known = functions.get(form)
     if known is None:
         if len(functions) >= _MOST_KNOWN:
@@ -347,12 +372,12 @@ class _Thread(threading.local):
         self.answers.append((self.asked, writes, answer))
 
     def take(self, since: int) -> list[tuple[int, Writes, _Answer]]:
-        """Take out the answers that were asked for since then."""
-        # An answer that a call of the function has read was reported there.
+        """Take out the answers that were asked for after ``since``."""
+        # A later call of the function may have read an answer already. That call reported the answer.
         left = [each for each in self.answers if not each[2].read]
         self.answers = [each for each in left if each[0] <= since]
         return [each for each in left if each[0] > since]
 
 
 awaited = _Thread()
-"""Of the calling thread: the answers that it awaits, and how many it has asked for."""
+"""The answers that the calling thread awaits, and their count."""

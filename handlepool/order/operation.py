@@ -1,4 +1,4 @@
-"""Operations: functions that say what they write and read, so that data orders them within a region (guarantee 17)."""
+"""Order declared operations by their reads and writes (guarantee 17)."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -35,19 +35,19 @@ R = TypeVar("R")
 Entry = str | Callable[..., Any]
 Entries = Entry | Sequence[Entry]
 Find = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""What gives the value of an entry, of a call's arguments."""
+"""A function that finds an entry's value in a call's arguments."""
 Pieces = list[Piece | Token]
 _OPTIONS = {bool, int, float, complex, str, bytes}
-"""Arguments that tell two calls of one operation from each other."""
+"""Types of arguments that distinguish calls of one operation."""
 
 
 class Operation(Generic[P, R_co]):
-    """A function that says what it writes and reads. See `operation`.
+    """A function that declares its writes and reads. See `operation`.
 
     Attributes
     ----------
     function : callable
-        What it calls.
+        The decorated function.
     """
 
     def __init__(self, function: Callable[P, R_co], mutates: Entries | None, reads: Entries | None) -> None:
@@ -70,7 +70,7 @@ class Operation(Generic[P, R_co]):
         self._says = mutates is not None or reads is not None
         self._mutates = _finds(name, parameters, "mutates", mutates)
         self._reads = _finds(name, parameters, "reads", reads)
-        # Also inside a property, which does not tell its function its name.
+        # `__set_name__` is not called for a function inside a property. So the first parameter's name tells a method.
         self._method = next(iter(parameters), "") == "self"
         # `dict.setdefault` is atomic, so two threads that call the operation at once have one entry.
         self._measured: dict[tuple[object, ...], Writes] = {}
@@ -83,14 +83,15 @@ class Operation(Generic[P, R_co]):
     @overload
     def __get__(self: "Operation[Concatenate[S, Q], R_co]", instance: S, owner: Any = None) -> "Callable[Q, R_co]": ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Bind it to an object, as a function does."""
+        """Bind the operation to an object, as a function does."""
         return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        """Call the function, in the order of the region that this thread is in."""
+        """Call the function in the order of this thread's region."""
         pool = (thread.pool or ordering_pool()) if active else None
         if pool is not None:
-            return self._in_order(cast(PoolInternals, pool), args, kwargs)  # of no other class: see `RunningPool`
+            # The pool has no other class: see `RunningPool`.
+            return self._in_order(cast(PoolInternals, pool), args, kwargs)
         pool = pool_so_far()
         if pool is not None and pool.checked:
             return self.run(pool, args, kwargs, self._writes(pool.driver, args, kwargs), self.reach(pool.driver, args, kwargs))
@@ -115,7 +116,8 @@ class Operation(Generic[P, R_co]):
         torch = None if thread.recording is not None else torch_of(self.function, call.reached.values)
         if torch is None:
             result = call.launch(None)
-        else:  # in a fork's body it may have another current stream than CuPy, and the operation may launch on both
+        # In a fork's body torch may have another current stream than CuPy, and the operation may launch on both.
+        else:
             theirs = torch.current_stream(device)
             order(pool, device, here, theirs)
             try:
@@ -128,26 +130,30 @@ class Operation(Generic[P, R_co]):
         return cast(R_co, result)
 
     def run(self, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any], writes: Pieces, reached: Reached) -> R_co:
-        """Call the function, which was ordered by its `accesses`, and see that it writes nothing else.
+        """Call the function and check that it writes nothing undeclared.
+
+        Its `accesses` have put it in order already.
 
         Raises
         ------
         ContractError
-            Where it does, as far as that is looked at: see `operation`.
+            Where the function wrote an undeclared array, as far as that is checked: see `operation`.
         """
         if thread.recording is not None:
             thread.recording.accessed((), writes)
         watch = Watch(pool, self.function_call(args, kwargs), writes, reached)
         result = self.function(*args, **kwargs)
         if result is None and not self._says:
-            # It may have written any array that it can reach.
+            # The function may have written any array that it can reach. So later calls have to wait for it.
             before(pool, (), pieces_of(pool.driver, self.function_call(args, kwargs), calls=True), (args, kwargs))
             self._check_says(args, kwargs)
         watch.ended()
         return result
 
     def measured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Writes:
-        """Return what measured calls with as many arguments and the same flags have shown.
+        """Return the measured writes of calls of the same form.
+
+        The form is the number of arguments and the flags.
 
         Raises
         ------
@@ -168,15 +174,16 @@ class Operation(Generic[P, R_co]):
     def accesses(
         self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any], reached: Reached | None = None
     ) -> tuple[Pieces, Pieces]:
-        """Return what a call reads, and what it writes of what was there before it.
+        """Return a call's reads, and its writes to existing memory.
 
         Parameters
         ----------
         driver : Driver
+            The driver that knows the arrays.
         args, kwargs : tuple, dict
-            The call's arguments; of a bound method, its object is the first.
+            The call's arguments. The object of a bound method is the first.
         reached : Reached, optional
-            What they lead to, where they were walked already; see `reach`.
+            The values that the arguments lead to, where they were walked already; see `reach`.
 
         Returns
         -------
@@ -196,15 +203,18 @@ class Operation(Generic[P, R_co]):
         return found + pieces_of(driver, self._out(args, kwargs))
 
     def reach(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reached:
-        """Return what the arguments of a call lead to at this moment, and what the function is bound to."""
+        """Return the values that a call's arguments and bindings reach now."""
         return Reached(driver, *self.function_call(args, kwargs))
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
-        """Return what the entries of a call lead to at this moment."""
+        """Return the values that a call's entries reach now."""
         return [*leaves([find(args, kwargs) for find in (*self._reads, *self._mutates, self._out)], keys=True)]
 
     def function_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
-        """Return the call as that of a method which is bound, so that its object's attributes are seen."""
+        """Return the call with its object bound to the method.
+
+        So the walk sees the attributes of the object.
+        """
         if self._method and args:
             return MethodType(self.function, args[0]), args[1:], kwargs
         return self.function, args, kwargs
@@ -217,7 +227,7 @@ class Operation(Generic[P, R_co]):
             )
 
     def __reduce__(self) -> Any:
-        """Go by name, as functions do."""
+        """Pickle the operation by its name, as functions are."""
         name = str(getattr(self, "__qualname__", self._name))
         try:
             found: Any = reduce(getattr, name.split("."), modules.get(self.__module__))
@@ -241,15 +251,16 @@ class Operation(Generic[P, R_co]):
 
 
 class OperationCall(PythonCall):
-    """A call of an operation: what it reads and writes.
+    """The reads and writes of one call of an operation.
 
     Attributes
     ----------
     operation : Operation
+        The operation that is called.
     args, kwargs : tuple, dict
-        Its arguments, the object of a bound method first.
+        Its arguments. The object of a bound method is the first.
     reached : Reached
-        What these lead to.
+        The values that the arguments lead to.
     """
 
     __slots__ = (
@@ -292,7 +303,10 @@ class OperationCall(PythonCall):
         return (self.operation, *[value for value in values if type(value) in _OPTIONS and value == value])
 
     def launch(self, slot: Slot | None) -> Any:
-        """Call the operation, and measure its writes where that is due; the stream that the call is for is current."""
+        """Call the operation, and measure its writes where due.
+
+        The stream that the call is for is current.
+        """
         run, pool, args, kwargs = self.operation.run, self._pool, self.args, self.kwargs
         writes, measured = [*self.writes], self._measured
         if measured.known and measured.calls >= LAST:
@@ -302,7 +316,7 @@ class OperationCall(PythonCall):
         try:
             measurement = begin(pool, pointer, measured, self.reached.arrays, writes)
             if measured.known and not measured.places:
-                # There may have been nothing to measure.
+                # `begin` marks the function as known where it found nothing to measure. Then the call has no assumed writes.
                 self.assumed_writes = []
             value = run(pool, args, kwargs, writes, self.reached)
         except BaseException:
@@ -314,23 +328,32 @@ class OperationCall(PythonCall):
         return value
 
     def new(self, value: Any) -> list[Piece]:
-        """Return the memory of arrays in the value that the call was not known to use."""
+        """Return the memory of new arrays in the value.
+
+        The call was not known to use these arrays.
+        """
         return new_among(self._driver, value, (*self.reads, *self.writes))
 
     def ended(
         self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, value: object
     ) -> tuple[list[Piece], list[Piece]]:
-        """Be told of the value; new memory that was written, and other memory that the call was not ordered for."""
+        """Return the new memory and the unordered memory that were written.
+
+        ``value`` is the call's value. The second list is memory that the call was not ordered for.
+        """
         made: list[Piece] = [(*self._driver.block_range(block), None) for block in allocated or ()]
         return made, [*new_among(self._driver, value, (*self.reads, *self.writes, *made)), *self.assumed_writes]
 
     def failed(self, order: DataOrder, track: Track, allocated: Sequence[Any]) -> tuple[list[Piece], list[Piece]]:
-        """Be told that the operation raised an error; what it may have written besides."""
+        """Return memory that the operation may have written before its error."""
         return [(*self._driver.block_range(block), None) for block in allocated], [*self.assumed_writes]
 
 
 def operation_of(function: Any, args: tuple[Any, ...]) -> tuple[Operation[..., Any], tuple[Any, ...]] | None:
-    """Return the operation that a call of a function is, and its arguments, the object of a bound method first; or None."""
+    """Return a call's operation and its arguments, or None.
+
+    The object of a bound method is the first argument.
+    """
     kind = type(function)
     if kind is Operation:
         return function, args
@@ -340,15 +363,16 @@ def operation_of(function: Any, args: tuple[Any, ...]) -> tuple[Operation[..., A
 
 
 def new_among(driver: Driver, result: object, known: Sequence[Piece | Token]) -> list[Piece]:
-    """Return the memory of the arrays in a result that is none of what is known."""
+    """Return the memory of a result's arrays outside the known memory."""
     there = [memory for memory in known if not isinstance(memory, Token)]
     return [memory for memory in pieces_of(driver, result) if not any(share(memory, each) for each in there)]
 
 
 def pieces_or_tokens(driver: Driver, value: object) -> Pieces:
-    """Return the memory of what is reached from a value; a token for what is no array, or one that does not say where it lies.
+    """Return the memory or the tokens that a value leads to.
 
-    None is nothing, and so is an array without elements. An object counts with the arrays in its attributes, too.
+    A value that is no array gets a token, and so does an array of unknown address. None and arrays without elements are left
+    out. An object also counts with the arrays in its attributes.
     """
     found: Pieces = []
     for leaf in leaves(value, keys=True):
@@ -365,26 +389,27 @@ def operation(function: Callable[P, R], *, mutates: Entries | None = None, reads
 @overload
 def operation(*, mutates: Entries | None = None, reads: Entries | None = None) -> Callable[[Callable[P, R]], Operation[P, R]]: ...
 def operation(function: Callable[..., Any] | None = None, *, mutates: Entries | None = None, reads: Entries | None = None) -> Any:
-    """Declare what a function of kernels writes in place, and what it reads beyond its arguments.
+    """Declare a function's writes in place and its further reads.
 
     It is for functions of CuPy kernels, torch operations or other launches. Within a region data orders such a function like a
-    graph function, as a branch and in a fork's body, and elsewhere it is called as it is. It reads all arrays in its arguments,
-    defaults and closure, and in the attributes of objects among these, two attributes deep. It writes what ``mutates`` says, its
-    ``out``, and the new arrays that it returns. Its first call is measured, and ordered as if it wrote all that it was given. So
-    are further calls, until the host sees the answer. A kernel that writes to its argument and returns nothing may have written
-    all that it was given, where nothing is declared: then branches that share an input wait for each other.
+    graph function, as a branch and in a fork's body. Elsewhere it is called as it is. It reads all arrays in its arguments,
+    defaults and closure, and in the attributes of objects among these, two attributes deep. It writes the arrays in
+    ``mutates``, its ``out``, and the new arrays that it returns. Its first call is measured, and ordered as if it wrote all its
+    arguments. Further calls are ordered the same way until the host sees the answer. Where nothing is declared, a kernel that
+    writes to its argument and returns nothing may have written all its arguments. Then branches that share an input wait for
+    each other.
 
     Parameters
     ----------
     function : callable, optional
-        What the decorator stands on. A method, too.
+        The decorated function or method.
     mutates : str, callable, or a tuple of these, optional
-        What it writes in place. An entry is a parameter's name, an attribute of one as ``"self.state"``, or a function of the
-        call's arguments. What an entry gives counts with its memory if it is an array; lists, tuples and dictionaries are walked;
-        None is nothing. Any other object, as a model, a plan, a generator or a file, is a token: two operations that mutate one
-        token run one after the other. The arrays in its attributes count, too. ``()`` says that nothing is written.
+        Values that the function writes in place. An entry is a parameter's name, an attribute of one as ``"self.state"``, or a
+        function of the call's arguments. An array counts with its memory. Lists, tuples and dictionaries are walked, and None is
+        left out. Any other object, such as a model, a plan, a generator or a file, is a token: two operations that mutate one
+        token run one after the other. The arrays in its attributes count as well. ``()`` says that nothing is written.
     reads : str, callable, or a tuple of these, optional
-        What it reads beside the above.
+        Values that the function reads in addition to the arrays above.
 
     Returns
     -------
@@ -394,12 +419,12 @@ def operation(function: Callable[..., Any] | None = None, *, mutates: Entries | 
     Raises
     ------
     ArgumentError
-        For an entry that names no parameter; and for an attribute that is not there, at a call in a fork or a recording.
+        For an entry that names no parameter. At a call in a fork or a recording, for an attribute that does not exist.
     ContractError
-        At the first call, where nothing is declared, nothing returned, and no ``out`` given. And for an array that was written
-        and not declared: at the next call, at the join, or at `record`, where the first, third or tenth call wrote it. For a
-        torch tensor, by its version, where a branch that was given it may still read it. With ``HandlePool(check=True)`` at each
-        call, which compares its arguments before and after it.
+        At the first call, where nothing is declared, nothing returned, and no ``out`` given. Also for an array that was written
+        and not declared. The first, third and tenth calls are measured, and the error comes at the next call, at the join, or at
+        `record`. For a torch tensor, its version shows the write where a branch that was given it may still read it. With
+        ``HandlePool(check=True)`` each call compares its arguments before and after it.
 
     Examples
     --------
@@ -424,7 +449,8 @@ def operation(function: Callable[..., Any] | None = None, *, mutates: Entries | 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a kernel object, say, that does not tell
+    # Some callables, such as kernel objects, have no signature.
+    except (TypeError, ValueError):
         return {}
 
 
@@ -453,7 +479,10 @@ def _find(name: str, parameters: Mapping[str, inspect.Parameter], what: str, ent
 
 
 def _argument(parameters: Mapping[str, inspect.Parameter], name: str) -> Find:
-    """Return what finds a parameter's value; None where a call lacks it, which the function itself will say."""
+    """Return a function that finds a parameter's value.
+
+    It returns None where a call lacks the parameter. The decorated function itself raises the error.
+    """
     place, parameter = [*parameters].index(name), parameters[name]
     kind, default = parameter.kind, None if parameter.default is parameter.empty else parameter.default
     if kind is parameter.VAR_POSITIONAL:
@@ -496,14 +525,14 @@ def _computed(name: str, what: str, entry: Callable[..., Any], args: tuple[Any, 
 def follow_branches(
     pool: PoolInternals, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reached: Reached
 ) -> None:
-    """Let the current stream wait for the branches that read or wrote what a task is given."""
+    """Let the current stream wait for branches that conflict with a task."""
     driver, device = pool.driver, pool.current_device()
     books = open_order(driver, device)
     if books is None:
         return
     pointer = driver.current_stream(device).ptr
     track = books.tracks.get(pointer) or Track(pointer)
-    # A function that orders itself knows by itself what it reads and writes.
+    # A function that orders itself decides its own reads and writes. So the task waits for every branch.
     if reached.opaque or does_order_itself(function):
         with books:
             books.follow(track, books.all_calls())

@@ -1,9 +1,9 @@
-"""Places: where a call runs, and what puts it in order there.
+"""Find the place of a call, which runs the call in order.
 
-A call outside of regions and recordings runs at once, on its slot's stream. Inside of a region the books of its thread order the
-call, and inside of a recording it becomes a node. A fork is the place of the call that it is given as a branch.
+A call outside of regions and recordings runs at once, on its slot's stream. Inside a region the books of its thread order the
+call. Inside a recording the call becomes a node. A fork is the place of the calls that it receives as branches.
 
-One count, `active`, is zero where no region and no recording is open in any thread. So a call elsewhere looks for no place.
+The count `active` is zero where no region and no recording is open in any thread. Then a call looks for no place.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,16 @@ T = TypeVar("T")
 
 
 def run(pool: PoolInternals, call: Call, slot: Slot) -> Any:
-    """Put a call in order where it is made, and launch it there; its value.
+    """Put a call in order, launch it, and return its value.
 
     Parameters
     ----------
     pool : PoolInternals
+        The pool of the call.
     call : Call
+        The call to launch.
     slot : Slot
-        Of the stream that the call is for, outside of nodes.
+        The slot of the call's stream, outside of nodes.
     """
     if active:
         lanes = lanes_for(pool, slot.pointer)
@@ -42,9 +44,10 @@ def run(pool: PoolInternals, call: Call, slot: Slot) -> Any:
 
 
 def begin_for(pool: PoolInternals) -> Begin | None:
-    """Return what starts the launch of a known plan in the books of this thread; None outside of regions.
+    """Return the function that starts known plans in the books.
 
-    The launch runs on the current stream, behind the branches that it conflicts with.
+    The books are this thread's. Outside of regions the result is None. The launch runs on the current stream, after the
+    branches that it conflicts with.
     """
     order = open_order(pool.driver, pool.current_device())
     if order is None:
@@ -63,9 +66,9 @@ def begin_for(pool: PoolInternals) -> Begin | None:
 
 
 def lanes_for(pool: PoolInternals, pointer: int) -> CallRecorder | None:
-    """Return the lanes of this thread's recording where a call on a stream is to be a node: outside of regions and nodes.
+    """Return the lanes or rehearsal that records a call on a stream.
 
-    Or the rehearsal, which takes note of such calls in the first call of a function that is recorded.
+    This holds outside of regions and nodes. The rehearsal notes such calls in the first call of a recorded function.
     """
     lanes = thread.rehearsal if thread.recording is None else thread.recording.lanes
     if lanes is None or thread.region is not None or not lanes.takes(pool, pointer):
@@ -74,7 +77,10 @@ def lanes_for(pool: PoolInternals, pointer: int) -> CallRecorder | None:
 
 
 def run_as_node(lanes: CallRecorder, pool: PoolInternals, call: Call, slot: Slot | None) -> Any:
-    """Record a call as a node; one that runs Python has its lane's stream current, for torch too."""
+    """Record a call as a node.
+
+    For a call that runs Python, its lane's stream is current for CuPy and for torch.
+    """
     device = pool.current_device()
 
     def launch(lane: Slot | None) -> Any:
@@ -95,7 +101,10 @@ def run_as_node(lanes: CallRecorder, pool: PoolInternals, call: Call, slot: Slot
 
 
 def ordering_pool() -> PoolInternals | None:
-    """Return the pool of this thread's fork that orders calls on the current device; None outside of any."""
+    """Return the pool of this thread's fork on the current device.
+
+    The fork orders calls. Outside of any such fork the result is None.
+    """
     for order in orders_of_thread():
         if order.pool.current_device() == order.device:
             return order.pool
@@ -111,7 +120,10 @@ def before(
     *,
     opaque: bool = False,
 ) -> None:
-    """Let a stream, the current one by default, wait for the branches that a call conflicts with, and write the call down."""
+    """Order a call on a stream after conflicting branches.
+
+    The current stream is the default. The call is written down for later calls.
+    """
     if thread.told is not None:
         thread.told.extend(writes)
     device = pool.current_device()

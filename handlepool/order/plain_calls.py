@@ -1,9 +1,9 @@
-"""Branches of plain functions: what they read, and what they may have written (guarantee 17).
+"""Order plain functions by their reads and possible writes (guarantee 17).
 
-Nobody knows what a plain function does. What it reads is looked for in its arguments and in what it is bound to. What it
-allocated was written by it, and its ``out=``. A function that returned new arrays alone is taken to have written nothing else;
-any other may have written whatever it was given. Which of the two a function is, is known from its first call with as many
-arguments and the same flags on.
+The writes of a plain function are unknown. Its reads are the arrays in its arguments and in the objects that it is bound to. It
+wrote the memory that it allocated, and its ``out=``. A function that returned new arrays alone counts as having written nothing
+else. Any other function may have written all its arguments. The first call of a function, per argument count and flags, decides
+which rule applies to later calls.
 """
 
 import sys
@@ -31,40 +31,47 @@ from handlepool.pool.slot import Slot
 from handlepool.tensors.layout import Piece, Token, share
 
 _may_write: dict[tuple[Hashable, ...], bool] = {}
-"""By code, since a lambda is another function each time: the function's own, and that of the functions that it was given; and by
-how many arguments and arrays it was given, since one more may be what it writes; and by its flags."""
+"""Whether calls of a form may write their arguments.
+
+The form has the code of the function and of the functions among its arguments, because a lambda is a new function each time. It
+has the number of arguments and of arrays, because one more array may be an output. It has the flags.
+"""
 _MOST_KNOWN = 10_000
 
 
 ORDERS_ITSELF = "__handlepool_orders_itself__"
-"""The attribute of a function that orders itself when it is called. It is the function itself, since `functools.wraps` copies
-attributes."""
+"""The attribute of a function that orders itself when it is called.
+
+Its value is the function itself, because `functools.wraps` copies attributes.
+"""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def orders_itself(function: F) -> F:
-    """Decorate a method that orders itself, when it is called, by what it reads and writes."""
+    """Decorate a method that orders its own reads and writes."""
     setattr(function, ORDERS_ITSELF, function)
     return function
 
 
 def does_order_itself(function: object) -> bool:
-    """Whether a function, or an object that is called, orders itself."""
+    """Return whether a function or a callable object orders itself."""
     method = getattr(bound_call(function), "__func__", None)
     return type(method) is FunctionType and method.__dict__.get(ORDERS_ITSELF) is method
 
 
 class PlainCall(PythonCall):
-    """A call of a plain function: what it reads and writes, and, until it has ended, what it may write.
+    """A call of a plain function, with its reads and possible writes.
+
+    The writes are assumed until the call has ended.
 
     Attributes
     ----------
     reached : Reached or None
-        What it is given; None for a function that orders itself.
+        The values that the call is given. None for a function that orders itself.
     caused_wait : bool
-        Whether it waits for another call because of its assumed writes alone.
+        Whether the call waits for another call because of its assumed writes alone.
     measurable : bool
-        Whether the call counts among the calls that are measured: nothing else tells its writes.
+        Whether the call counts among the measured calls, because only a measurement shows its writes.
     measurement : Measurement or None
         Of its writes, while it runs.
     """
@@ -98,10 +105,12 @@ class PlainCall(PythonCall):
         self._call = bound, args, kwargs
         self._driver = driver
         self._exact = not plain and does_order_itself(bound)
-        # What a call reads is kept: a list may be emptied meanwhile, and an attribute or a closure's name be given anew.
+        # Keep the values that a call reads. Code may empty a list or rebind an attribute or a closure's name while the call
+        # runs.
         self.reached = reached = None if self._exact else Reached(driver, bound, args, kwargs)
         codes: tuple[Hashable, ...]
-        if reached is not None and reached.flat:  # as below, without a look at each value
+        # These are the codes that the walk below would give. A flat call saves the walk.
+        if reached is not None and reached.flat:
             codes = (function.__code__, *reached.flags)
         else:
             codes = tuple(_codes((bound, args, kwargs)))
@@ -115,11 +124,12 @@ class PlainCall(PythonCall):
         if written.pending:
             written.read()
         self.writes = [*self._out, *self._changed()] if written.places else self._out
-        # Another thread may read an answer meanwhile. It counts for later calls.
+        # Another thread may read an answer while this call starts. The answer counts for later calls.
         self._settled = self._exact or written.known
         may_write = _may_write.get(self._form)
         self.assumed_writes = [] if self._exact or (self._settled and may_write is False) else self._given
-        # A call that did not return new arrays alone counts as a writer of all its arrays, whatever it writes.
+        # A call that did not return new arrays alone counts as a writer of all its arrays. So a measurement would change
+        # nothing.
         self.measurable = not (self._exact or may_write or (written.known and written.calls >= LAST))
         if self.assumed_writes and thread.told is not None:
             unsure()
@@ -128,7 +138,7 @@ class PlainCall(PythonCall):
         self.keep = self._call, reached and reached.values
 
     def _changed(self) -> list[Piece]:
-        """Return the memory of the arguments that earlier calls were found to write."""
+        """Return the memory of arguments that earlier calls wrote."""
         places = self._written.places
         if UNNAMED in places:
             return self._given
@@ -136,15 +146,18 @@ class PlainCall(PythonCall):
         return pieces_of(self._driver, *[values.get(place) for place in places], calls=True)
 
     def begin(self, pool: PoolInternals, pointer: int) -> None:
-        """Begin to measure the call, where it is due, on a stream that waits for all that the call waits for."""
+        """Begin to measure the call where a measurement is due.
+
+        The stream waits for all calls that this call waits for.
+        """
         reached = self.reached
         assert reached is not None
         self.measurement = begin(pool, pointer, self._written, reached.arrays, self.writes)
-        # There may have been nothing to measure.
+        # `_written` becomes known where `begin` found nothing to measure.
         self._settled = self._settled or (self._written.known and not self._written.places)
 
     def returned(self, value: object, allocated: Sequence[Any]) -> None:
-        """End the measurement, where the call returned new arrays alone."""
+        """End the measurement where the call returned new arrays alone."""
         measurement, self.measurement = self.measurement, None
         assert measurement is not None
         if self.is_new(allocated, value):
@@ -164,13 +177,16 @@ class PlainCall(PythonCall):
         return function(*args, **kwargs)
 
     def compare_needs(self, known: object, assumed: object) -> None:
-        """Note whether the assumed writes add to the calls that this one waits for."""
+        """Note whether the assumed writes add further calls to wait for."""
         self.caused_wait = assumed != known
 
     def ended(
         self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, value: object
     ) -> tuple[list[Piece], list[Piece]]:
-        """Be told of the value; new memory that was written, and other memory that the call was not ordered for."""
+        """Return the new memory and the unordered memory that were written.
+
+        ``value`` is the call's value. The second list is memory that the call was not ordered for.
+        """
         driver = self._driver
         new = list(map(driver.block_range, allocated or ()))
         found = [(value, driver.memory_of(value))] if type(value) is driver.array_types[0] else arrays_in(driver, value)
@@ -200,14 +216,20 @@ class PlainCall(PythonCall):
         return made, others + self._given
 
     def _learn(self, writes: bool) -> None:
-        """Remember whether calls of this form may write what they are given; a form that once did may do so again."""
+        """Remember whether calls of this form may write their arguments.
+
+        A form that once wrote its arguments may do so again.
+        """
         if not _may_write.get(self._form):
             if len(_may_write) >= _MOST_KNOWN:
                 _may_write.clear()
             _may_write[self._form] = writes
 
     def _made_unseen(self, result: object) -> list[Piece]:
-        """Return the memory of what the call may have made with torch's allocator, which nobody sees, wherever it put that."""
+        """Return memory that the call may have made outside the driver.
+
+        Torch's allocator is not observed, so the memory is looked for in the result and in the call's values.
+        """
         reached = self.reached
         known = set() if reached is None else {id(array) for array, _ in reached.arrays}
         kind, found = self._driver.array_types, []
@@ -219,26 +241,35 @@ class PlainCall(PythonCall):
         return found
 
     def failed(self, order: DataOrder, track: Track, allocated: Sequence[Any]) -> tuple[list[Piece], list[Piece]]:
-        """Be told that the function raised an error; what it may have written before."""
+        """Return memory that the function may have written before its error."""
         if self.assumed_writes:
             self._tell(order, track)
         return [(*self._driver.block_range(block), None) for block in allocated], self._given
 
     def is_new(self, allocated: Sequence[Any], result: object) -> bool:
-        """Whether a result is new arrays alone, of those that the call allocated and those of other libraries."""
+        """Return whether a result consists of new arrays alone.
+
+        New arrays are arrays that the call allocated and new arrays of other libraries.
+        """
         new = list(map(self._driver.block_range, allocated))
         found = arrays_in(self._driver, result)
         return bool(found) and all(_lies_in(memory, new) or self._is_new(value, memory) for value, memory in found)
 
     def _is_new(self, value: Any, memory: Piece) -> bool:
-        """Whether an array outside of what the call allocated is its ``out``, or another library's new array."""
+        """Return whether an array is ``out`` or another library's new array.
+
+        The array lies outside of the memory that the call allocated.
+        """
         if _lies_in(memory, [known[:2] for known in self._out]):
             return True
-        # Another library's allocator is not ours to see.
+        # Another library's allocator is not observed. So its array counts as new where it shares no memory with the arguments.
         return type(value) is not self._driver.array_types[0] and not any(share(memory, known) for known in self._given)
 
     def _tell(self, order: DataOrder, track: Track) -> None:
-        """Warn where a guess made this call wait, and let whoever waits for the call warn, too."""
+        """Warn where an assumption made this call wait.
+
+        Calls that wait for this call warn as well.
+        """
         if self.caused_wait:
             warn_of_assumed_write(self._writer)
         if not self._out:
@@ -246,20 +277,22 @@ class PlainCall(PythonCall):
 
 
 def _lies_in(memory: Piece, blocks: Sequence[tuple[int, int]]) -> bool:
-    """Whether memory lies in one of some blocks."""
+    """Return whether memory lies inside any of several blocks."""
     start, stop, _ = memory
     for first, last in blocks:  # noqa: SIM110 - a generator takes longer, and mostly there is one block
+        # A generator takes longer, and mostly there is one block.
         if first <= start and stop <= last:
             return True
     return False
 
 
 def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Iterator[Hashable]:
-    """Yield the code of functions, and of those that they were given or call, as far as that can be seen; and flags.
+    """Yield the codes of functions in values, and their flags.
 
-    What is called and has no code of Python's, as a ufunc or a kernel, stands for itself: another one may do another thing. A
-    flag says what a call does, as ``inplace=True``. Numbers and text seldom do, and differ from call to call; and so do the
-    flags in what grows: lists, and containers of an object.
+    The walk includes functions that these were given or call, as far as that can be seen. A callable without Python code, such
+    as a ufunc or a kernel, stands for itself, because another callable may do other work. A flag such as ``inplace=True``
+    changes the work of a call. Numbers and text seldom do, and they differ from call to call. The same holds for flags in lists
+    and in an object's containers, which grow.
     """
     for value in values:
         if value is None or value is True or value is False:
@@ -289,18 +322,23 @@ def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Ite
                 yield from _codes((owner,), depth) if type(owner) is CACHE else (Token(owner),)
             elif owner is None or isinstance(owner, ModuleType):
                 yield Token(value)
-            else:  # an array's method, say: the array is not to be kept, and others of its kind do the same
+            # For an array's method, say, yield the type, because the array must not be kept. Methods of the same type do the
+            # same work.
+            else:
                 yield owner if isinstance(owner, type) else type(owner), value.__name__
-        elif type(value) is CACHE:  # of a function or a method; what it holds is not to be kept
+        # Walk the wrapped function of a cache, because the cache's contents must not be kept.
+        elif type(value) is CACHE:
             yield from _codes((value.__wrapped__,), depth - 1) if depth else ()
         elif type(value) is methodcaller:
             yield methodcaller, *[each for each in get_referents(value) if isinstance(each, str)]
         elif callable(value) and depth and isinstance(getattr(value, "__wrapped__", None), FunctionType):
-            yield from _codes((value.__wrapped__,), depth - 1)  # another cache of a function
+            # A wrapper of a function is another kind of cache.
+            yield from _codes((value.__wrapped__,), depth - 1)
         elif callable(value):
             called = bound_call(value)
             if isinstance(value, ReferenceType):
-                yield ReferenceType  # itself would be kept, and called when what it leads to ends
+                # The reference itself would be kept, and called when its referent ends.
+                yield ReferenceType
             elif called is value:
                 yield Token(value)
             elif depth:
@@ -308,9 +346,9 @@ def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Ite
 
 
 def _codes_of_owner(owner: object, depth: int) -> Iterator[Hashable]:
-    """Yield the code of what an object calls in its methods: of the functions among its attributes; and its flags.
+    """Yield the codes of functions among an object's attributes, and its flags.
 
-    Of a ``torch.nn.Module`` it is the code of what each part computes; one function calls them all.
+    For a ``torch.nn.Module`` the codes are the ``forward`` codes of its parts, because one function calls all parts.
     """
     module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", ())
     if isinstance(owner, module):

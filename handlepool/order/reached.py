@@ -1,4 +1,7 @@
-"""What a call reaches: its arguments are walked once, for its order, for what is kept, for torch and for its first calls."""
+"""Walk a call's arguments once, for all uses.
+
+The order, the kept values, torch and the first calls use the result.
+"""
 
 from collections.abc import Callable, Iterable
 from sys import modules
@@ -17,34 +20,36 @@ _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None)))
 
 
 class Reached:
-    """The values that a call of a function reaches at this moment, and the arrays among them.
+    """The values that a call reaches now, and the arrays among them.
 
     Parameters
     ----------
     driver : Driver
+        The driver whose arrays are looked for.
     function : callable
-        A bound method leads to its object; an object that can be called, to itself.
+        A bound method leads to its object. A callable object leads to itself.
     args, kwargs : tuple, dict
+        The call's arguments.
 
     Attributes
     ----------
     values : list
-        Those of the arguments come first, then those of the function, then those in attributes of objects among these.
+        Values of the arguments, then of the function, then of the attributes of objects among these.
     arrays : list of (array, Piece)
-        In that order.
+        Arrays among ``values`` with their memory, in that order.
     given : int
-        How many of the arrays are reached from the arguments without an attribute.
+        Number of arrays that are reached from the arguments without an attribute.
     direct : int
-        How many of the values are reached without an attribute.
+        Number of values that are reached without an attribute.
     pieces : list of Piece
         The memory of the arrays that have elements.
     opaque : bool
         Whether an object among the values may give any array.
     flat : bool
-        Whether the arguments are the driver's arrays and plain values, of a function that is bound to nothing: then there is
+        Whether the arguments are the driver's arrays and plain values, and the function is bound to nothing. Then there is
         nothing to walk.
     flags : list
-        Then, those of the values that are True, False or None.
+        The values that are True, False or None, of a flat call.
     """
 
     __slots__ = ("arrays", "direct", "flags", "flat", "given", "opaque", "pieces", "values")
@@ -88,7 +93,7 @@ class Reached:
 
 
 def arrays_among(driver: Driver, values: Iterable[Any]) -> list[tuple[Any, Piece]]:
-    """Return the arrays of any library among values, each with its memory."""
+    """Return the arrays of any library among values, with their memory."""
     natives, memory_of, found = driver.array_types, driver.memory_of, []
     for value in values:
         if isinstance(value, natives):
@@ -99,25 +104,25 @@ def arrays_among(driver: Driver, values: Iterable[Any]) -> list[tuple[Any, Piece
 
 
 def arrays_in(driver: Driver, *values: object, calls: bool = False) -> list[tuple[Any, Piece]]:
-    """Return the arrays that are reached from values, each with its memory."""
+    """Return the arrays that values lead to, with their memory."""
     if len(values) == 1 and type(values[0]) is driver.array_types[0]:
         return [(values[0], driver.memory_of(values[0]))]
     return arrays_among(driver, leaves(*values, calls=calls))
 
 
 def pieces_of(driver: Driver, *values: object, calls: bool = False) -> list[Piece]:
-    """Return the memory of the arrays that are reached from values and have elements."""
+    """Return the memory of non-empty arrays that values lead to."""
     return [memory for _, memory in arrays_in(driver, *values, calls=calls) if memory[1] > memory[0]]
 
 
 def piece_of(driver: Driver, value: Any) -> Piece | None:
-    """Return the memory of an array of any library; None for what has none that is known."""
-    # Outside of the below: an error here must not hide an array.
+    """Return the memory of any library's array, or None if unknown."""
+    # The driver's call stays outside of the ``try`` in `_foreign_piece`, because an error here must not hide an array.
     return driver.memory_of(value) if isinstance(value, driver.array_types) else _foreign_piece(value)
 
 
 def _foreign_piece(value: Any) -> Piece | None:
-    """Return the memory of another library's array; None for what has none that is known."""
+    """Return the memory of another library's array, or None if unknown."""
     try:
         if is_tensor(value):
             size = value.element_size()
@@ -130,11 +135,12 @@ def _foreign_piece(value: Any) -> Piece | None:
                 if strides is None:
                     strides = np.empty(0, kind).itemsize * np.cumprod([1, *shape[:0:-1]])[::-1]
                 return piece(known["data"][0], shape, [int(step) for step in strides], kind.itemsize)
-    except Exception:  # sparse, without memory, or a proxy
+    # The array may be sparse, without memory, or a proxy.
+    except Exception:
         return None
     return None
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value is torch's."""
+    """Return whether a value is a torch tensor."""
     return "torch" in modules and isinstance(value, getattr(modules["torch"], "Tensor", ()))

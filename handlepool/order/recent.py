@@ -1,8 +1,9 @@
-"""The first launches of a region, as long as each of them wrote memory of its own: then nothing has to be looked up.
+"""Order a region's first launches without a look-up of memory.
 
-Most regions stay so. What a launch reads is then the output of one that is known, byte for byte, or lies in a block that none of
-them wrote to. What it writes was allocated for it, or lies in a block that none of them used. Blocks are what the array library's
-pool gave out: two that live at once share no byte, and these live as long as they are known here.
+This works as long as each launch wrote memory of its own. Most regions stay in this state. Each input of a launch is then
+exactly the output of a known launch, or lies in a block that no known launch wrote to. Each output was allocated for the
+launch, or lies in a block that no known launch used. Blocks come from the array library's pool. Two live blocks share no byte,
+and the blocks here live as long as they are known here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,16 +12,18 @@ from handlepool.order.accesses import Operands
 from handlepool.order.track import NOTHING, Needs, Track
 
 Launch = tuple[Sequence[int], Operands, Track, int]
-"""The addresses of its operands, what it reads and writes of these, its stream, and which call of that it is."""
+"""A launch's addresses, its operands, its stream and its call number."""
 
 
 class Recent:
-    """Launches of which none wrote what another one used, other than to be read.
+    """Launches that each wrote memory of their own.
+
+    No launch wrote memory that another launch used, except to read the written data.
 
     Parameters
     ----------
     block_type : type
-        The driver's; memory of any other kind is looked up.
+        The driver's type of block. Memory of any other kind is looked up.
     """
 
     __slots__ = ("_block_type", "_launches", "_outputs", "_written")
@@ -28,17 +31,23 @@ class Recent:
     def __init__(self, block_type: type) -> None:
         self._block_type = block_type
         self._launches: list[Launch] = []
-        self._outputs: dict[int, tuple[Track, int, int]] = {}  # by address, the call that wrote it, and how many bytes
-        self._written: dict[object, bool] = {}  # of the blocks that launches used, whether one was written to
+        # This maps an address to the call that wrote it, and to the number of bytes.
+        self._outputs: dict[int, tuple[Track, int, int]] = {}
+        # This maps each block that launches used to whether a launch wrote to it.
+        self._written: dict[object, bool] = {}
 
     def __iter__(self) -> Iterator[Launch]:
-        """Give the launches in the order in which they were given to streams."""
+        """Yield the launches in the order in which streams received them."""
         return iter(self._launches)
 
     def look_up(self, addresses: Sequence[int], operands: Operands, blocks: Sequence[object]) -> Needs | None:
-        """Return what a launch waits for; None for one that has to be looked up, and so all of these."""
+        """Return the needs of a launch; None where a look-up is needed.
+
+        After None, all the launches here have to be looked up.
+        """
         needs, written, index = NOTHING, self._written, 0
-        for reach in operands.read:  # counted by hand: a `zip` takes as long as two look-ups
+        # Count the index by hand, because a `zip` takes as long as two look-ups.
+        for reach in operands.read:
             block = blocks[index]
             if block not in written:
                 if type(block) is not self._block_type:
@@ -65,7 +74,7 @@ class Recent:
         return needs if operands.dense else None
 
     def note(self, addresses: Sequence[int], operands: Operands, blocks: Sequence[object], track: Track, call: int) -> None:
-        """Write down a launch that was looked up, as a call of a stream."""
+        """Write down a launch that was looked up."""
         self._launches.append((addresses, operands, track, call))
         if operands.simple:
             self._outputs[addresses[-1]] = track, call, operands.outputs[0]

@@ -1,4 +1,7 @@
-"""Callers' streams that are not CuPy's current one: torch's, and those that arrays say they are in use on."""
+"""Order callers' streams other than CuPy's current stream.
+
+These are torch's streams, and the streams that arrays name as being in use.
+"""
 
 import functools
 import sys
@@ -16,12 +19,14 @@ from handlepool.pool.internals import PoolInternals
 
 
 def order(pool: PoolInternals, device: int, first: int, then: int) -> None:
-    """Let a stream wait for what another one of the current device was given by now.
+    """Let a stream wait for another stream's present work.
+
+    Both streams belong to the current device.
 
     Raises
     ------
     CaptureError
-        When one of the two is being captured and the other is not: the attempt would spoil the capture.
+        When exactly one stream is being captured, because the attempt would spoil the capture.
     """
     if first == then:
         return
@@ -35,7 +40,9 @@ def order(pool: PoolInternals, device: int, first: int, then: int) -> None:
 
 
 def torch_among(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleType | None:
-    """`handlepool.foreign.torch` where there are GPU tensors among a call's arguments or what its closure holds, or None.
+    """Return `handlepool.foreign.torch` if a call has GPU tensors, or None.
+
+    The tensors are among the call's arguments or in its closure.
 
     Raises
     ------
@@ -46,7 +53,7 @@ def torch_among(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def torch_of(function: Any, reached: Iterable[Any]) -> ModuleType | None:
-    """`handlepool.foreign.torch` where there are GPU tensors among the values that a call reaches, or None.
+    """Return `handlepool.foreign.torch` if reached values include GPU tensors, or None.
 
     Raises
     ------
@@ -54,7 +61,8 @@ def torch_of(function: Any, reached: Iterable[Any]) -> ModuleType | None:
         As `refuse_derived`.
     """
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    if tensor is None:  # not loaded, or being imported just now
+    # Torch is not loaded, or is being imported by another thread.
+    if tensor is None:
         return None
     values = [*reached]
     refuse_derived(function, values)
@@ -62,26 +70,35 @@ def torch_of(function: Any, reached: Iterable[Any]) -> ModuleType | None:
 
 
 def refuse_derived(function: Any, reached: Iterable[Any]) -> None:
-    """Refuse a call with tensors of torch's forward mode or of `torch.func`, whose derivatives no region sees.
+    """Refuse a call with tensors whose derivatives no region sees.
+
+    These are tensors of torch's forward mode or of `torch.func`.
 
     Raises
     ------
     ArgumentError
+        For such a tensor.
     """
-    # A torch that is being imported just now has no forward mode yet.
+    # While torch is being imported, it has no forward mode yet.
     if hasattr(getattr(sys.modules.get("torch"), "autograd", None), "forward_ad") and integration().derives():
         integration().refuse_derived(name_of(function), reached)
 
 
 def torch_in_use(driver: Driver) -> ModuleType | None:
-    """`handlepool.foreign.torch` where torch is loaded and uses the driver's GPUs, for whatever tensors there are; or None."""
+    """Return `handlepool.foreign.torch` if torch uses the driver's GPUs, or None.
+
+    The tensors themselves do not matter.
+    """
     initialised = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
     return integration() if driver.name == "cuda" and initialised is not None and initialised() else None
 
 
 @functools.cache
 def integration() -> ModuleType:
-    """`handlepool.foreign.torch`, which imports torch: asked for when a tensor was met."""
+    """Return `handlepool.foreign.torch`, and import torch.
+
+    Callers ask for it only after they have found a tensor.
+    """
     from handlepool.foreign import torch
 
     return torch
@@ -90,6 +107,6 @@ def integration() -> ModuleType:
 def in_torch(
     torch: ModuleType, pointer: int, caller: int, device: int, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a call that makes another one with a stream current for torch, too."""
+    """Return a call that runs another call on a torch stream."""
     held = () if thread.recording is None else (thread.recording.held,)
     return torch.run_branch, (pointer, caller, device, function, args, kwargs, *held), {}

@@ -1,4 +1,4 @@
-"""Streams of a region, as its books know them: what each was given, and which calls of the others it waits for."""
+"""Track a region's streams: their calls, and the calls they wait for."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
@@ -7,37 +7,37 @@ from typing import Any
 from handlepool.pool.slot import Slot
 
 Needs = dict["Track", int]
-"""By stream, the last call on it that is to be waited for."""
+"""The last call to wait for on each stream."""
 
 NOTHING: Needs = {}
-"""Everybody's until there is something to note, so it is never written to."""
+"""The shared empty value of `Needs`, which is never written to."""
 
 
 class Track:
-    """A stream of a region: what it was given, and what it waits for.
+    """A stream of a region, with its calls and their needs.
 
     Attributes
     ----------
     pointer : int
         The stream.
     home : Track or None
-        Of the caller that its fork is of, which gives it nothing new while a branch runs.
+        The track of the fork's caller. The caller's stream receives no new work while a branch runs.
     slot, fork : Slot, object
-        Of a side stream, and what stands for the fork that has it.
+        The slot of a side stream, and the key of the fork that has it.
     stream : object
-        Kept once no fork has it: nobody may record on a stream that was destroyed.
+        The stream object, kept once no fork has it, because recording on a destroyed stream fails.
     count : int
-        How many calls it was given.
+        Number of calls that the stream received.
     known : dict
-        By other track, up to which call this stream waits for it. Replaced, never changed, so that a mark can have it.
+        By other track, the last call there that this stream waits for. It is replaced, never changed, so that a mark can keep it.
     seen : dict
-        What ``home`` knew when a branch last started here.
+        The value of ``home.known`` when a branch last started here.
     marked : int
-        The last call that an event stands behind.
+        The last call that an event was recorded after.
     marks : list of (int, event, dict)
-        Such calls, ascending, the event, and what was known there.
+        Number of each such call, ascending, with its event and the value of ``known`` at that time.
     into : (Track, int) or None
-        Once it was joined: where, and by which call.
+        The track that this track was joined to, and the joining call.
     """
 
     __slots__ = ("count", "fork", "home", "into", "known", "marked", "marks", "pointer", "seen", "slot", "stream")
@@ -55,25 +55,31 @@ class Track:
         self.into: tuple[Track, int] | None = None
 
     def next_call(self) -> int:
-        """Count one more call of this stream; its number."""
+        """Count a further call of this stream, and return its number."""
         self.count = call = self.count + 1
         return call
 
     def mark(self, event: Any) -> None:
-        """Let an event, which was recorded just now, stand for all calls of this stream."""
+        """Add a just recorded event as the mark of all calls."""
         self.marks.append((self.count, event, self.known))
-        # After that: an interrupt may come between the two.
+        # An interrupt may come between the two statements. So `marked` changes second, and never names a call without a mark.
         self.marked = self.count
 
     def follow_home(self) -> None:
-        """Know all that ``home`` knows, which this stream came after when its branch started."""
+        """Learn all calls that ``home`` waits for.
+
+        This stream came after ``home`` when its branch started.
+        """
         home = self.home
         if home is not None and home.known is not self.seen:
             self.learn(home.known)
             self.seen = home.known
 
     def absorb(self, tracks: "Iterable[Track]", stream: object = None) -> None:
-        """Come after all calls of joined tracks. ``stream`` is kept: recording on a destroyed stream fails."""
+        """Follow all calls of joined tracks.
+
+        ``stream`` is kept, because recording on a destroyed stream fails.
+        """
         call = self.next_call()
         for track in tracks:
             track.into = (self, call)
@@ -82,11 +88,11 @@ class Track:
             self.stream = stream
 
     def passed(self, call: int) -> tuple[int, Any, Needs]:
-        """Return the first mark behind a call."""
+        """Return the first mark at or after a call."""
         return self.marks[bisect_left(self.marks, (call,))]
 
     def learn(self, more: Needs) -> None:
-        """Know what another track knows that this one waits for now."""
+        """Merge the known calls of a track that this track follows."""
         if not self.known:
             self.known = more
         elif more:
@@ -97,9 +103,9 @@ class Track:
             self.known = known
 
     def waits_for(self, other: "Track", call: int) -> bool:
-        """Whether this stream comes after a call on another one.
+        """Return whether this stream comes after another stream's call.
 
-        It may be the same, or the caller's, or the caller's caller's, or one that it waits for.
+        The other stream may be this stream, a caller's stream at any level, or a stream that this stream waits for.
         """
         if other is self or self.known.get(other, 0) >= call:
             return True
@@ -112,7 +118,10 @@ class Track:
 
 
 def end_tracks(tracks: Iterable[Track], give_back: Callable[[list[Any]], None], *, closed: bool = False) -> None:
-    """Drop the references of tracks to other tracks, to their homes too where the books are closed, and give events back."""
+    """Drop tracks' references to other tracks, and release their events.
+
+    Where the books are closed, the references to home tracks go as well.
+    """
     for track in tracks:
         if track.marks:
             give_back([event for _, event, _ in track.marks])
@@ -124,11 +133,14 @@ def end_tracks(tracks: Iterable[Track], give_back: Callable[[list[Any]], None], 
 
 
 def last(track: Track, call: int) -> tuple[Track, int]:
-    """Return what is to be waited for in the place of a call, where its stream was joined since."""
+    """Return the call to wait for in place of a call.
+
+    It differs where the call's stream was joined since.
+    """
     while track.into is not None:
         track, call = track.into
     return track, call
 
 
 NO_TRACK = Track(0)
-"""Stands for the caller's track of a fork that has no branches."""
+"""The placeholder for the caller's track of a fork without branches."""

@@ -1,6 +1,7 @@
-"""What a call writes that nobody said it does: found by torch's versions, and, with ``check=True``, by comparing its arguments.
+"""Find the undeclared writes of a call.
 
-Both look at the arrays that a call was given and that share no memory with what it is known to write.
+Torch's versions show them, and with ``check=True`` a comparison of its arguments. Both look at the arrays that a call was given
+and that share no memory with its known writes.
 """
 
 from collections.abc import Iterable
@@ -26,16 +27,18 @@ Writes = Iterable[Piece | Token]
 
 
 class Watch:
-    """Finds what a call writes that it is not known to.
+    """A watch over one call for its undeclared writes.
 
     Parameters
     ----------
     pool : PoolInternals
+        The pool of the call.
     call : tuple
+        The function and its arguments.
     writes : iterable of Piece or Token
-        What it is known to write.
+        Memory that the call is known to write.
     reached : Reached or None
-        What it reaches; None for a call that is known.
+        The values that the call reaches. None for a call whose accesses are known.
     """
 
     __slots__ = ("_call", "_copies", "_pool", "_versions")
@@ -47,14 +50,14 @@ class Watch:
         self._copies = copies_before(given, pool, writes) if pool.checked else []
 
     def ended(self, compare: bool = True, since: Needs | None = None) -> None:
-        """Raise ContractError for what was found.
+        """Raise ContractError for an undeclared write.
 
         Parameters
         ----------
         compare : bool
-            Whether arguments may not have changed, but as follows.
+            Whether arguments must be unchanged, except for the writes of later calls.
         since : dict, optional
-            By stream of the region, the last call before this one. What later calls wrote, the books know.
+            By stream of the region, the last call before this call. The books know the writes of later calls.
         """
         if self._versions:
             count_as_written(self._pool, moved(self._versions), self._call)
@@ -63,7 +66,10 @@ class Watch:
 
 
 def run_watched(pool: PoolInternals, region: BranchRegion, memory: PlainCall, call: Call) -> Any:
-    """Call a plain function in its branch, and see that it writes nothing else, where it returns new arrays alone."""
+    """Call a plain function in its branch, and check its writes.
+
+    Where the function returns new arrays alone, it may write nothing else.
+    """
     function, args, kwargs = call
     watch = Watch(pool, call, memory.writes, memory.reached)
     since = calls_so_far(pool) if pool.checked else None
@@ -74,17 +80,19 @@ def run_watched(pool: PoolInternals, region: BranchRegion, memory: PlainCall, ca
 
 
 def versions_before(given: Iterable[Any], pool: PoolInternals, writes: Writes) -> list[tuple[Any, int]]:
-    """Return the torch tensors that a call was given and is not known to write, each with its version.
+    """Return a call's torch tensors without known writes, with their versions.
 
-    Torch counts a tensor and its views together. So nothing is known of one that shares its storage with what is written.
+    Torch counts the versions of a tensor and its views together. So a tensor that shares its storage with written memory is
+    left out.
 
     Parameters
     ----------
     given : iterable of array
-        What the call was given, as far as it is known.
+        The arrays that the call was given, as far as they are known.
     pool : PoolInternals
+        The pool of the call.
     writes : iterable of Piece or Token
-        What it is known to write.
+        Memory that the call is known to write.
     """
     tensors = [value for value in given if is_tensor(value) and piece_of(pool.driver, value) is not None]
     if not tensors:
@@ -96,17 +104,18 @@ def versions_before(given: Iterable[Any], pool: PoolInternals, writes: Writes) -
 
 
 def moved(versions: list[tuple[Any, int]]) -> list[Any]:
-    """Return the tensors that were written since."""
+    """Return the tensors whose versions changed."""
     return [tensor for tensor, version in versions if integration().version(tensor) != version]
 
 
 def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) -> None:
-    """Write down that a call which has ended wrote tensors, though it did not say so.
+    """Write down the undeclared writes of a call that has ended.
 
     Raises
     ------
     ContractError
-        Where a branch was given one of them before and nothing orders the two; while a function is recorded with lanes, always.
+        Where a branch was given a written tensor before and nothing orders the two calls. While a function is recorded with
+        lanes, always.
     """
     late = None
     tensors = [*tensors]
@@ -128,9 +137,9 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
 
 
 def copies_before(given: Iterable[Any], pool: PoolInternals, writes: Writes) -> list[tuple[Any, bytes]]:
-    """Return the arrays that a call was given and is not known to write, each with a copy of its bytes.
+    """Return a call's arrays without known writes, with copies.
 
-    It waits for the stream. So there are none while something is captured.
+    Each copy holds the array's bytes. Making a copy waits for the stream. So the result is empty during a capture.
     """
     if thread.recording is not None:
         return []
@@ -141,12 +150,14 @@ def copies_before(given: Iterable[Any], pool: PoolInternals, writes: Writes) -> 
 
 
 def check_unchanged(pool: PoolInternals, copies: list[tuple[Any, bytes]], call: Call, since: Needs | None) -> None:
-    """Compare the arrays of `copies_before` with their copies, after the call, but for those that calls ``since`` wrote.
+    """Compare the arrays of `copies_before` with their copies.
+
+    The comparison comes after the call. It leaves out arrays that calls after ``since`` wrote.
 
     Raises
     ------
     ContractError
-        Naming the function and the argument that has changed.
+        For a changed array, with the names of the function and the argument.
     """
     for array, copy in copies:
         if _bytes_of(pool, array) not in (copy, None) and not _told(pool, array, since):
@@ -156,13 +167,19 @@ def check_unchanged(pool: PoolInternals, copies: list[tuple[Any, bytes]], call: 
 
 
 def _told(pool: PoolInternals, array: Any, since: Needs | None) -> bool:
-    """Whether the books know who wrote an array: a graph function, an operation or a branch that the call made itself."""
+    """Return whether the books know a write to an array.
+
+    The write is by a graph function, an operation or a branch inside the call.
+    """
     memory = piece_of(pool.driver, array)
     return since is not None and memory is not None and written_since(pool, memory, since)
 
 
 def _given(reached: Reached) -> list[Any]:
-    """Return what a call reaches, but for NumPy's arrays in attributes: the host writes them at once, as counters."""
+    """Return the values that a call reaches.
+
+    NumPy arrays in attributes are left out, because they are often counters that the host writes at once.
+    """
     direct = reached.direct
     return reached.values[:direct] + [value for value in reached.values[direct:] if type(value) is not np.ndarray]
 
@@ -172,7 +189,10 @@ def _memory(writes: Writes) -> list[Piece]:
 
 
 def _meets(pool: PoolInternals, array: Any, memory: list[Piece]) -> bool:
-    """Whether an array shares memory with what is written; one without memory has nothing to look at, and does."""
+    """Return whether an array shares memory with written memory.
+
+    An array without memory counts as sharing, because there is nothing to compare.
+    """
     mine = piece_of(pool.driver, array)
     return mine is None or any(share(mine, each) for each in memory)
 

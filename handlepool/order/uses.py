@@ -1,7 +1,8 @@
-"""Memory that a region's calls were given, and who used it last.
+"""Record the last users of the memory of a region's calls.
 
-Each piece of memory has one entry, found by its address, or by the whole piece where it has gaps or several begin at one address.
-An entry knows the others that share elements with it. So whoever uses a piece need not search.
+Each piece of memory has an entry, which is found by its address. A piece with gaps, and several pieces that begin at the same
+address, are found by the whole piece. An entry holds the other entries that share elements with it. So a call that uses a piece
+need not search.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,25 +13,31 @@ from handlepool.order.track import Needs, Track
 from handlepool.tensors.layout import Piece, Token, share
 
 MOST_NEIGHBOURS = 64
-"""Pieces of one stretch of memory that are told apart. More count as one."""
+"""The maximum number of pieces in a stretch that are told apart.
+
+A stretch with more pieces counts as a single piece.
+"""
 
 UNREAD: Needs = {}
-"""The readers of what nobody has read since its last write. It is everybody's, so it is never written to."""
+"""The readers of memory without a read since its last write.
+
+All such entries share it, so it is never written to.
+"""
 
 
 class Use:
-    """A piece of memory, or a token, and who used it last.
+    """A piece of memory, or a token, with its last users.
 
     Attributes
     ----------
     reach : int
-        Bytes of a piece that shares none with others and has no gaps; -1 of any other.
+        Bytes of a piece without gaps that shares no elements with other pieces; -1 for any other entry.
     writer, call : Track or None, int
-        Of the last write.
+        The last write.
     readers : dict
-        By track, the last read since.
+        By track, the last read since the last write.
     others : sequence of Use
-        Pieces that share elements with this one.
+        Pieces that share elements with this piece.
     """
 
     __slots__ = ("call", "others", "piece", "reach", "readers", "start", "stop", "writer")
@@ -46,28 +53,32 @@ class Use:
         self.others: Sequence[Use] = ()
 
     def overwritten(self) -> None:
-        """Be told of a write, which comes after all that was noted of it before."""
+        """Note a write that follows all earlier uses of the entry."""
 
 
 class _Whole(Use):
-    """A stretch that counts as one piece; the others are those that it was, for what they were used for until then."""
+    """A stretch that counts as a single piece.
+
+    The other entries are its former pieces, which hold their uses until the next write.
+    """
 
     __slots__ = ()
 
     def overwritten(self) -> None:
-        """Forget the pieces that it was."""
+        """Forget the former pieces."""
         self.others = ()
 
 
 class _Stretch:
-    """Memory without a gap between the pieces that are known in it, where there are several."""
+    """A gapless run of several known pieces."""
 
     __slots__ = ("coarse", "stop", "uses")
 
     def __init__(self, stop: int, uses: list[Use], coarse: bool) -> None:
         self.stop = stop
         self.uses = uses
-        self.coarse = coarse  # whether all of it counts as one piece
+        # This tells whether all of the stretch counts as a single piece.
+        self.coarse = coarse
 
 
 class Uses:
@@ -83,16 +94,22 @@ class Uses:
 
     def __init__(self) -> None:
         self.known: dict[Any, Use] = {}
-        self._end = 0  # of the last piece
-        self._starts: list[int] = []  # of stretches, ascending
-        self._stretches: dict[int, _Stretch] = {}  # where there is more in one than what `known` has at its address
-        self._linked: list[Use] = []  # entries that have others
-        self._unplaced: list[Use] = []  # new memory that no stretch has yet
+        # This is the end of the last piece.
+        self._end = 0
+        # These are the start addresses of stretches, ascending.
+        self._starts: list[int] = []
+        # A stretch is listed here only if it holds more than the entry in `known` at its address.
+        self._stretches: dict[int, _Stretch] = {}
+        # These are the entries with other entries.
+        self._linked: list[Use] = []
+        # This is new memory that has no stretch yet.
+        self._unplaced: list[Use] = []
 
     def dense(self, address: int, reach: int) -> Use:
-        """Return the entry of a piece without gaps, new where there is none."""
+        """Return the entry of a piece without gaps, or make it."""
         stop = address + reach
-        if address >= self._end and reach:  # past all that is known
+        # The address lies past all known memory, so no search is needed.
+        if address >= self._end and reach:
             self._starts.append(address)
             self._end = stop
             use = self.known[address] = Use(address, stop)
@@ -108,7 +125,7 @@ class Uses:
         return use
 
     def piece(self, piece: Any) -> Use:
-        """Return the entry of any piece, or of a token, new where there is none."""
+        """Return the entry of any piece or token, or make it."""
         if type(piece) is Token:
             use = self.known.get(piece)
             if use is None:
@@ -126,7 +143,7 @@ class Uses:
         return self._place(Use(start, stop, strided))
 
     def pieces(self, pieces: Iterable[Any]) -> list[Use]:
-        """Return the entries of some pieces."""
+        """Return the entries of several pieces."""
         known, found = self.known, []
         for piece in pieces:
             if type(piece) is not tuple or piece[2] is not None:
@@ -137,14 +154,20 @@ class Uses:
         return found
 
     def new(self, address: int, reach: int, writer: Track, call: int) -> None:
-        """Make the entry of what was allocated for a call: it shares nothing with what is known, since all that is kept."""
+        """Make the entry of memory that was allocated for a call.
+
+        The memory shares nothing with known memory, because all known memory is kept.
+        """
         use = self.known[address] = Use(address, address + reach, None, writer, call)
         self._unplaced.append(use)
         if use.stop > self._end:
             self._end = use.stop
 
     def overlapping(self, piece: Any) -> Iterable[Use]:
-        """Return the entries that share elements with a piece, or a token, which gets none itself."""
+        """Return the entries that share elements with a piece or token.
+
+        The piece or token gets no entry itself.
+        """
         if type(piece) is Token:
             use = self.known.get(piece)
             return () if use is None else (use,)
@@ -152,12 +175,12 @@ class Uses:
         return [use for at in self._between(*piece[:2]) for use in self._at(at) if _overlap(use, piece)]
 
     def close(self) -> None:
-        """Let go of what leads from entry to entry."""
+        """Drop the references from entry to entry."""
         for use in self._linked:
             use.others = ()
 
     def _between(self, start: int, stop: int) -> list[int]:
-        """Return where the stretches begin that a piece of memory touches."""
+        """Return the starts of the stretches that a piece touches."""
         starts = self._starts
         first = bisect_right(starts, start)
         if first and self._stop(starts[first - 1]) > start:
@@ -165,10 +188,11 @@ class Uses:
         return starts[first : bisect_left(starts, stop, first)]
 
     def _place(self, use: Use) -> Use:
-        """Give a new piece its place among the others, and find those that share elements with it."""
+        """Place a new piece, and link entries that share its elements."""
         start, stop = use.start, use.stop
         if stop <= start:
-            return use  # nothing can share an element with it
+            # An empty piece can share no element with any other piece.
+            return use
         near = self._between(start, stop)
         if near:
             known = [each for at in near for each in self._at(at)]
@@ -209,7 +233,7 @@ class Uses:
             self._stretches[start] = _Stretch(use.stop, [use], False)
 
     def _at(self, start: int) -> Sequence[Use]:
-        """Return what is known in the stretch that begins at an address."""
+        """Return the entries in the stretch that begins at an address."""
         stretch = self._stretches.get(start)
         return (self.known[start],) if stretch is None else stretch.uses
 
@@ -218,7 +242,10 @@ class Uses:
         return self.known[start].stop if stretch is None else stretch.stop
 
     def _coarsen(self, start: int, stretch: _Stretch) -> Use:
-        """Take all of a stretch as one piece from now on: too many are in it to tell them apart quickly."""
+        """Merge all entries of a stretch into a single piece.
+
+        The stretch has too many pieces to tell them apart quickly.
+        """
         former = stretch.uses
         if len(former) == 1 and (former[0].start, former[0].stop) == (start, stretch.stop):
             return former[0]
@@ -235,14 +262,18 @@ class Uses:
         return whole
 
     def _place_all(self) -> None:
-        """Give new memory its place."""
+        """Give new memory its place among the stretches."""
         for use in self._unplaced:
             self._put(use)
         self._unplaced.clear()
 
 
 def needs_of(reads: Iterable[Use], writes: Iterable[Use]) -> Needs:
-    """Return what a call waits for: for the last write of what it reads, and for reads, too, of what it writes."""
+    """Return the calls that a call waits for.
+
+    The call waits for the last write of the memory that it reads. It waits for the last write and for the reads of the memory
+    that it writes.
+    """
     needs: Needs = {}
     for use in reads:
         for each in (use, *use.others) if use.others else (use,):
@@ -261,7 +292,7 @@ def needs_of(reads: Iterable[Use], writes: Iterable[Use]) -> Needs:
 
 
 def write_down(track: Track, call: int, reads: Iterable[Use], writes: Iterable[Use]) -> None:
-    """Note a call as the last that used what it reads and what it writes."""
+    """Note a call as the last user of its reads and writes."""
     for use in reads:
         if use.readers is UNREAD:
             use.readers = {track: call}
@@ -274,7 +305,10 @@ def write_down(track: Track, call: int, reads: Iterable[Use], writes: Iterable[U
 
 
 def _overlap(use: Use, piece: Piece) -> bool:
-    """Whether two pieces share an element, as far as that can be told quickly."""
+    """Return whether two pieces share an element.
+
+    The answer is exact only as far as it can be found quickly.
+    """
     start, stop, strided = piece
     if use.stop <= start or stop <= use.start:
         return False

@@ -1,11 +1,12 @@
-"""A `concurrent.futures` executor whose tasks run on side streams, for work that also blocks on the host.
+"""Run tasks on side streams, as a `concurrent.futures` executor.
 
-A task starts after what the submitter's stream had been given at `submit`: an event recorded there, waited for by the worker's
-side stream. Its end is another event, recorded by the worker when the task's function has returned; `StreamFuture.result` makes
-streams wait for it, `StreamFuture.synchronize` the host. What a task was given and what it allocated is kept by the task's
-region until a join or, for a future that nobody asked, until the end event has passed (guarantee 8).
+It is for work that also blocks on the host. A task starts after the work that the submitter's stream had received at `submit`.
+An event recorded there orders this, and the worker's side stream waits for the event. The worker records another event, the
+end, when the task's function has returned. `StreamFuture.result` makes streams wait for the end, and `StreamFuture.synchronize`
+makes the host wait. The task's region keeps the task's arguments and allocations until a join. Without a join it keeps them
+until the end event has passed (guarantee 8).
 
-Nothing has to be shut down for that: a worker's side slots are released with its thread, and what an executor leaves is deferred.
+This needs no shutdown. A worker's side slots are released with its thread, and the rest of an executor is deferred.
 """
 
 import threading
@@ -44,17 +45,17 @@ _Call = tuple[StreamFuture[Any], Task, PoolInternals, Callable[..., Any], tuple[
 
 
 class ParallelStateExecutor(Executor):
-    """Threads that run tasks on side streams of the submitter's device, each thread with a handle and scratch of its own.
+    """Threads that run tasks on side streams of the submitter's device.
 
-    It is for tasks that block on the host: reading files, asking for values, building plans. For many short launches from one
-    thread, `ParallelStates` is faster.
+    Each thread has a handle and scratch of its own. It is for tasks that block on the host: reading files, asking for values,
+    building plans. For many short launches from one thread, `ParallelStates` is faster.
 
     Parameters
     ----------
     max_workers : int
-        Threads.
+        Number of threads.
     pool : HandlePool, optional
-        The default pool where none is given.
+        The default pool if omitted.
     thread_name_prefix, initializer, initargs
         As in `concurrent.futures.ThreadPoolExecutor`.
     """
@@ -68,7 +69,8 @@ class ParallelStateExecutor(Executor):
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
     ) -> None:
-        self._pending: deque[Task] = deque()  # tasks whose end the GPU has not passed; appends and pops are atomic
+        # These are tasks whose end the GPU has not passed. Appends and pops are atomic, so no lock is needed.
+        self._pending: deque[Task] = deque()
         self._events: dict[DeviceSlots, Events] = {}
         workers = as_integer(max_workers, 0)
         if workers < 1:
@@ -76,22 +78,25 @@ class ParallelStateExecutor(Executor):
         if pool is None:
             pool = default_pool()
         check_pool("ParallelStateExecutor", pool)
-        self._pool = pool  # another may stand in for it, for tests: a task keeps to the internals that it began with
+        # Tests may put another pool in its place. So a task keeps the internals that it began with.
+        self._pool = pool
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix, initializer or _nothing, initargs)
         # The process that its threads belong to, once it may have some.
         self._began: int | None = None
         self._leases = _Leases()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "StreamFuture[T]":
-        """Run ``fn(*args, **kwargs)`` on a side stream, after what the current stream has been given by now.
+        """Run ``fn(*args, **kwargs)`` on a side stream as a task.
 
-        A recorded function (`recorded`) that has no program yet for such arguments is called, and recorded, in this thread.
+        The task starts after all work that the current stream has received by now. A recorded function (`recorded`) that has no
+        program yet
+        for such arguments is called, and recorded, in this thread.
 
-        Inside a fork it starts after the branches that read or wrote what it is given, too. What the task itself does is ordered
-        for others by its future alone.
+        Inside a fork the task also starts after the branches that read or wrote its arguments. Only its future orders the
+        task's own work for other calls.
 
-        Arrays that it makes are memory of the stream that is current here. Before they are let go of, that stream has to wait for
-        whoever reads them on another.
+        Arrays that the task makes are memory of the stream that is current here. Before these arrays are freed, that stream has
+        to wait for every other stream that reads them.
 
         Parameters
         ----------
@@ -102,15 +107,17 @@ class ParallelStateExecutor(Executor):
         Returns
         -------
         StreamFuture
-            Done when the function has returned; its ``result`` makes the current stream wait for the GPU. It raises what the
-            function raised, and `ArgumentError` for one that returned a generator or a coroutine, of which nothing has run.
+            Done when the function has returned. Its ``result`` makes the current stream wait for the GPU. It raises the
+            function's
+            error. It raises `ArgumentError` for a function that returned a generator or a coroutine, because nothing of it has
+            run.
 
         Raises
         ------
         ArgumentError
             When the current stream is the per-thread default stream, which means another stream in a worker thread.
         CaptureError
-            When the current stream is being captured: a worker's work would not be a part of it.
+            When the current stream is being captured, because a worker's work would not be a part of the capture.
         PoolClosedError, RuntimeError
             After the pool's `close`, or the executor's `shutdown`.
         ForkedProcessError
@@ -144,8 +151,8 @@ class ParallelStateExecutor(Executor):
         try:
             task.region.keep((fn, args, kwargs, reached.values))
             future: StreamFuture[T] = StreamFuture(task)
-            # A list that the worker empties, since the frames of an error's traceback lead to the thread pool's own, which keeps
-            # what it was given: the error would keep itself, through the future, and the arguments.
+            # The worker empties this list. The frames of an error's traceback lead to the thread pool's frame, which keeps its
+            # arguments. Without the list an error would keep itself, through the future, and the arguments.
             call: list[_Call] = [(future, task, pool, fn, args, kwargs)]
         except BaseException:
             task.withdraw()
@@ -161,7 +168,7 @@ class ParallelStateExecutor(Executor):
             if not isinstance(error, Exception):
                 raise
             return future
-        # What happens to the inner future before it runs (shutdown, a failed initializer) happens to ours.
+        # Before it runs, a shutdown or a failed initializer may end the inner future. Our future has to end in the same way.
         inner.add_done_callback(lambda ended: _pass_on(ended, call))
         run_some(self._pending, Task.settle)
         return future
@@ -169,13 +176,15 @@ class ParallelStateExecutor(Executor):
     def map(  # type: ignore[override]
         self, fn: Callable[..., T], /, *iterables: Iterable[Any], **kwargs: Any
     ) -> Iterator[T]:
-        """Run ``fn`` over the iterables, as `concurrent.futures.Executor.map`, each call a task.
+        """Run ``fn`` over the iterables, each call a task.
+
+        The method works like `concurrent.futures.Executor.map`.
 
         Parameters
         ----------
         fn : callable
         *iterables : iterable
-            Of its positional arguments, one entry of each for a call. The shortest says how many calls there are.
+            Positional arguments, one entry of each iterable per call. The shortest iterable decides the number of calls.
         **kwargs
             For the function, the same in every call. `map` keeps the names ``timeout``, ``chunksize`` and ``buffersize``, which
             `concurrent.futures.Executor.map` explains: bind these with `functools.partial`.
@@ -222,7 +231,8 @@ class ParallelStateExecutor(Executor):
                     defer(stale.destroy)
             events = self._events.setdefault(device, Events(driver))
         theirs = 0
-        if torch is not None:  # the submitter's stream waits for torch's now, and that for the task at the join
+        # The submitter's stream waits for torch's stream now. Torch's stream waits for the task at the join.
+        if torch is not None:
             theirs = torch.current_stream(reference.device)
             order(pool, reference.device, theirs, stream.ptr)
         return Task(device, stream, outer, events, torch, theirs)
@@ -245,12 +255,14 @@ class ParallelStateExecutor(Executor):
                 check_ran(fn, value)
             except BaseException as error:
                 pool.status.lost(error, ask=False)
-                task.withdraw()  # where it has not begun
+                # This releases the start event of a task that has not begun.
+                task.withdraw()
                 future.set_exception(error)
             else:
                 future.set_result(value)
         finally:
-            del future, task, fn, args, kwargs  # an error's traceback holds this frame, and the future holds the error
+            # An error's traceback holds this frame, and the future holds the error. The names would close a reference cycle.
+            del future, task, fn, args, kwargs
         run_some(self._pending, Task.settle)
 
     def _call(self, pool: PoolInternals, task: Task, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
@@ -259,8 +271,9 @@ class ParallelStateExecutor(Executor):
         driver = pool.driver
         driver.set_device(device.device)
         slot = self._slot(pool, device)
-        # Where every side slot is out, the task runs on the submitter's stream, with this thread's own handle for it; on that of
-        # the outermost one where a branch or a task submitted it, whose side stream is somebody else's after the join.
+        # Where every side slot is leased, the task runs on the submitter's stream, with this thread's own handle for it. For a
+        # task that a branch or a task submitted, it is the outermost submitter's stream, because another fork may have the
+        # branch's side stream after the join.
         stream: Any = task.region.stream if slot is None else slot.side_stream
         pointer = stream.ptr
         if slot is None and pointer != LEGACY_STREAM and driver.capture_id(pointer):
@@ -282,7 +295,10 @@ class ParallelStateExecutor(Executor):
             self._pending.append(task)
 
     def _slot(self, pool: PoolInternals, device: DeviceSlots) -> Slot | None:
-        """Return this worker's side slot of a device, leased for as long as the worker lives."""
+        """Return this worker's side slot of a device.
+
+        The worker leases the slot for as long as it lives.
+        """
         mine = self._leases.by_device
         lease = mine.get(device)
         if lease is None:
@@ -297,13 +313,16 @@ class ParallelStateExecutor(Executor):
         return lease.slot
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads, as `concurrent.futures.Executor.shutdown`; each releases its side slots as it ends.
+        """End the threads, as `concurrent.futures.Executor.shutdown`.
+
+        Each thread releases its side slots as it ends.
 
         Parameters
         ----------
         wait : bool
-            Whether to wait on the host until the threads have ended. Then every stream that something was submitted from waits
-            for it, also where nobody asked for the result. The host does not wait for the GPU.
+            Whether to wait on the host until the threads have ended. Then every submitter's stream waits for its tasks, even
+            where
+            no caller asked for the result. The host does not wait for the GPU.
         cancel_futures : bool
             Whether to cancel the tasks that have not started.
         """
@@ -317,7 +336,8 @@ class ParallelStateExecutor(Executor):
                 passed = task.settle()
                 if not passed:
                     task.join(submitter_only=True)
-            except Exception:  # as for a stream that is being captured: what the task holds is held until its end has passed
+            # A submitter's stream may be under capture, for example. The task then keeps its memory until its end has passed.
+            except Exception:
                 pass
             finally:
                 if not passed:
@@ -330,24 +350,26 @@ class ParallelStateExecutor(Executor):
                     device.sides.destroy_free()
 
     def _inherited(self) -> bool:
-        """Whether its threads and its tasks are of the process that forked this one."""
+        """Return whether threads and tasks belong to the parent process."""
         return self._pool.internals.status.forked or self._began not in (None, process())
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied: two would have the same threads."""
+        """Refuse to be copied, because both copies would have the same threads."""
         raise TypeError("a ParallelStateExecutor owns threads and streams and cannot be copied or pickled; make another one")
 
     def __del__(self, _defer: Callable[[Any], None] = deferred.extend, _abandon: Callable[[Any], None] = abandon) -> None:
-        if not hasattr(self, "_events"):  # it was never made
+        # The constructor raised before it set any attribute.
+        if not hasattr(self, "_events"):
             return
-        if hasattr(self, "_leases") and self._inherited():  # guarantee 13; without leases its arguments were refused
+        # A forked child touches nothing of its parent (guarantee 13). Without leases the constructor refused its arguments.
+        if hasattr(self, "_leases") and self._inherited():
             _abandon((self._pending, self._events))
             return
         _defer([*(task.settle for task in self._pending), *(events.destroy for events in self._events.values())])
 
 
 class _Lease:
-    """A worker's side slot of one device; released when the worker's thread ends."""
+    """A worker's side slot of one device, released with its thread."""
 
     __slots__ = ("_device", "slot")
 
@@ -362,7 +384,7 @@ class _Lease:
             _defer(self._settle)
 
     def _settle(self) -> bool:
-        """After the pool was closed: destroy what came back too late."""
+        """Destroy slots that came back after the pool was closed."""
         with on_device(self._device.driver, self._device.device):
             self._device.sides.destroy_free()
         return True
@@ -374,7 +396,10 @@ class _Leases(threading.local):
 
 
 def _taken(call: list[_Call]) -> _Call | None:
-    """Take a submitted call out of its list, in one step. None where another thread has taken the call."""
+    """Take a submitted call out of its list, in one step.
+
+    The result is None where another thread has taken the call.
+    """
     try:
         return call.pop()
     except IndexError:
@@ -382,7 +407,10 @@ def _taken(call: list[_Call]) -> _Call | None:
 
 
 def _pass_on(inner: "Future[None]", call: list[_Call]) -> None:
-    """Pass on why a call will not run: it was cancelled by a shutdown, or the executor is broken."""
+    """Pass on why a call will not run.
+
+    A shutdown cancelled the call, or the executor is broken.
+    """
     taken = _taken(call)
     if taken is None:
         return
@@ -394,9 +422,10 @@ def _pass_on(inner: "Future[None]", call: list[_Call]) -> None:
     elif (error := inner.exception()) is not None:
         try:
             future.set_exception(error)
-        except InvalidStateError:  # cancelled before
+        # The future was cancelled before.
+        except InvalidStateError:
             future.set_running_or_notify_cancel()
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing: the initializer of those who give none."""
+    """Do nothing, as the default initializer."""

@@ -1,8 +1,8 @@
-"""Forks: one parallel region each, over side slots that it leases.
+"""Open forks: parallel regions over leased side slots.
 
-Two events a branch carry the order (guarantee 6): one recorded on the caller's stream when the branch is run, which the side
-stream waits for, and one recorded on the side stream at the join, which the caller's stream waits for. Between two branches
-stands what their data asks for (guarantee 17), and nothing else (guarantee 7).
+Two events per branch carry the order (guarantee 6). One is recorded on the caller's stream when the branch is run, and the side
+stream waits for it. The other is recorded on the side stream at the join, and the caller's stream waits for it. Between two
+branches there is only the order that their data requires (guarantees 17 and 7).
 """
 
 import itertools
@@ -40,13 +40,13 @@ T = TypeVar("T")
 _ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
 
 _NOT_ENTERED, _LEFT = None, False
-"""What stands for the thread of a fork that is not open; neither is true."""
+"""Values of `_thread` for a fork that is not open."""
 
 
 class Fork:
-    """One parallel region: its branches start after the caller's stream, and end before that goes on.
+    """A parallel region between two points of the caller's stream.
 
-    Made by `ParallelStates.fork` and used in a ``with`` statement, once, by the thread that entered it.
+    `ParallelStates.fork` makes it. The thread that entered it uses it once, in a ``with`` statement.
     """
 
     __slots__ = (
@@ -72,7 +72,8 @@ class Fork:
         self._count = count
         self._stream = stream
         self._ordered = ordered
-        self._once = once  # whether it is for one map, which nothing comes after
+        # This tells whether the fork is for one map, which no work comes after.
+        self._once = once
         # The token of the thread that entered it, `_NOT_ENTERED` or `_LEFT`.
         self._thread: ThreadToken | bool | None = _NOT_ENTERED
 
@@ -104,7 +105,9 @@ class Fork:
         return self
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Run one branch: ``function(*args, **kwargs)`` with a side stream as the current stream.
+        """Run ``function(*args, **kwargs)`` as a branch on a side stream.
+
+        The side stream is the current stream of the branch.
 
         In the body of the fork plain CuPy or torch code reads what branches made behind `wait` alone. Graph functions, operations
         and programs wait on their own there.
@@ -130,7 +133,7 @@ class Fork:
         Returns
         -------
         object
-            What the function returned. Its arrays may be read on the caller's stream after the fork.
+            The function's value. Its arrays may be read on the caller's stream after the fork.
 
         Raises
         ------
@@ -146,11 +149,13 @@ class Fork:
             self._refuse()
         driver = self._driver
         ordinal = self._ordinal
-        if pool.current_device() != ordinal:  # inside `with other_device:` in the fork's body
+        # The caller is inside `with other_device:` in the fork's body.
+        if pool.current_device() != ordinal:
             with driver.device(ordinal):
                 return self.run(function, *args, **kwargs)
         kind = type(function)
-        if type(function) is partial:  # of a graph function, say
+        # The function may be a partial of a graph function.
+        if type(function) is partial:
             return self.run(function.func, *function.args, *args, **{**function.keywords, **kwargs})
         launcher = (function if kind is FunctionType else kind).__dict__.get(LAUNCHES)
         if launcher is not None and (kind is not FunctionType or launcher is function):
@@ -179,7 +184,7 @@ class Fork:
         return value
 
     def _run_python(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        """Run a branch of which no more is known than its arguments."""
+        """Run a branch of which only the arguments are known."""
         pool, ordinal, leases = self._pool, self._ordinal, self._leases
         call: PlainCall | OperationCall | None = None
         reached: Reached | None = None
@@ -208,7 +213,8 @@ class Fork:
         inside: Any = region
         if leases.slots:
             branch_regions[slot.pointer] = region
-        else:  # every side slot is out
+        # Every side slot is leased, so the branch runs on the caller's stream.
+        else:
             stream, inside = self._stream, region if self._inherited else thread.region
         order, known = leases.order, len(region.allocated)
         if call is None or order is None:
@@ -236,7 +242,7 @@ class Fork:
         return run_on(self._pool, self._stream, self._ordinal, region, function, args, kwargs)
 
     def wait(self, *arrays: Any) -> Any:
-        """Let the caller's stream wait for the branches that wrote arrays, and for those alone.
+        """Let the caller's stream wait for the branches that wrote arrays.
 
         Plain CuPy or torch code in the body of the fork reads arrays that branches made only behind this. To overwrite what
         branches may still read, call a `handlepool.operation` there: this does not wait for readers. Graph functions, operations,
@@ -245,13 +251,14 @@ class Fork:
         Parameters
         ----------
         *arrays : array
-            Of any library, or what leads to arrays as an argument of `run` does; a program stands for its outputs. What no branch
-            wrote costs nothing.
+            Arrays of any library, or values that lead to arrays as an argument of `run` does. A program stands for its outputs.
+            An
+            array that no branch wrote costs nothing.
 
         Returns
         -------
         array or tuple
-            What was given: the one argument, or all of them.
+            The one argument, or all arguments.
 
         Raises
         ------
@@ -287,7 +294,9 @@ class Fork:
     def map(
         self, function: Callable[..., T], /, *iterables: Iterable[Any], out: Iterable[Any] | None = None, **kwargs: Any
     ) -> list[T]:
-        """Run ``function`` over the iterables, each call a branch; the results in order.
+        """Run ``function`` over the iterables, each call a branch.
+
+        The results come in order.
 
         It does what as many calls of `run` do, with two differences for a graph function over lists, tuples and ranges. The
         branches start together, after what the caller's stream has been given by the time of the call. And small outputs that
@@ -301,7 +310,7 @@ class Fork:
             and `cycle`, which give as many entries as there are calls. A generator alone is read while branches are run; beside
             other iterables or ``out``, it is read to its end before the first call.
         out : iterable of array, optional
-            What each call is to write to, its ``out``.
+            The ``out`` that each call writes to.
         **kwargs
             For the function, the same in every call, as ``padding=1``. `map` keeps the name ``out`` alone: bind one ``out`` for
             all calls with `functools.partial`.
@@ -309,7 +318,7 @@ class Fork:
         Returns
         -------
         list
-            What each call returned. Arrays in it may be read on the caller's stream after the fork.
+            The value of each call. Arrays in it may be read on the caller's stream after the fork.
 
         Raises
         ------
@@ -339,7 +348,9 @@ class Fork:
     def _map_known(
         self, function: Callable[..., T], calls: list[tuple[Any, ...]], sources: Sequence[Iterable[Any]], given: bool
     ) -> list[T] | None:
-        """Run branches that each launch one known plan, and no Python; None where the first one does not.
+        """Run branches that each launch one known plan, and no Python.
+
+        The result is None where the first branch does not.
 
         All outputs are allocated before the edge that starts the branches (guarantee 8), so one edge for each state will do.
         """
@@ -351,7 +362,8 @@ class Fork:
         if launcher is None or (kind is FunctionType and launcher is not bare):
             return None
         if keywords and any(hasattr(value, "shape") for value in keywords.values()):
-            return None  # a shortcut does not add the arrays of a partial's keywords
+            # A shortcut does not add the arrays of a partial's keywords.
+            return None
         if self._thread is not thread.token or self._status.unusable or self._inherited:
             self._refuse()
         if self._pool.current_device() != self._ordinal or self._driver.current_stream(self._ordinal) is not self._stream:
@@ -363,14 +375,17 @@ class Fork:
         try:
             results = [_launch_at(start, launcher, bare, fixed + arrays, options)]
             attempt = start.attempt
-            if attempt is None:  # no plan was known; from now on it is, and the branches start one by one
+            # No plan was known before. Now there is a plan, and the branches start separately.
+            if attempt is None:
                 return results + [self._run(function, call, given) for call in others]
             begin = start.begin_next
             for call, made in zip(others, start.fresh, strict=True):
                 arrays, out = (call[:-1], call[-1]) if given else (call, None)
                 result = attempt(begin, fixed + arrays, out, made)
-                if result is NOT_CACHED:  # another geometry, say
-                    if given and begin != leases.begin:  # nothing tells whether it is apart from the others
+                # The call may have another geometry, for example.
+                if result is NOT_CACHED:
+                    # No check has shown that this call is apart from the other branches.
+                    if given and begin != leases.begin:
                         leases.end_together()
                         begin = leases.begin
                         leases.wait_for_all()
@@ -381,9 +396,10 @@ class Fork:
             leases.end_together()
 
     def _is_apart(self, fixed: tuple[Any, ...], sources: Sequence[Iterable[Any]], operands: Operands) -> bool:
-        """Whether no branch of a map waits for another one: they write new memory, or memory that no other call comes near.
+        """Return whether no branch of a map waits for another branch.
 
-        The last of the sources is where they write. Nothing comes after the branches of a map alone, and no fork is open before.
+        The branches write new memory, or memory that no other call uses. The last source holds the outputs. No work comes after
+        the branches of a map alone, and no fork is open before.
         """
         if not self._once or open_order(self._driver, self._ordinal) is not None:
             return False
@@ -395,11 +411,12 @@ class Fork:
             for source in sources[:-1]:
                 read += pointers(source)
             return operands.are_apart(read, pointers(sources[-1]))
-        except (AttributeError, TypeError):  # another library's arrays
+        # The arrays belong to another library.
+        except (AttributeError, TypeError):
             return False
 
     def _refuse(self) -> None:
-        """Say why this fork cannot be used, where that is so."""
+        """Raise the error for a fork that cannot be used."""
         if not self._thread:
             raise PoolClosedError("this fork was left, or not entered; run branches inside `with states.fork() as fork:`")
         if self._thread is not thread.token:
@@ -425,13 +442,16 @@ class Fork:
                 return
             if self._pool.current_device() == self._ordinal:
                 join.make()
-            else:  # where the null stream's pointer means another stream
+            # On another device the null stream's pointer means another stream.
+            else:
                 with self._driver.device(self._ordinal):
                     join.make()
         except BaseException:
             if leases.order is not None:
-                leases.order.recover()  # after an interrupt
-            if leases.slots or leases.order is not None:  # it did not come to the join, or not to its end
+                # An interrupt may have left the books in the middle of a change.
+                leases.order.recover()
+            # The fork did not reach its join, or the end of its join.
+            if leases.slots or leases.order is not None:
                 join = Join(self._pool, leases, self._stream, self._ordinal)
                 join.fail()
                 defer(join.settle)
@@ -443,16 +463,17 @@ class Fork:
                 read_answers()
 
     def __del__(self, _defer: Callable[[Any], None] = defer, _join: type[Join] = Join) -> None:
-        # Nobody left it: its thread ended inside, or an interrupt came while it was left.
+        # The fork was not left: its thread ended inside, or an interrupt came during its exit.
         try:
             leases = self._leases
             if self._thread or leases.slots or leases.order is not None:
                 _defer(_join(self._pool, leases, self._stream, self._ordinal).settle)
-        except AttributeError:  # it was not entered, or an interrupt came meanwhile
+        # The fork was not entered, or an interrupt came meanwhile.
+        except AttributeError:
             pass
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied: two would give the same states back."""
+        """Refuse to be copied, because both copies would release the same states."""
         raise TypeError("a fork owns the states that it leased and cannot be copied or pickled; make another with states.fork()")
 
     def __repr__(self) -> str:
@@ -461,7 +482,10 @@ class Fork:
 
 
 def _launch_at(place: Any, launcher: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of ours at a place: an object by its type's launcher; a function by itself, which takes the place."""
+    """Call a function of handlepool at a place.
+
+    The type's launcher calls an object. A function takes the place and calls itself.
+    """
     if launcher is not function:
         return launcher(function, place, args, kwargs)
     branches = thread.branches
@@ -474,13 +498,19 @@ def _launch_at(place: Any, launcher: Any, function: Any, args: tuple[Any, ...], 
 
 
 def _with_arrays(value: Any) -> Any:
-    """Return what leads to the arrays of an object whose type says so, as a program's; else the value itself."""
+    """Return the arrays of an object whose type declares them.
+
+    A program is an example. Any other value is returned itself.
+    """
     arrays = type(value).__dict__.get("__handlepool_arrays__")
     return value if arrays is None else arrays(value)
 
 
 def _equally_long(sources: tuple[Iterable[Any], ...], given: bool) -> tuple[Iterable[Any], ...]:
-    """Return what a map runs over, each with a length; refuse it where those differ (``given``: the last is its ``out``)."""
+    """Return a map's iterables with equal lengths, or refuse them.
+
+    With ``given`` the last iterable is the map's ``out``.
+    """
     found = [source if isinstance(source, (Sized, *_ENDLESS)) else list(source) for source in sources]
     sized = [len(source) for source in found if isinstance(source, Sized)]
     if not sized:

@@ -1,4 +1,7 @@
-"""Tasks: what a submitted call needs on the GPU, from the event that it starts after to the one that others wait for; futures."""
+"""Define tasks and futures for submitted calls on the GPU.
+
+A task has an event that its work starts after, and an event that other streams wait for.
+"""
 
 import threading
 from collections.abc import Generator
@@ -17,22 +20,22 @@ T = TypeVar("T")
 
 
 class Task:
-    """Where a submitted call starts, where it ends, and what stays alive until then.
+    """The start, the end and the kept memory of a submitted call.
 
     Parameters
     ----------
     device : DeviceSlots
-        The current device's.
+        The slots of the current device.
     stream : Stream
-        The submitter's, which the task starts after; kept, since nobody may record on a stream that was destroyed.
+        The submitter's stream, which the task starts after. It is kept, because recording on a destroyed stream fails.
     outer : Region or None
-        Of the branch or task that submits: the new task allocates from the outermost caller's arena all the same.
+        The region of the submitting branch or task. The new task also allocates from the outermost caller's arena.
     events : Events
-        The device's.
+        The device's events.
     torch : module, optional
         `handlepool.integrations.torch`, for a call with torch tensors.
     theirs : int, optional
-        Then, the submitter's current stream of torch: it waits for the end as the submitter's stream does.
+        The submitter's current stream of torch, for such a call. It waits for the end as the submitter's stream does.
     """
 
     __slots__ = (
@@ -68,15 +71,18 @@ class Task:
         self.region = Region(device.driver, stream if outer is None else outer.stream, device.device, outer=outer)
         self._outer = outer
         submitters = {stream.ptr} if torch is None else {stream.ptr, theirs}
-        # A side stream that the submitter had is somebody else's by the end of the branch or task that submitted.
+        # After the end of the submitting branch or task, another fork may have the submitter's side stream.
         self._sides = set() if outer is None else {pointer for pointer in submitters if branch_regions.get(pointer) is outer}
         self._homes = {(device.device, pointer) for pointer in submitters - self._sides | {self.region.stream.ptr}}
-        self._joined = False  # whether the streams of `_homes` wait for the end
+        # This tells whether the streams of `_homes` wait for the end.
+        self._joined = False
         self._events = events
-        # Guards the two events and the count of those who use the second. A finaliser of this thread may come in again.
+        # The lock guards the two events and the number of borrowers of the end event. It is reentrant, because a finalizer may
+        # take it again in the same thread.
         self._lock = threading.RLock()
         self._users = 0
-        self._end: Any = None  # recorded and not known to have passed
+        # This is the end event while it is recorded and not known to have passed.
+        self._end: Any = None
         self._start: Any = events.acquire()
         try:
             device.driver.record_event(self._start, stream.ptr)
@@ -85,7 +91,7 @@ class Task:
             raise
 
     def withdraw(self) -> None:
-        """Give the start event back; the task will not begin, or has begun."""
+        """Release the start event of a task that began or never will."""
         with self._lock:
             start, self._start = self._start, None
         if start is not None:
@@ -98,10 +104,14 @@ class Task:
         try:
             self.device.driver.wait_event(pointer, start)
         finally:
-            self._events.release(start)  # a wait holds on to the record that it was given
+            # The event can be reused at once, because a wait keeps the record that it was issued for.
+            self._events.release(start)
 
     def finish(self, pointer: int) -> None:
-        """Set the task's end: its function has returned, and its stream was given all of it."""
+        """Record the end of the task on its stream.
+
+        The task's function has returned, and its stream has received all its work.
+        """
         driver = self.device.driver
         try:
             if pointer != LEGACY_STREAM and driver.capture_id(pointer):
@@ -121,15 +131,16 @@ class Task:
         self._end = end
 
     def join(self, *, submitter_only: bool = False) -> None:
-        """Let the calling thread's current stream and the submitter's wait for the end, and let go of what was kept.
+        """Let streams wait for the end, and release the kept memory.
 
-        The submitter's is that of the outermost one where a branch or a task submitted; and, as long as the calling thread is in
-        it, the side stream that it was submitted from, too.
+        The streams are the calling thread's current stream and the submitter's stream. Where a branch or a task submitted, the
+        outermost submitter's stream waits. While the calling thread is still in that branch or task, its side stream waits as
+        well.
 
         Raises
         ------
         CaptureError
-            When one of them is being captured. Then none waits that did not before.
+            When such a stream is being captured. Then no stream waits that did not wait before.
         ForkedProcessError
             In a forked child.
         """
@@ -139,9 +150,11 @@ class Task:
         status, driver, device = self.device.status, self.device.driver, self.device.device
         try:
             if status.forked:
-                status.check()  # raises
+                # This raises the error for a forked child.
+                status.check()
             streams = set() if self._joined else set(self._homes)
-            if self._sides and thread.region is self._outer:  # in that still, in its thread: nobody else gets them meanwhile
+            # The thread is still in the branch or task that submitted. So no other fork gets its side streams meanwhile.
+            if self._sides and thread.region is self._outer:
                 streams |= {(device, pointer) for pointer in self._sides if branch_regions.get(pointer) is self._outer}
             if not submitter_only:
                 current = {(driver.current_device(), driver.current_stream().ptr)}
@@ -166,7 +179,10 @@ class Task:
         self.region.release()
 
     def record(self, value: Any) -> None:
-        """Tell torch's allocator, where it is in use, that the tensors of the task's value are used on torch's current stream."""
+        """Tell torch's allocator that torch's current stream uses the value.
+
+        This holds where torch is in use, for the tensors of the task's value.
+        """
         if self.torch is not None:
             self.torch.record(value, self.torch.current_stream(self.device.device), self.device.device)
 
@@ -181,8 +197,12 @@ class Task:
                 self._put_back()
 
     def settle(self) -> bool:
-        """Once the GPU has passed the end: let go of everything. Whether it has."""
-        if self.device.status.forked:  # guarantee 13
+        """Release everything once the GPU has passed the end.
+
+        The result tells whether it has passed.
+        """
+        # A forked child touches nothing of its parent (guarantee 13).
+        if self.device.status.forked:
             self.region.abandon()
             return True
         end = self._borrow()
@@ -192,21 +212,26 @@ class Task:
         try:
             with self.device.driver.relaxed():
                 passed = self.device.driver.event_done(end)
-        except Exception:  # queued work failed, say; the memory stays with the task
+        # Queued work may have failed, for example. The memory then stays with the task.
+        except Exception:
             pass
         finally:
             self._put_back()
         if passed:
             self.region.release()
             with self._lock:
-                if self._users:  # somebody is making a stream wait for it just now
+                # Another thread is making a stream wait for the event now.
+                if self._users:
                     return False
                 self._end = None
             self._events.release(end)
         return passed
 
     def _borrow(self) -> Any:
-        """Return the end event, which is not released while it is borrowed; None where there is nothing to wait for any more."""
+        """Borrow the end event, or return None after its release.
+
+        The event is not released while it is borrowed.
+        """
         with self._lock:
             if self._end is not None:
                 self._users += 1
@@ -218,17 +243,21 @@ class Task:
 
 
 class StreamFuture(Future[T], Generic[T]):
-    """A future whose result is ready on a stream: done means that the function returned, not that the GPU has run it."""
+    """A future whose result is ready on a stream.
+
+    Done means that the function returned. The GPU may still be running its work.
+    """
 
     def __init__(self, task: Task | None = None) -> None:
         super().__init__()
         self._task = task
 
     def result(self, timeout: float | None = None) -> T:
-        """Return the function's value, ready on the calling thread's current stream and on the submitter's.
+        """Return the function's value, ready on the caller's and submitter's streams.
 
-        It does not wait for the GPU, and may be called many times, by any thread. Where a branch or another task submitted the
-        task, the submitter's stream is the outermost caller's. To go on in the branch itself, ask for the result there.
+        The caller's stream is the calling thread's current stream. The method does not wait for the GPU. Any thread may call it
+        many times. Where a branch or another task submitted the task, the submitter's stream is the outermost caller's stream.
+        To continue in the branch itself, ask for the result there.
 
         Parameters
         ----------
@@ -238,14 +267,14 @@ class StreamFuture(Future[T], Generic[T]):
         Returns
         -------
         object
-            What the function returned.
+            The function's value.
 
         Raises
         ------
         TimeoutError, concurrent.futures.CancelledError
-            As in `concurrent.futures.Future.result`; and whatever the function raised, after the same join.
+            As in `concurrent.futures.Future.result`. Any error of the function is raised after the same join.
         CaptureError
-            When one of the two streams is being captured: the task was not.
+            When either stream is being captured and the task was not.
         """
         error = self.exception(timeout)
         if error is None:
@@ -256,15 +285,20 @@ class StreamFuture(Future[T], Generic[T]):
             return value
         try:
             self._join()
-        except Exception as trouble:  # the function's own error matters more
+        # The function's own error matters more, so the join's error becomes a note.
+        except Exception as trouble:
             error.add_note(f"Nothing waits for what the task launched, since the join failed, too: {trouble}")
         try:
             raise error
         finally:
-            del self, error  # or the error, its traceback and this frame would keep each other, and the task's arguments
+            # Otherwise the error, its traceback and this frame would keep each other and the task's arguments.
+            del self, error
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Wait in an event loop of asyncio until the function has returned; then as `result`, for the loop's current stream."""
+        """Wait in an asyncio event loop, then act like `result`.
+
+        The loop waits until the function has returned. The result is for the loop's current stream.
+        """
         from asyncio import wrap_future
 
         return wrap_future(self).__await__()
@@ -274,17 +308,19 @@ class StreamFuture(Future[T], Generic[T]):
             self._task.join()
 
     def synchronize(self, timeout: float | None = None) -> T:
-        """Return the function's value once the GPU has run it; blocks the host, and joins as `result` does.
+        """Return the function's value once the GPU has run it.
+
+        The method blocks the host, and joins as `result` does.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait on the host until the function has returned. The GPU is waited for without a limit.
+            Seconds to wait on the host until the function has returned. The wait for the GPU has no limit.
 
         Returns
         -------
         object
-            What the function returned.
+            The function's value.
 
         Raises
         ------

@@ -1,4 +1,7 @@
-"""Join of a fork: its caller's stream waits for every branch, and what was leased and kept for them is released."""
+"""Join a fork: order its caller's stream after every branch.
+
+The join then releases the fork's leases and the kept memory.
+"""
 
 import gc
 from typing import Any
@@ -14,15 +17,9 @@ from handlepool.regions.memory import branch_regions
 
 
 class Join:
-    """The end of a fork, which its caller makes once; or, where the fork was lost, any thread that settles.
+    """The end of a fork, which its caller makes once.
 
-    Parameters
-    ----------
-    pool : PoolInternals
-    leases : Leases
-    stream : Stream
-        The caller's.
-    device : int
+    Where the fork was lost, any thread that settles makes the join.
     """
 
     __slots__ = ("_device", "_driver", "_leases", "_pointer", "_pool", "_sides", "_status", "_stream")
@@ -44,11 +41,14 @@ class Join:
 
     @property
     def leases(self) -> Leases:
-        """What the join releases."""
+        """The leases that the join releases."""
         return self._leases
 
     def make(self) -> None:
-        """Let the caller's stream wait for every branch, then release the side slots and let go of what was kept."""
+        """Join every branch, then release slots and kept memory.
+
+        The caller's stream waits for every branch first.
+        """
         driver, leases, pointer = self._driver, self._leases, self._pointer
         leased = leases.slots
         captured = False
@@ -59,7 +59,8 @@ class Join:
                 record, wait = driver.record_event, driver.wait_event
                 for slot in leased:
                     event = slot.end_event
-                    if slot.pointer in branch_regions and driver.is_capturing(slot.pointer):  # Python ran there
+                    # Only a branch that ran Python can have left its stream capturing.
+                    if slot.pointer in branch_regions and driver.is_capturing(slot.pointer):
                         raise _left_capturing(slot.pointer)
                     record(event, slot.pointer)
                     wait(pointer, event)
@@ -76,7 +77,8 @@ class Join:
         finally:
             if leases.order is not None:
                 leases.leave_order(joined=failure is None)
-            del failure  # or it, its traceback and this frame would keep each other, and all that the callers had
+            # Otherwise the error, its traceback and this frame would keep each other and the callers' objects.
+            del failure
         region = leases.region
         if region is None:
             leases.kept.clear()
@@ -91,12 +93,17 @@ class Join:
             del late
 
     def _finish(self, failure: BaseException | None) -> BaseException | None:
-        """End a join of which there is more to say; what went wrong too late to matter to it is returned."""
+        """End a join with an error, further callers or unusable pool.
+
+        The return value is an error that came too late to affect the join.
+        """
         late: BaseException | None = None
-        if self._status.closed:  # in this order: `close` says so first and destroys the free ones then, so that one of us sees it
+        # `close()` sets `closed` before it destroys the free slots. So either `close()` or this thread destroys them.
+        if self._status.closed:
             try:
                 self._sides.destroy_free()
-            except BaseException as trouble:  # something could not be destroyed yet
+            # A resource could not be destroyed yet.
+            except BaseException as trouble:
                 late = trouble
                 self._pool.device(self._device).defer_rest()
         if failure is None:
@@ -115,10 +122,14 @@ class Join:
             del failure, late
 
     def _join_each(self, captured: bool, failure: BaseException | None) -> BaseException | None:
-        """Join under a capture, or where something failed: every branch that can be is joined all the same."""
+        """Join branches one by one, under a capture or after errors.
+
+        Every branch that can be joined is joined.
+        """
         driver, leases, abandoned = self._driver, self._leases, False
         leased = leases.slots
-        while leased:  # an interrupt may come between any two of these steps: what is left is joined later
+        # An interrupt may come between any two of these steps. The slots that are left are joined later.
+        while leased:
             slot = leased[0]
             try:
                 if captured and not driver.capture_id(slot.pointer):
@@ -151,15 +162,19 @@ class Join:
     # Forks that were not left
 
     def fail(self) -> None:
-        """Be told that the fork did not come to the join, or not to its end: `settle` is to follow."""
+        """Prepare for `settle` after a fork missed its join."""
         leases = self._leases
         if leases.inherited:
             region = leases.own_region()
-            region.abandon()  # or the outer fork would let go of it
+            # Otherwise the outer fork would release it.
+            region.abandon()
             region.leave(leases.slots)
 
     def given_up(self) -> bool:
-        """Touch nothing in the child of a process that forked in here (guarantee 13), nor after a lost context."""
+        """Abandon the fork in a forked child or after context loss.
+
+        A child touches nothing of its parent (guarantee 13).
+        """
         if not self._status.untouchable:
             return False
         leases = self._leases
@@ -169,16 +184,18 @@ class Join:
         return True
 
     def settle(self) -> bool:
-        """Join a fork that was not left; called later, by any thread."""
+        """Join a fork that was not left; any thread may call it."""
         leases = self._leases
         if leases.order is not None and leases.order.busy and not leases.order.closed:
-            return False  # in a finaliser that found its thread in the middle of the books, or by another thread
+            # A finalizer or another thread found the books in the middle of a change.
+            return False
         if self.given_up():
             return True
         try:
             with on_device(self._driver, self._device):
                 capturing = self._driver.capture_id
-                # Here the first means another stream; the other was destroyed by the collector in one go with the fork.
+                # The per-thread default stream means a different stream in this thread. A finalized stream object was collected
+                # together with this fork.
                 if self._pointer == PER_THREAD_STREAM or gc.is_finalized(self._stream):
                     leases.own_region().abandon()
                     while leases.slots:
@@ -200,7 +217,10 @@ class Join:
 
 
 def _left_capturing(pointer: int) -> CaptureError:
-    """Return the error for a branch that left its stream capturing: the join would draw the caller's stream into that capture."""
+    """Return the error for a branch that left its stream capturing.
+
+    The join would draw the caller's stream into that capture.
+    """
     return CaptureError(
         f"a branch began to capture its stream {pointer:#x} and did not end that: nothing can wait for the branch. End a "
         f"capture where it was begun, also where something raises in between"

@@ -1,8 +1,8 @@
-"""Side slots of one fork: leased when a branch needs one more state, and started after the caller's stream.
+"""Lease a fork's side slots, and start its branches.
 
-A branch that follows the last branch of a state by its data goes on there. The others take the states in turn. Each branch starts
-after everything that the caller's stream has been given by then: one event, recorded there, that the side stream waits for
-(guarantee 6).
+A branch that follows the last branch of a state by its data continues on that state. Other branches take the states in turn.
+Each branch starts after everything that the caller's stream has received by then. One event, recorded there, orders this, and
+the side stream waits for the event (guarantee 6).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,27 +24,29 @@ T = TypeVar("T")
 
 
 class Leases:
-    """The side slots that a fork has, their tracks in the region's books, and all that its branches keep.
+    """The side slots, tracks and kept objects of a fork.
 
     Parameters
     ----------
     pool : PoolInternals
+        The pool of the fork.
     count : int
-        The most slots.
+        The maximum number of slots.
     stream : Stream
-        The caller's.
+        The caller's stream.
     device : int
+        The device's ordinal.
     sides : SideSlots
-        Of the device.
+        The side slots of the device.
     region : Region or None
-        Of the branch or task that the fork is in.
+        The region of the branch or task that the fork is in.
 
     Attributes
     ----------
     slots : list of Slot
-        All that are leased. The join releases whatever is here.
+        The leased slots. The join releases every slot in the list.
     kept : list
-        What lives to the join.
+        Objects that live to the join.
     keep : callable
         Appends to ``kept``.
     order : DataOrder or None
@@ -52,7 +54,7 @@ class Leases:
     callers : tuple of int
         Further streams that branches start after, and that wait at the join.
     mark : object
-        Stands for the fork in the books, which must not keep the fork itself.
+        The key of the fork in the books, which must not keep the fork itself.
     """
 
     __slots__ = (
@@ -106,19 +108,23 @@ class Leases:
         # The branch whose Python is the body of the fork; None where that is no branch's.
         order = open_order(self._driver, device) if active else None
         self.within = None if order is None else order.running
-        self._home = NO_TRACK  # the caller's
-        self._tracks: list[Track] = []  # of the leased states
+        # This is the track of the caller's stream.
+        self._home = NO_TRACK
+        # These are the tracks of the leased states.
+        self._tracks: list[Track] = []
         self._next = 0
-        self._former: tuple[int, int] | None = None  # how many slots there were, and whose turn it was, before a lease
-        self._together = False  # whether the states that are to come were started ahead
+        # Before a lease this holds the number of slots and the index of the next state, so that a failed start can be undone.
+        self._former: tuple[int, int] | None = None
+        # This tells whether the coming states were started ahead.
+        self._together = False
         self._callers_slot: Slot | None = None
 
     # Branches
 
     def begin(self, kept: object, launch: Any, addresses: tuple[int, ...], blocks: tuple[object, ...]) -> Slot:
-        """Start the next branch, which launches one known plan, and keep what it reads; its slot.
+        """Start the next branch for a known plan, and return its slot.
 
-        That is the caller's where every side slot is out.
+        The branch's inputs are kept. Where every side slot is leased, the slot is the caller's.
         """
         self.keep(kept)
         self._former = None
@@ -131,9 +137,9 @@ class Leases:
         return slot
 
     def begin_call(self, kept: object, call: Call | None) -> Slot:
-        """Start the next branch, which makes any call, and keep what it reads; its slot, which is this thread's.
+        """Start the next branch for any call, and return its slot.
 
-        So a hit of `get_handle` in the branch finds the slot.
+        The branch's inputs are kept. The slot belongs to this thread, so a hit of `get_handle` in the branch finds the slot.
         """
         self.keep(kept)
         self._former = None
@@ -142,7 +148,7 @@ class Leases:
             order = self._open_books()
         assert call is not None
         track = order.start_call(self, call)
-        # After the lease: of a lost context, that says so first.
+        # Prepare the region after the lease, because the lease reports a lost context first.
         if self.region is None:
             self.own_region().prepare()
         slot = self._callers_slot if track is self._home else track.slot
@@ -150,7 +156,7 @@ class Leases:
         return slot
 
     def begin_unordered(self, kept: object, *_: object, owned: bool = False) -> Slot:
-        """Start the next branch on the next state, whatever it reads and writes."""
+        """Start the next branch on the next state, without data order."""
         self.keep(kept)
         slots, index = self.slots, self._next
         known = len(slots)
@@ -174,14 +180,20 @@ class Leases:
         return slot
 
     def run(self, call: Any, kept: object) -> Any:
-        """Run a call of a graph function as the next branch, and keep what it was given; its value."""
+        """Run a graph function's call as the next branch.
+
+        The call's arguments are kept, and its value is returned.
+        """
         self.check_body(f"fork.run({call.name})")
         if call.callers:
             self.follow(call.callers)
         return call.launch(self.begin_call((kept, call.keep), call))
 
     def check_body(self, what: str) -> None:
-        """Refuse what belongs into the body of the fork where it is called inside a branch, or in another recording."""
+        """Refuse a call inside a branch or another recording.
+
+        The call belongs into the body of the fork.
+        """
         order = self.order or open_order(self._driver, self._device)
         if order is not None and order.running is not self.within:
             raise OwnershipError(
@@ -192,10 +204,10 @@ class Leases:
             thread.recording.check("a fork", self._pointer, self._driver, self.mark)
 
     def follow(self, pointers: Sequence[int]) -> int:
-        """Let the next branches start after further callers' streams, as torch's current stream, and these wait at the join.
+        """Order the next branches after further callers' streams.
 
-        The order goes through the caller's stream, which waits for the others now and they for it at the join: one event each.
-        Returns the last pointer.
+        Torch's current stream is an example. The order goes through the caller's stream, which waits for the further streams
+        now. They wait for the caller's stream at the join. Each wait takes one event. The last pointer is returned.
         """
         for pointer in pointers:
             order_streams(self.pool, self._device, pointer, self._pointer)
@@ -204,13 +216,17 @@ class Leases:
         return pointers[-1]
 
     def start(self, order: DataOrder, needs: Needs, *, owned: bool = False) -> Track:
-        """Choose the track of the next branch, and start it after the caller's stream; called by the books."""
+        """Choose the next branch's track, and start it after the caller.
+
+        The books call this method.
+        """
         if needs:
             mark = self.mark
             for track, call in needs.items():
                 if track.count == call and track.fork is mark:
                     if track.marked != call:
-                        order.mark(track)  # other branches may follow the same call
+                        # Further branches may follow the same call, so record its event now.
+                        order.mark(track)
                     break
             else:
                 track = self._next_track(order, owned)
@@ -231,18 +247,18 @@ class Leases:
         return track
 
     def _bind(self, slot: Slot) -> None:
-        """Make a slot this thread's, with its handle right."""
+        """Bind a slot to this thread and repair its handle."""
         bind_to_thread(slot if slot.handle.stream is slot.pointer else self.pool.repaired(slot))
 
     def undo_start(self) -> None:
-        """Release what the last start leased: its branch did not come to run."""
+        """Release the lease of a start whose branch did not run."""
         if self._former is not None:
             known, self._next = self._former
             self._former = None
             self._release_from(known)
 
     def _next_track(self, order: DataOrder, owned: bool) -> Track:
-        """Return the track of the state whose turn it is; the caller's where there is no state."""
+        """Return the next state's track, or the caller's without states."""
         tracks, index = self._tracks, self._next
         if index >= len(tracks):
             slots = self.slots
@@ -263,13 +279,17 @@ class Leases:
     # States that start together
 
     def start_together(self, branches: int) -> None:
-        """Lease states for so many more branches, and start all states: one event stands for the caller's stream."""
+        """Lease states for more branches, and start all states together.
+
+        One event on the caller's stream starts them all.
+        """
         slots, free = self.slots, self.sides.free
         known, most = len(slots), self._next + branches
         try:
             try:
                 for _ in range(known, most if most < self.count else self.count):
-                    slots.append(free.pop())  # the join releases whatever is here
+                    # The join releases every slot in this list, also after an interrupt.
+                    slots.append(free.pop())
             except IndexError:
                 while len(slots) < most and self._lease():
                     pass
@@ -285,11 +305,14 @@ class Leases:
         self._together = True
 
     def end_together(self) -> None:
-        """Let each branch start by an event of its own from now on."""
+        """Let each branch start by its own event from now on."""
         self._together = False
 
     def apart(self, run: Callable[..., T], *args: Any) -> T:
-        """Call a function whose branches start by events of their own, between branches that started together."""
+        """Call a function whose branches start by their own events.
+
+        The call comes between branches that started together.
+        """
         together, self._together = self._together, False
         try:
             return run(*args)
@@ -297,7 +320,10 @@ class Leases:
             self._together = together
 
     def wait_for_all(self) -> None:
-        """Let the caller's stream wait for all branches so far, and so the branches that are to come."""
+        """Let the caller's stream wait for all branches so far.
+
+        So the coming branches wait for them as well.
+        """
         driver = self._driver
         for slot in self.slots:
             driver.record_event(slot.end_event, slot.pointer)
@@ -306,7 +332,10 @@ class Leases:
     # Slots
 
     def _lease(self) -> bool:
-        """Lease one more side slot; False where the fork may have no more, or none is free, and fewer have to do."""
+        """Lease one more side slot, and return whether it succeeded.
+
+        It fails where the fork has its maximum or no slot is free. The fork then uses fewer slots.
+        """
         slots = self.slots
         if len(slots) >= self.count:
             return False
@@ -319,11 +348,15 @@ class Leases:
                 thread.recording.lack(self.mark, len(slots), self.count)
             self.count = max(1, len(slots))
             return False
-        slots.append(slot)  # the join releases whatever is here
+        # The join releases every slot in this list.
+        slots.append(slot)
         return True
 
     def _release_from(self, known: int) -> None:
-        """Release the states that were leased for branches which did not come to start, all but the first ``known``."""
+        """Release the slots after the first ``known`` slots.
+
+        Their branches did not start.
+        """
         while len(self.slots) > known:
             slot = self.slots.pop()
             if slot.owner is not None:
@@ -335,30 +368,36 @@ class Leases:
             self.sides.release(slot, captured=True)
 
     def give_back(self) -> None:
-        """Leave the books and release all slots: the caller's stream waits for every branch by now."""
+        """Leave the books and release all slots.
+
+        The caller's stream waits for every branch by now.
+        """
         if self.region is not None:
             for slot in self.slots:
                 if slot.pointer in branch_regions:
                     del branch_regions[slot.pointer]
-        # Before another fork of this thread, in a finaliser, has the same states.
+        # Leave before another fork of this thread, in a finalizer, can lease the same states.
         self.leave_order(joined=True)
-        # An interrupt that comes before this finds all of them here, and they are joined again later.
+        # An interrupt before this statement leaves all slots here, and they are joined again later.
         slots, self.slots = self.slots, []
         self.sides.free.extend(slots)
 
     def abandon_all(self) -> None:
-        """Forget the slots of a parent's process, or of a lost context: nothing may touch them."""
+        """Forget the slots of a parent process or a lost context.
+
+        No code may touch these slots.
+        """
         self.slots = []
 
     def own_region(self) -> Region:
-        """Return the region that the fork is, or is in; made when it is first needed."""
+        """Return the region of the fork, and make it if needed."""
         region = self.region
         if region is None:
             region = self.region = Region(self._driver, self._stream, self._device, None, self.kept)
         return region
 
     def check_in_time(self) -> None:
-        """Refuse a fork in a branch whose own fork was left before."""
+        """Refuse a fork in a branch whose own fork has ended."""
         if self.inherited and self.own_region().ended:
             raise OwnershipError(
                 "this fork was entered inside a branch, and the fork of that branch was left before it: nobody waits for its "
@@ -368,24 +407,28 @@ class Leases:
     # Books
 
     def _open_books(self) -> DataOrder:
-        """Return the books of the region: the thread's that are open, or else books that this fork opens."""
+        """Return this thread's open books, or open new books."""
         root = Track(self._pointer)
         order = open_order(self._driver, self._device)
         if order is None:
-            # The books are this fork's before a finaliser that runs just then can find them, and after an interrupt.
+            # Assign the books before `open()`, so a finalizer or an interrupt never finds them half registered.
             order = self.order = DataOrder(self.pool, self._device, root, self.mark)
             order.open()
         else:
             order.enter_fork(self.mark, counted=not self.inherited)
         self._tracks.clear()
         home = order.tracks.get(self._pointer)
-        if home is None:  # of a stream that the body chose
+        # The body chose this stream itself.
+        if home is None:
             home = order.tracks[self._pointer] = root
         self._home, self.order = home, order
         return order
 
     def leave_order(self, *, joined: bool) -> None:
-        """Leave the books, which the last fork closes. Other forks go on with them, behind the join."""
+        """Leave the books, which the last fork closes.
+
+        Other forks continue with the books after the join.
+        """
         order = self.order
         if order is None:
             return
@@ -395,21 +438,24 @@ class Leases:
 
 
 class UnorderedLeases(Leases):
-    """The side slots of a fork whose branches do not wait for each other."""
+    """The side slots of a fork without order between its branches."""
 
     __slots__ = ()
 
     begin = Leases.begin_unordered  # type: ignore[assignment]
 
     def begin_call(self, kept: object, call: Call | None) -> Slot:
-        """Start the next branch on the next state, whatever it reads and writes."""
+        """Start the next branch on the next state, without data order."""
         slot = self.begin_unordered(kept, owned=True)
         if self.region is None:
             self.own_region().prepare()
         return slot
 
     def leave_order(self, *, joined: bool) -> None:
-        """Note in the books of an outer fork that states were joined in which ordered forks had their bodies."""
+        """Note joined states in the books of an outer fork.
+
+        Ordered forks had their bodies in these states.
+        """
         if not joined or not self.slots:
             return
         order = open_order(self._driver, self._device)

@@ -1,4 +1,7 @@
-"""Start of a map: branches that launch one known plan each, with one event for each state that they take."""
+"""Start the branches of a map with one event per state.
+
+Each branch launches a single known plan.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,24 +14,27 @@ from handlepool.regions.leases import Leases
 
 
 class MapStart:
-    """The place of the first call of a map: it allocates the outputs of all calls, and then starts all states together.
+    """The place of the first call of a map.
+
+    It allocates the outputs of all calls, and then starts all states together.
 
     Parameters
     ----------
     leases : Leases
+        The leases of the fork.
     others : list of tuple
         The arguments of the further calls.
     out : array or None
         The output that the first call is given.
     given : bool
-        Whether calls are given outputs, the last of their arguments.
+        Whether calls are given outputs, which are their last arguments.
     apart : callable
-        Whether the branches of a plan's operands need no order between them.
+        Returns whether the branches of a plan's operands need no order between them.
 
     Attributes
     ----------
     attempt : callable or None
-        Launches the plan of the first call; None where none was known.
+        Launches the plan of the first call. None where no plan was known.
     fresh : list
         For each further call its new outputs, or None.
     begin_next : callable
@@ -49,17 +55,18 @@ class MapStart:
 
     @property
     def pool(self) -> PoolInternals:
-        """The fork's."""
+        """The pool of the fork."""
         return self._leases.pool
 
     def begin(self, operands: tuple[Any, ...], launch: Any, addresses: tuple[int, ...], blocks: tuple[object, ...]) -> Slot:
-        """Start the first branch, now that its operands and its plan are known."""
+        """Start the first branch with its known operands and plan."""
         leases, others = self._leases, self._others
         if self._apart(launch.operands):
             self.begin_next = leases.begin_unordered
         if not self._given:
             self.fresh.extend(launch.allocate(len(others)))
-        elif self._out is None:  # the plan is one that allocates
+        # The first call has no output, so its plan allocates. A further call may still bring an output.
+        elif self._out is None:
             self.fresh.extend([None if call[-1] is not None else launch.allocate(1)[0] for call in others])
         else:
             self.fresh.extend([None] * len(others))
@@ -69,5 +76,5 @@ class MapStart:
         return slot
 
     def run(self, call: Any, kept: object) -> Any:
-        """Run the first call as a branch of its own: no known plan launched it."""
+        """Run the first call as a branch without a known plan."""
         return self._leases.run(call, kept)

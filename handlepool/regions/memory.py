@@ -1,9 +1,8 @@
-"""Parallel regions: what outlives the branches of a fork, to the join of the outermost one (guarantee 8).
+"""Keep memory of branches to the outermost join (guarantee 8).
 
-CuPy gives a freed block back to the arena of the stream that was current when it was allocated, and lets it be used again at
-once: that is right for one stream and wrong for two. So everything that a branch reads or allocates is kept until the caller's
-stream waits for the branch, and what it allocates comes from the *outermost* caller's arena, where a later use is ordered after
-the join.
+CuPy returns a freed block to the arena of the stream that was current at its allocation, and reuses the block at once. This is
+right for one stream and wrong for two. So a region keeps everything that a branch reads or allocates until the caller's stream
+waits for the branch. A branch allocates from the *outermost* caller's arena, where a later use comes after the join.
 """
 
 import os
@@ -17,21 +16,21 @@ from handlepool.pool.slot import Slot
 
 
 class Region:
-    """What the branches of one outermost fork share.
+    """The state that the branches of one outermost fork share.
 
     Parameters
     ----------
     driver : Driver
-        Whose allocator it replaces inside branches.
+        The driver whose allocator the region replaces inside branches.
     stream : Stream
-        The outermost caller's stream; arrays that branches make belong to its arena.
+        The outermost caller's stream. Arrays that branches make belong to its arena.
     device : int
-        The ordinal.
+        The device's ordinal.
     outer : Region, optional
-        Of the branch or task that a task was submitted from. It takes over what is let go of, since what a task made may be
-        read there after the task was joined.
+        The region of the branch or task that submitted a task. It takes over the memory that this region releases, because the
+        branch may read the task's arrays after the task was joined.
     kept : list, optional
-        What is kept already.
+        Objects that are kept already.
     """
 
     __slots__ = ("_inner", "_outer", "allocated", "allocator", "device", "driver", "ended", "keep", "kept", "stream")
@@ -40,18 +39,23 @@ class Region:
         self, driver: Driver, stream: Stream, device: int, outer: "Region | None" = None, kept: list[object] | None = None
     ) -> None:
         self._outer = outer
-        self.allocator: Any = None  # made when the first branch needs it
+        # The first branch that needs the allocator makes it.
+        self.allocator: Any = None
         self.kept: list[object] = [] if kept is None else kept
-        self._inner: dict[int, list[Slot]] = {}  # by identity, what forks inside branches lease, until they are joined
-        self.ended = False  # whether the outermost caller has gone on
+        # This maps the identity of each inner fork's list of slots to the list, until the inner fork is joined.
+        self._inner: dict[int, list[Slot]] = {}
+        # This tells whether the outermost caller has passed the join.
+        self.ended = False
         self.driver = driver
         self.device = device
         self.stream = stream
-        self.keep = self.kept.append  # atomic: a task's region may be kept to by another thread
-        self.allocated: list[Any] = []  # what its branches allocated, in that order
+        # The append is atomic, because another thread may keep objects in a task's region.
+        self.keep = self.kept.append
+        # These are the blocks that its branches allocated, in order.
+        self.allocated: list[Any] = []
 
     def prepare(self) -> Any:
-        """Make the allocator of branches, where there is none yet; the allocator."""
+        """Return the allocator of branches, and make it first if needed."""
         allocator = self.allocator
         if allocator is None:
             keep, allocated = self.keep, self.allocated
@@ -64,22 +68,26 @@ class Region:
         return allocator
 
     def enter(self, leased: list[Slot]) -> None:
-        """Know what an inner fork leases, to its join."""
+        """Register the slots of an inner fork until its join."""
         self._inner[id(leased)] = leased
 
     def leave(self, leased: list[Slot]) -> None:
-        """Forget an inner fork that was joined, or will be by whoever finds it deferred. One whose join failed stays known."""
+        """Forget an inner fork that was or will be joined.
+
+        A fork that was deferred is joined later. A fork whose join failed stays known.
+        """
         self._inner.pop(id(leased), None)
 
     @property
     def over(self) -> bool:
-        """Whether all that ran in it is waited for by whatever is outside of regions."""
+        """Whether outside streams wait for all work in the region."""
         return self.ended and (self._outer is None or self._outer.over)
 
     def release(self) -> None:
-        """Let go of everything; the outermost caller's stream waits for every branch by now.
+        """Release everything after the outermost caller's join.
 
-        But not for those of an inner fork that was never joined, as where an interrupt came just then.
+        The outermost caller's stream waits for every branch by now. It does not wait for branches of an inner fork that was
+        never joined, for example after an interrupt. Their memory is abandoned.
         """
         self.ended = True
         if any(self._inner.values()):
@@ -91,31 +99,41 @@ class Region:
         self.allocated.clear()
 
     def abandon(self) -> None:
-        """Let go of nothing, ever: a join failed, so branches may read what is kept, and nobody waits for them."""
+        """Keep everything forever after a failed join.
+
+        Branches may still read the kept memory, and no stream waits for them.
+        """
         kept = self.kept[:]
         abandon(kept)
-        del self.kept[: len(kept)]  # another thread may have kept more meanwhile
-        self.allocator = None  # a branch that is running allocates with the former one, and keeps to the former list
+        # Delete only the copied part, because another thread may have kept more meanwhile.
+        del self.kept[: len(kept)]
+        # A branch that is running allocates with the former allocator, which keeps blocks in the former list.
+        self.allocator = None
 
 
 branch_regions: dict[int, Region] = {}
-"""By pointer, the side streams on which branches and tasks run Python, and the region of each, to the join or the task's end. By
-pointer, since one stream may have several objects, and they need not be ours."""
+"""The regions of side streams that run Python, by stream pointer.
+
+An entry lasts to the join, or to the end of a task. The key is a pointer, because a stream may have several objects, and
+another library may own them.
+"""
 
 
 def _allocator_of(pointer: int) -> Any:
-    """Return the allocator of the region that a stream's branch is in."""
+    """Return the allocator of the region of a stream's branch."""
     region = branch_regions.get(pointer)
     return None if region is None or region.ended else region.prepare()
 
 
 def inherited(driver: Driver, device: int, pointer: int) -> "Region | None":
-    """Return the region whose join waits for a stream, for what starts after that in a branch or task of this thread.
+    """Return the region whose join waits for a stream, or None.
 
-    None outside of any, and for another device, another driver, or a stream that the branch chose itself: no join waits for that,
-    so what runs over it is a region of its own.
+    It applies to new work in a branch or task of this thread. The result is None outside of any region, and for another device
+    or another driver. It is None for a stream that the branch chose itself. No join waits for that stream, so work over it gets
+    a region of its own.
     """
-    region = cast("Region | None", thread.region)  # of no other class: see `BranchRegion`
+    # The region has no other class: see `BranchRegion`.
+    region = cast("Region | None", thread.region)
     if region is None:
         return None
     if pointer != region.stream.ptr:
@@ -125,4 +143,5 @@ def inherited(driver: Driver, device: int, pointer: int) -> "Region | None":
     return region
 
 
-os.register_at_fork(after_in_child=branch_regions.clear)  # nothing inherited is used in a forked child (guarantee 13)
+# A forked child uses nothing that it inherited (guarantee 13).
+os.register_at_fork(after_in_child=branch_regions.clear)

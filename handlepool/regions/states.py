@@ -1,8 +1,8 @@
-"""Parallel states: concurrent cuDNN calls on side streams, forked from and joined to the caller's stream by events.
+"""Run concurrent cuDNN calls on forked and joined side streams.
 
-A fork leases, it does not lock: it takes side slots (stream, handle, scratch) from its device's free list, has them alone until
-the join, and puts them back. No lock is held while user code runs, except by `ParallelStates.with_state`, where the caller names
-the state (guarantee 15).
+A fork leases side slots (stream, handle, scratch) from its device's free list, without a lock. It has the slots alone until the
+join, and then releases them. No lock is held while user code runs, except by `ParallelStates.with_state`, where the caller
+names the state (guarantee 15).
 """
 
 import threading
@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 
 class ParallelStates:
-    """Up to ``count`` side streams of the current device, each with a handle and scratch of its own.
+    """Up to ``count`` side streams of the current device.
+
+    Each stream has a handle and scratch of its own.
 
     Parameters
     ----------
@@ -85,7 +87,9 @@ class ParallelStates:
     def map(
         self, function: Callable[..., T], /, *iterables: Iterable[Any], out: Iterable[Any] | None = None, **kwargs: Any
     ) -> list[T]:
-        """Run ``function`` over the iterables, each call a branch; results in order, ready on the caller's stream.
+        """Run ``function`` over the iterables, each call a branch.
+
+        The results come in order, ready on the caller's stream.
 
         Parameters
         ----------
@@ -95,7 +99,7 @@ class ParallelStates:
             and `cycle`, which give as many entries as there are calls. A generator alone is read while branches are run; beside
             other iterables or ``out``, it is read to its end before the first call.
         out : iterable of array, optional
-            What each call is to write to, its ``out``.
+            The ``out`` that each call writes to.
         **kwargs
             For the function, the same in every call, as ``padding=1``. `map` keeps the name ``out`` alone: bind one ``out`` for
             all calls with `functools.partial`.
@@ -103,7 +107,7 @@ class ParallelStates:
         Returns
         -------
         list
-            What each call returned.
+            The value of each call.
 
         Raises
         ------
@@ -119,7 +123,9 @@ class ParallelStates:
             return fork.map(function, *iterables, out=out, **kwargs)
 
     def with_state(self, index: int, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Run ``function(state, *args, **kwargs)`` on the state of an index, forked and joined at once.
+        """Run ``function(state, *args, **kwargs)`` on a state by its index.
+
+        The call is forked and joined at once.
 
         This is the form of Caffe2's ``with_cudnn_state``. Calls with one index exclude each other, also between threads. Calls of
         one thread never overlap on the GPU, since each joins at once; use `fork` for that.
@@ -136,7 +142,7 @@ class ParallelStates:
         Returns
         -------
         object
-            What the function returned, ready on the caller's stream.
+            The function's value, ready on the caller's stream.
 
         Raises
         ------
@@ -160,7 +166,9 @@ class ParallelStates:
         thread.states_held = held + 1
         try:
             if not held:
-                with lock:  # an interrupt leaves it taken at no point, as it could after a call of `acquire`
+                # A ``with`` statement releases the lock after any interrupt. A bare call of `acquire` could leave the lock
+                # taken.
+                with lock:
                     return self._joined_at_once(function, args, kwargs)
             if not lock.acquire(blocking=False):
                 raise StateBusyError(
@@ -190,9 +198,9 @@ def _with_state(pool: PoolInternals, function: Callable[..., T], args: tuple[Any
 
 
 class State:
-    """What `ParallelStates.with_state` gives to its function, for as long as that runs.
+    """The state that `ParallelStates.with_state` passes to its function.
 
-    Its slot is another branch's afterwards, so that who kept the state is refused (guarantee 5).
+    It is valid as long as the function runs. Afterwards another branch has its slot, so a later use is refused (guarantee 5).
 
     Attributes
     ----------
@@ -207,7 +215,8 @@ class State:
     __slots__ = ("_slots",)
 
     def __init__(self, slots: list[Slot]) -> None:
-        self._slots = slots  # the call's one, and none once it has ended
+        # The list holds the call's slot, and is empty once the call has ended.
+        self._slots = slots
 
     def _mine(self) -> Slot:
         if not self._slots:
@@ -223,7 +232,7 @@ class State:
     device = property(lambda self: self._mine().device)
 
     def workspace(self, nbytes: int) -> Any:
-        """Return scratch memory on the state's stream, the caller's until the next call.
+        """Return scratch memory on the state's stream until the next call.
 
         Parameters
         ----------
@@ -245,7 +254,7 @@ class State:
         return self._mine().workspace(nbytes)
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied: the copy would not end with the call."""
+        """Refuse to be copied; a copy would outlive the call."""
         raise TypeError("a state is its call's alone and cannot be copied or pickled; ask for another with with_state()")
 
     def __repr__(self) -> str:
