@@ -1,0 +1,390 @@
+"""Run a lowered graph step by step, and record it.
+
+The first run settles each step: a kernel that the library refuses is left to torch, and a view that would have to copy gets a
+copy before it.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import handlepool
+from handlepool import ArgumentError, ArrayTypeError, GraphNotSupportedError, TraceError
+from handlepool.integrations.torch.capture import Captured
+from handlepool.integrations.torch.cleaning import clean, is_view
+from handlepool.integrations.torch.constants import Constants
+from handlepool.integrations.torch.convolutions import lower_convolutions
+from handlepool.integrations.torch.held import Held
+from handlepool.integrations.torch.kernel import Kernel, Lowering, value_of
+from handlepool.integrations.torch.layers import lower_layers
+from handlepool.integrations.torch.outputs import Outputs
+from handlepool.integrations.torch.places import Place
+from handlepool.integrations.torch.pointwise import lower_norms, lower_pointwise
+from handlepool.integrations.torch.refusals import NotTaken
+
+aten = torch.ops.aten
+HANDLEPOOL, TORCH, VIEW = "handlepool", "torch", "view"
+_REFUSALS = (ArgumentError, ArrayTypeError, GraphNotSupportedError, TraceError, NotTaken)
+_DYNAMIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """One operation of a program.
+
+    Attributes
+    ----------
+    node : Node
+    kind : str
+        `HANDLEPOOL`, `TORCH` or `VIEW`.
+    name : str
+    inputs : list of int
+        Slots of its arguments.
+    output : int
+        Slot of its value.
+    run : callable
+    dropped : list of int
+        Slots that no later step reads.
+    why : str
+        The reason why torch computes it.
+    """
+
+    node: fx.Node
+    kind: str
+    name: str
+    inputs: list[int]
+    output: int
+    run: Callable[..., Any]
+    dropped: list[int]
+    why: str = ""
+
+
+class Program:
+    """A graph's steps, for arguments of one geometry.
+
+    Parameters
+    ----------
+    graph : Captured
+    place : Place
+    device : device
+    options : dict
+        Of `handlepool.recorded`.
+
+    Attributes
+    ----------
+    steps : list of Step
+    recorded : RecordedFunction
+    """
+
+    def __init__(self, graph: Captured, place: Place, device: torch.device, options: dict[str, Any]) -> None:
+        self._place = place
+        self._inputs = [(at, node) for at, node in enumerate(graph.inputs) if node is not None]
+        written = {id(target) for _, target in graph.writes if isinstance(target, Tensor)}
+        # A buffer that the model writes is an argument of each call, because its values change without a new version of weights.
+        self._state = [(node, tensor) for node, tensor in graph.weights.items() if id(tensor) in written]
+        fixed = {node: tensor for node, tensor in graph.weights.items() if id(tensor) not in written}
+        self._outputs = Outputs(graph)
+        self._constants = Constants(fixed)
+        self.weights = [*fixed.values()]
+        clean(graph.graph, {*self._outputs.returned})
+        _check(graph.graph, device)
+        with torch.no_grad():
+            self._constants.fold(graph.graph)
+            lowering = Lowering(graph.graph, self._constants, place.kind)
+            _bring_to_device(lowering, device)
+            for lower in (lower_convolutions, lower_layers, lower_norms, lower_pointwise):
+                lower(lowering)
+        self.steps: list[Step] = []
+        self._slots: dict[fx.Node, int] = {}
+        self._build(graph.graph)
+        self._settled = False
+        run = partial(_run, self._arrays, Held(self))
+        self.recorded = handlepool.recorded(run, **options)
+
+    # Building
+
+    def _build(self, graph: fx.Graph) -> None:
+        """Make the steps of a graph."""
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        self._returned: list[fx.Node] = [*output.args[0]]
+        for node in [node for _, node in self._inputs] + [node for node, _ in self._state]:
+            self._slot(node)
+        steps: list[tuple[fx.Node, str, str, list[fx.Node], Callable[..., Any]]] = []
+        for node in graph.nodes:
+            if node.op != "call_function" or node in self._constants:
+                continue
+            if isinstance(node.target, Kernel):
+                steps.append((node, HANDLEPOOL, node.target.__name__, [*node.args], node.target))
+            elif is_view(node):
+                if isinstance(value_of(node), Tensor):
+                    steps.append((node, VIEW, _name(node), [_source(node)], _view(node)))
+            elif node.target is operator.getitem:
+                steps.append((node, VIEW, "item", [node.args[0]], operator.itemgetter(node.args[1])))
+            else:
+                inputs = node.all_input_nodes
+                steps.append((node, TORCH, _name(node), inputs, _plain(node.target, node.args, node.kwargs, inputs)))
+        read = {each for _, _, _, inputs, _ in steps for each in inputs}
+        self._kept = [node for node in self._constants.values if node in read]
+        self._arrays = tuple([self._place.array(self._constants.values[node]) for node in self._kept])
+        for node in self._kept:
+            self._slot(node)
+        for node, kind, name, inputs, run in steps:
+            slots = [self._slots[each] for each in inputs]
+            self.steps.append(Step(node, kind, name, slots, self._slot(node), run, []))
+        self._find_ends()
+
+    def _slot(self, node: fx.Node) -> int:
+        return self._slots.setdefault(node, len(self._slots))
+
+    def _find_ends(self) -> None:
+        """Find the step after which each value is not needed any more."""
+        kept = {self._slots[node] for node in self._returned if node in self._slots}
+        last: dict[int, Step] = {step.output: step for step in self.steps}
+        for step in self.steps:
+            last |= dict.fromkeys(step.inputs, step)
+        for slot, step in last.items():
+            if slot not in kept:
+                step.dropped.append(slot)
+
+    # Running
+
+    def run(self, inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[Any, ...]:
+        """Run all steps."""
+        values: list[Any] = [*inputs, *constants, *[None] * len(self.steps)]
+        for step in self.steps:
+            given = [values[slot] for slot in step.inputs]
+            values[step.output] = step.run(*given) if self._settled else self._settle(step, given)
+            for slot in step.dropped:
+                values[slot] = None
+        found = [values[self._slots[node]] for node in self._returned if node not in self._constants]
+        if not self._settled:
+            self._lay_results(found)
+            self._settled = True
+        return tuple([lay(value) for lay, value in zip(self._lays, found, strict=True)])
+
+    def settle(self, leaves: list[Any]) -> None:
+        """Run all steps once, outside of a recording, and settle each."""
+        self.run(self._place.arrays(self._given(leaves)), self._arrays)
+
+    def _given(self, leaves: list[Any]) -> list[Tensor]:
+        return [leaves[at] for at, _ in self._inputs] + [tensor for _, tensor in self._state]
+
+    def _settle(self, step: Step, given: list[Any]) -> Any:
+        """Find how a step runs from now on, and run it."""
+        if step.kind is HANDLEPOOL:
+            return self._settle_kernel(step, given)
+        if step.kind is VIEW and step.name != "item":
+            return self._settle_view(step, given[0])
+        if step.kind is TORCH:
+            step.run = self._place.operation(step.name, step.run)
+        return step.run(*given)
+
+    def _settle_kernel(self, step: Step, given: list[Any]) -> Any:
+        kernel: Any = step.node.target
+        expected = value_of(step.node)
+        for way in kernel.ways.values():
+            try:
+                value = way(*given)
+            except _REFUSALS as error:
+                step.why = f"{type(error).__name__}: {error}"
+                continue
+            if tuple(value.shape) == tuple(expected.shape) and _dtype(value) == _dtype(expected):
+                step.run, step.why = way, ""
+                return value
+            step.why = f"it gave {tuple(value.shape)} {_dtype(value)}, for {tuple(expected.shape)} {_dtype(expected)}"
+        step.kind = TORCH
+        step.run = self._place.operation(step.name, kernel.plain)
+        return step.run(*given)
+
+    def _settle_view(self, step: Step, value: Any) -> Any:
+        function, place = step.run, self._place
+        look = partial(place.view, function)
+        source = value_of(_source(step.node))
+        strided = step.node.target is aten.as_strided.default
+        if not strided or _strides(value) == tuple(source.stride()):
+            try:
+                found = look(value)
+            except RuntimeError as error:
+                step.why = f"a view that has to copy: {str(error)[:100]}"
+            else:
+                step.run = look
+                return found
+        lay = self._lay(source, value)
+        step.run = lambda value: look(lay(value))
+        return step.run(value)
+
+    def _lay(self, expected: Tensor, value: Any) -> Callable[[Any], Any]:
+        """Return a function that copies a value into the strides of tracing."""
+        shape, strides, dtype = tuple(expected.shape), expected.stride(), expected.dtype
+        forms = ((handlepool.to_contiguous, torch.contiguous_format), (handlepool.to_channels_last, torch.channels_last))
+        for copy, form in forms:
+            if (len(shape) == 4 or form is torch.contiguous_format) and expected.is_contiguous(memory_format=form):
+                try:
+                    copy(value)
+                except _REFUSALS:
+                    continue
+                return copy
+
+        def laid(tensor: Tensor) -> Tensor:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device).copy_(tensor)
+
+        return self._place.operation("copy", laid)
+
+    def _lay_results(self, found: list[Any]) -> None:
+        """Find which results need other strides."""
+        self._lays: list[Callable[[Any], Any]] = []
+        varying = [node for node in self._returned if node not in self._constants]
+        for node, value in zip(varying, found, strict=True):
+            expected = value_of(node)
+            same = all(a == b for extent, a, b in zip(expected.shape, _strides(value), expected.stride(), strict=True) if extent != 1)
+            # A program returns copies without gaps. So a result of other strides, as an expanded one, is copied as it is.
+            self._lays.append(_same if same or not _dense(expected) else self._lay(expected, value))
+
+    # Calls
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        """Call the program with the leaves of the arguments."""
+        place = self._place
+        own = place.tensors(self.recorded(*place.arrays(self._given(leaves))))
+        if len(own) != len(self._returned):
+            left = iter(own)
+            # A constant is the program's own, so a call returns a copy.
+            own = [self._constants.values[node].clone() if node in self._constants else next(left) for node in self._returned]
+        return self._outputs.build(own, leaves)
+
+    def refresh(self) -> None:
+        """Compute the constants again, of the weights as they are."""
+        self._constants.refresh({*self._kept, *[node for node in self._returned if node in self._constants]})
+        for node, array in zip(self._kept, self._arrays, strict=True):
+            self._place.refresh(array, self._constants.values[node])
+
+    @property
+    def writes(self) -> bool:
+        """Whether a call writes more than new tensors."""
+        return bool(self._outputs.writes)
+
+
+def _run(constants: tuple[Any, ...], program: Held, *inputs: Any) -> tuple[Any, ...]:
+    """Run a program: the function that is recorded."""
+    found: tuple[Any, ...] = program.value.run(inputs, constants)
+    return found
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _strides(value: Any) -> tuple[int, ...]:
+    if isinstance(value, Tensor):
+        return value.stride()
+    return tuple([step // value.dtype.itemsize for step in value.strides])
+
+
+def _dtype(value: Any) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements fill its memory without gaps."""
+    span = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.numel() in (0, span)
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target).removeprefix("aten.").partition(".")[0]
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return the tensor that a view is of, through operations with several results."""
+    source = node.all_input_nodes[0]
+    return source if isinstance(value_of(source), Tensor) else _source(source)
+
+
+def _view(node: fx.Node) -> Callable[[Tensor], Any]:
+    """Return a view as a function of its source."""
+    if node.target is operator.getitem:
+        parts, at = _view(node.args[0]), node.args[1]  # type: ignore[arg-type]
+        return lambda tensor: parts(tensor)[at]
+    target: Any = node.target
+    source, args, kwargs = node.all_input_nodes[0], node.args, node.kwargs
+
+    def view(tensor: Tensor) -> Any:
+        given, named = fx.node.map_arg((args, kwargs), {source: tensor}.__getitem__)
+        return target(*given, **named)
+
+    return view
+
+
+def _plain(target: Any, args: Any, kwargs: Any, inputs: Sequence[fx.Node]) -> Callable[..., Any]:
+    """Return an operation of torch's as a function of its tensors."""
+
+    def run(*values: Any) -> Any:
+        given, named = fx.node.map_arg((args, kwargs), dict(zip(inputs, values, strict=True)).__getitem__)
+        return target(*given, **named)
+
+    return run
+
+
+def _check(graph: fx.Graph, device: torch.device) -> None:
+    """Raise for a graph whose replay would not be the model.
+
+    Raises
+    ------
+    NotTaken
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001 - it has no public name
+            raise NotTaken(f"it has the operation {node.target}, which is none of aten's")
+        tags = node.target.tags
+        drawn = torch.Tag.nondeterministic_seeded in tags and not _draws_nothing(node)
+        if drawn:
+            raise NotTaken(f"it draws random numbers, by {node.target}")
+        if any(tag in tags for tag in _DYNAMIC):
+            raise NotTaken(f"the values of its tensors decide shapes or control flow, by {node.target}")
+        if node.target._schema.is_mutable:  # noqa: SLF001 - it has no public name
+            raise NotTaken(f"it writes in place, by {node.target}")
+        values = node.meta.get("val")
+        for value in values if isinstance(values, (tuple, list)) else [values]:
+            if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_sparse):
+                raise NotTaken(f"a tensor has the layout {value.layout}, from {node.target}")
+            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                raise NotTaken(f"the values of its tensors decide shapes or control flow, by {node.target}")
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Return whether an operation with an option for dropout has none."""
+    from handlepool.integrations.torch.kernel import arguments
+
+    named = dict(zip([each.name for each in node.target._schema.arguments], arguments(node), strict=True))  # type: ignore[union-attr]
+    return named.get("dropout_p", named.get("dropout")) == 0 or named.get("train") is False
+
+
+def _bring_to_device(lowering: Lowering, device: torch.device) -> None:
+    """Replace numbers in CPU tensors by tensors on the device.
+
+    Raises
+    ------
+    NotTaken
+        For a tensor on another device.
+    """
+    for node in [*lowering.graph.nodes]:
+        value = node.meta.get("val")
+        users = [user for user in node.users if lowering.varies(user)]
+        if not isinstance(value, Tensor) or value.device == device or not (users or lowering.varies(node)):
+            continue
+        if node not in lowering.constants or value.dim():
+            raise NotTaken(f"a tensor is on {value.device}, and the model on {device}")
+        moved = lowering.made(_moved, node, device)
+        for user in users:
+            user.replace_input_with(node, moved)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device)
