@@ -5,6 +5,7 @@ Importing this package imports torch.
 
 from handlepool.integrations.torch.convolution import conv2d
 from handlepool.integrations.torch.door import RecordedModel, recorded
+from handlepool.integrations.torch.report import ProgramReport, Report, report
 from handlepool.integrations.torch.together import Together, together
 
-__all__ = ["RecordedModel", "Together", "conv2d", "recorded", "together"]
+__all__ = ["ProgramReport", "RecordedModel", "Report", "Together", "conv2d", "recorded", "report", "together"]

@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ PLAIN: dict[str | None, Callable[[Tensor], Tensor]] = {
     "gelu": torch.nn.functional.gelu,
 }
 ALONE = {name: getattr(handlepool.ops, name) for name in PLAIN if name}
+_OVER_ELEMENTS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 Steps = tuple[Any, ...]
 """How channels are scaled and shifted: ("norm", epsilon), "mul" or "add", in order."""
 
@@ -89,9 +89,11 @@ def _kernel(biased: bool, added: bool, activation: str | None, options: dict[str
         y = torch.conv2d(x, w, given.get("bias"), **options)
         return PLAIN[activation](y + given["add"] if added else y)
 
-    ways = {"fused": fused} | ({} if activation is None or activation == "relu" else {"apart": apart})
+    # cuDNN has few plans with another activation than relu, and these are slow.
+    ways = {"fused": fused} if activation in (None, "relu") else {"apart": apart, "fused": fused}
     kind = "conv2d" if options["groups"] == 1 else "grouped"
-    return Kernel("_".join([kind, *(["add"] if added else []), *([activation] if activation else [])]), ways, plain)
+    name = "_".join([kind, *(["add"] if added else []), *([activation] if activation else [])])
+    return Kernel(name, ways, plain, (biased, *options.values(), *settings.values()))
 
 
 def _transposed(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias: Any, how: list[Any]) -> None:
@@ -169,9 +171,16 @@ def _addend(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, fx.Node | None]
 
 
 def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:
-    """Take an activation behind a node."""
+    """Take an activation behind a node.
+
+    An activation before a product or a sum becomes a part of that kernel, which costs nothing there. cuDNN has few plans for
+    a convolution with any other activation than relu.
+    """
     user = sole_user(node)
     if user is None or user.target not in ACTIVATIONS or user.kwargs.get("approximate", "none") != "none":
+        return node, None
+    after = sole_user(user)
+    if user.target is not aten.relu.default and after is not None and after.target in _OVER_ELEMENTS:
         return node, None
     return user, ACTIVATIONS[user.target]
 
@@ -214,12 +223,3 @@ def _bias(steps: Steps, w: Tensor, bias: Tensor | None, parts: list[Any]) -> Ten
 
 def _lain(w: Tensor) -> Tensor:
     return w.contiguous(memory_format=torch.channels_last)
-
-
-def norm_kernel(channels: int, rank: int) -> Callable[..., Any]:
-    """Return a function of torch's for a batch norm whose factors are constants."""
-    return partial(_normed, (1, channels, *[1] * (rank - 2)))
-
-
-def _normed(shape: tuple[int, ...], x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    return (x.float() * scale.reshape(shape) + shift.reshape(shape)).to(x.dtype)

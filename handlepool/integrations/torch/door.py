@@ -1,7 +1,9 @@
 """Call a model by recorded programs, without torch's compiler in the call."""
 
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -9,13 +11,16 @@ from torch import Tensor, nn
 
 import handlepool
 from handlepool import ArgumentError, CaptureError
-from handlepool._util.names import kind_of
+from handlepool._util.arguments import flag
+from handlepool._util.names import kind_of, shown
 from handlepool.integrations.torch.capture import captured
 from handlepool.integrations.torch.modes import modes
-from handlepool.integrations.torch.places import Place, place_for
+from handlepool.integrations.torch.places import place_for
 from handlepool.integrations.torch.program import Program
 from handlepool.integrations.torch.refusals import NotTaken, warn
-from handlepool.integrations.torch.weights import Versions, Weights
+from handlepool.integrations.torch.together import Together, together
+from handlepool.integrations.torch.ways import microseconds
+from handlepool.integrations.torch.weights import Weights
 
 pytree = torch.utils._pytree  # noqa: SLF001 - the public form knows no classes that torch registers here
 
@@ -26,25 +31,27 @@ class RecordedModel:
     A call takes the model's own arguments. The first call of a geometry traces, lowers and records the model.
     """
 
-    def __init__(self, model: nn.Module, strict: bool, programs: int, options: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, settings: "Settings") -> None:
         self.__wrapped__ = model
-        self._model, self._strict, self._most, self._options = model, strict, programs, options
-        self._programs: OrderedDict[Any, Program | str] = OrderedDict()
-        self._place: Place | None = None
+        self._model, self._settings = model, settings
+        self._programs: OrderedDict[Any, Program | Together | str] = OrderedDict()
         self._said: set[str] = set()
+        # A single thread at a time makes a program. The lock is held while torch traces the model, and never by a call that has
+        # a program (guarantee 15: the model's own code runs under it in tracing alone, and may call this model again).
+        self._making = threading.RLock()
         self._renew()
 
     def __repr__(self) -> str:
         return f"<recorded {type(self._model).__name__}, {len(self._programs)} keys>"
 
     def _renew(self) -> None:
-        for each in self._programs.values():
-            if isinstance(each, Program):
-                each.recorded.clear()
+        """Forget all programs, and take the model as it is now."""
+        for each in [*self._programs.values()]:
+            _end(each)
         self._programs.clear()
         self._weights = Weights([self._model])
-        self._versions = Versions(self._weights.tensors)
         self._derived = any(each.requires_grad for each in self._weights.tensors)
+        self._kind = self._weights.tensors[0].device.type if self._weights.tensors else "cuda"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model.
@@ -59,56 +66,104 @@ class RecordedModel:
         object
             The model's value, in new tensors that are ready on torch's current stream.
         """
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        # A single tensor is the usual call, which needs no walk.
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            leaves, structure = args, None
+        else:
+            leaves, structure = pytree.tree_flatten((args, kwargs))
         try:
             return self._run(leaves, structure, args, kwargs)
         except NotTaken as why:
             self._say(str(why))
         return self._model(*args, **kwargs)
 
-    def _run(self, leaves: list[Any], structure: Any, args: Any, kwargs: Any) -> Any:
-        grad = torch.is_grad_enabled()
-        if grad and (self._derived or any(isinstance(each, Tensor) and each.requires_grad for each in leaves)):
+    def _run(self, leaves: Sequence[Any], structure: Any, args: Any, kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and (self._derived or any(isinstance(each, Tensor) and each.requires_grad for each in leaves)):
             raise NotTaken("it needs gradients: call it under torch.no_grad()")
+        key = modes(self._kind), structure, tuple([_part(each) for each in leaves])
+        program = self._programs.get(key)
+        if isinstance(program, Program) and not program.writes:
+            # The launch comes before the comparison, which then costs no time of the GPU's. The program changes nothing else,
+            # so its value is dropped where weights have changed.
+            value = self._called(key, program, leaves)
+            if self._weights.bound() and self._weights.versions.same():
+                return value
         if not self._weights.bound():
             self._renew()
-        elif not self._versions.same():
+            program = None
+        elif not self._weights.versions.same():
             self._refresh()
-        key = modes("cuda"), structure, tuple([_part(each) for each in leaves])
-        program = self._programs.get(key)
         if program is None:
             program = self._made(key, leaves, args, kwargs)
         if isinstance(program, str):
             raise NotTaken(program)
-        value = program(leaves)
+        if isinstance(program, Together):
+            return program(args)[0]
+        value = self._called(key, program, leaves)
         if program.writes:
-            self._versions.renew()
+            self._weights.versions.renew()
         return value
 
-    def _made(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> Program | str:
-        """Trace and lower the model for a geometry; return the reason where that cannot be."""
-        made: Program | str
+    def _called(self, key: Any, program: Program, leaves: Sequence[Any]) -> Any:
+        """Call a program. A key that cannot be recorded is left to torch from then on."""
         try:
-            if self._weights.training:
-                raise NotTaken("it is in training mode: call its eval()")
-            device = _device([*self._weights.tensors, *leaves])
-            place = place_for(device)
-            made = Program(captured(self._model, args, kwargs), place, device, self._options)
-            made.settle(leaves)
+            return program(leaves)
         except NotTaken as why:
-            made = str(why)
-        self._programs[key] = made
-        while len(self._programs) > self._most:
-            _, old = self._programs.popitem(last=False)
-            if isinstance(old, Program):
-                old.recorded.clear()
+            self._programs[key] = str(why)
+            raise
+
+    def _made(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together | str:
+        """Trace and lower the model for a geometry; return the reason where that cannot be."""
+        made: Program | Together | str
+        with self._making:
+            known = self._programs.get(key)
+            if known is not None:
+                return known
+            try:
+                made = self._new(leaves, args, kwargs)
+            except NotTaken as why:
+                made = str(why)
+            self._programs[key] = made
+            while len(self._programs) > self._settings.programs:
+                _end(self._programs.popitem(last=False)[1])
         return made
 
+    def _new(self, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together:
+        settings = self._settings
+        if self._weights.training:
+            raise NotTaken("it is in training mode: call its eval()")
+        device = device_of([*self._weights.tensors, *leaves])
+        place = place_for(device)
+        made = Program(captured(self._model, args, kwargs), place, device, settings.tune, settings.options())
+        made.settle(leaves)
+        if settings.tune and place.kind == "cuda" and not made.writes:
+            # The call records the program that is tuned.
+            made(leaves)
+            made.tune(settings.seconds)
+            if settings.fallback == "inductor" and not kwargs and (peer := self._peer(args)) is not None:
+                times = {"ours": microseconds(made, [leaves]), "inductor": microseconds(peer, [args])}
+                made.times = times
+                if times["inductor"] < times["ours"]:
+                    _end(made)
+                    return peer
+        return made
+
+    def _peer(self, args: Any) -> Together | None:
+        """Return the model by Inductor's kernels, recorded; None where Inductor fails."""
+        peer = together(self._model, kernels="inductor", **{**self._settings.options(), "lanes": 1})
+        try:
+            for _ in range(3):
+                peer(args)
+        # A compiler may raise any error. The model then stays with the program.
+        except Exception:
+            return None
+        return peer if peer.recorded is not None and peer.recorded.stats().programs else None
+
     def _refresh(self) -> None:
-        for each in self._programs.values():
+        for each in [*self._programs.values()]:
             if isinstance(each, Program):
                 each.refresh()
-        self._versions.renew()
+        self._weights.versions.renew()
 
     def refresh(self) -> None:
         """Compute everything again that was made of weights.
@@ -117,16 +172,27 @@ class RecordedModel:
         """
         self._refresh()
 
+    @property
+    def programs(self) -> list[Program | Together | str]:
+        """The programs, one for each key, or the reasons why torch runs a key."""
+        return [*self._programs.values()]
+
     def _say(self, why: str) -> None:
         """Warn once for each reason that torch runs the model; with ``strict`` raise."""
-        if self._strict:
+        if self._settings.strict:
             raise CaptureError(f"{self!r} has no program: {why}")
         if why not in self._said:
             self._said.add(why)
             warn(type(self._model).__name__, why)
 
 
-def _device(values: list[Any]) -> torch.device:
+def _end(program: Program | Together | str) -> None:
+    """End a program after its last call."""
+    if not isinstance(program, str) and program.recorded is not None:
+        program.recorded.clear()
+
+
+def device_of(values: list[Any]) -> torch.device:
     devices = {each.device for each in values if isinstance(each, Tensor)}
     if len(devices) != 1:
         raise NotTaken(f"its tensors are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))})")
@@ -139,19 +205,71 @@ def _part(value: Any) -> Any:
     return type(value), value
 
 
-def recorded(model: nn.Module | Callable[..., Any], *, programs: int = 16, strict: bool = False, **options: Any) -> RecordedModel:
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of a recorded model. See `recorded`."""
+
+    lanes: int | None = 8
+    instances: int = 4
+    programs: int = 16
+    outputs: str = "new"
+    strict: bool = False
+    tune: bool = False
+    seconds: float = 3.0
+    fallback: str | None = None
+
+    @classmethod
+    def of(cls, name: str, given: dict[str, Any]) -> "Settings":
+        """Return checked settings.
+
+        Raises
+        ------
+        ArgumentError
+        """
+        known = [each.name for each in fields(cls)]
+        for option in given:
+            if option not in known:
+                raise ArgumentError(f"{name} was given the option {option!r}; it has {', '.join(known)}")
+        if given.get("tune") and "fallback" not in given:
+            given = {**given, "fallback": "inductor"}
+        settings = cls(**given)
+        if settings.fallback not in (None, "inductor"):
+            raise ArgumentError(f"{name}: fallback={shown(settings.fallback)}; it can be 'inductor' or None")
+        flag(f"{name}: tune", settings.tune)
+        # The recorded function checks the other options.
+        handlepool.recorded(_part, programs=settings.programs, **settings.options())
+        return settings
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of `handlepool.recorded`."""
+        return {"lanes": self.lanes, "instances": self.instances, "outputs": self.outputs}
+
+
+def recorded(
+    model: nn.Module,
+    *,
+    lanes: int | None = 8,
+    instances: int = 4,
+    programs: int = 16,
+    outputs: str = "new",
+    strict: bool = False,
+    **options: Any,
+) -> RecordedModel:
     """Record a model by its calls, without torch's compiler in the call.
 
     Parameters
     ----------
     model : Module
         In eval mode, on one device.
+    lanes, instances, outputs
+        As in `handlepool.recorded`.
     programs : int
-        Most keys. The key that was used least recently ends beyond this number.
+        Most keys. The key that was made first ends beyond this number.
     strict : bool
         Whether a model that cannot be recorded raises an error.
     **options
-        ``lanes``, ``instances`` and ``outputs`` of `handlepool.recorded`.
+        ``tune`` times kernels and numbers of lanes when a key is recorded, for some ``seconds``. ``fallback="inductor"``, the
+        default with ``tune``, records Inductor's kernels instead where these are quicker.
 
     Returns
     -------
@@ -164,5 +282,5 @@ def recorded(model: nn.Module | Callable[..., Any], *, programs: int = 16, stric
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"recorded was given a {kind_of(model)}: pass a torch.nn.Module")
-    handlepool.recorded(_part, strict=strict, programs=programs, **options)
-    return RecordedModel(model, strict, programs, {"strict": strict, **options})
+    named = {"lanes": lanes, "instances": instances, "programs": programs, "outputs": outputs, "strict": strict}
+    return RecordedModel(model, Settings.of("recorded", {**named, **options}))

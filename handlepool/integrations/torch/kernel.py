@@ -22,17 +22,19 @@ class Kernel:
         Functions of arrays by name, the preferred function first. Each computes the same with the library's operations.
     plain : callable
         The same function of tensors, by torch.
+    key : hashable, optional
+        Its options. Kernels of one name and key take one time for one geometry. None for a kernel that is not timed.
 
     Attributes
     ----------
     __name__ : str
-    ways, plain
+    ways, plain, key
         As given.
     """
 
-    def __init__(self, name: str, ways: dict[str, Callable[..., Any]], plain: Callable[..., Any]) -> None:
+    def __init__(self, name: str, ways: dict[str, Callable[..., Any]], plain: Callable[..., Any], key: Any = None) -> None:
         self.__name__ = self.__qualname__ = name
-        self.ways, self.plain = ways, plain
+        self.ways, self.plain, self.key = ways, plain, key
 
     def __call__(self, *args: Any) -> Any:
         """Compute by torch."""

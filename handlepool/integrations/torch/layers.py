@@ -24,7 +24,7 @@ def lower_layers(lowering: Lowering) -> None:
             lower(lowering, node)
 
 
-def _emit(lowering: Lowering, name: str, node: fx.Node, inputs: list[Any], run: Callable[..., Any]) -> None:
+def _emit(lowering: Lowering, name: str, node: fx.Node, inputs: list[Any], run: Callable[..., Any], key: Any = None) -> None:
     """Put a kernel in the place of a single operation."""
     target, args, kwargs = node.target, node.args, node.kwargs
     order = [*node.all_input_nodes]
@@ -34,7 +34,7 @@ def _emit(lowering: Lowering, name: str, node: fx.Node, inputs: list[Any], run: 
         return target(*given, **named)
 
     if [*dict.fromkeys(inputs)] == inputs and set(order) == set(inputs):
-        lowering.emit(Kernel(name, {"fused": run}, plain), inputs, node)
+        lowering.emit(Kernel(name, {"fused": run}, plain, key), inputs, node)
 
 
 def _settings() -> dict[str, bool]:
@@ -55,14 +55,15 @@ def _linear(lowering: Lowering, node: fx.Node) -> None:
         return PLAIN[activation](functional.linear(x, w, *bias))
 
     name = "linear" if activation is None else f"linear_{activation}"
-    lowering.emit(Kernel(name, {"fused": run}, plain), [x, w, *([] if bias is None else [bias])], out)
+    kernel = Kernel(name, {"fused": run}, plain, (bias is None, *settings.values()))
+    lowering.emit(kernel, [x, w, *([] if bias is None else [bias])], out)
 
 
 def _matmul(lowering: Lowering, node: fx.Node) -> None:
     a, b = node.args[:2]
     if all(is_tensor(each) and value_of(each).dim() >= 2 for each in (a, b)) and value_of(a).dtype == value_of(b).dtype:
         settings = _settings()
-        _emit(lowering, "matmul", node, [a, b], lambda a, b: handlepool.matmul(a, b, **settings))
+        _emit(lowering, "matmul", node, [a, b], lambda a, b: handlepool.matmul(a, b, **settings), (*settings.values(),))
 
 
 def _max_pool(lowering: Lowering, node: fx.Node) -> None:
@@ -166,7 +167,7 @@ def _attention(lowering: Lowering, node: fx.Node) -> None:
     run = lambda q, k, v, *mask: handlepool.scaled_dot_product_attention(  # noqa: E731
         q, k, v, attn_mask=mask[0] if mask else None, is_causal=bool(causal), scale=scale
     )
-    _emit(lowering, "attention", node, given, run)
+    _emit(lowering, "attention", node, given, run, (bool(causal), scale))
 
 
 def _pad(lowering: Lowering, node: fx.Node) -> None:

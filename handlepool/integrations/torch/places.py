@@ -44,6 +44,9 @@ class Place(Protocol):
     def view(self, function: View, value: Any) -> Any:
         """Return a view of a value by a function of tensors."""
 
+    def pointer(self, value: Any) -> int:
+        """Return the address of a value."""
+
     def operation(self, name: str, function: Function) -> Function:
         """Return a function of torch's as an operation that writes new tensors alone."""
 
@@ -71,6 +74,11 @@ class Cuda:
     def view(self, function: View, value: Any) -> Any:
         """Return the function's value."""
         return function(value)
+
+    def pointer(self, value: Any) -> int:
+        """Return the tensor's address."""
+        address: int = value.data_ptr()
+        return address
 
     def operation(self, name: str, function: Function) -> Function:
         """Return a declared operation."""
@@ -120,6 +128,10 @@ class Host:
         found = function(lie)
         address = driver.array_pointer(value) + found.storage_offset() * size
         return driver.part(value, address, tuple(found.shape), tuple([step * size for step in found.stride()]), value.dtype)
+
+    def pointer(self, value: Any) -> int:
+        """Return the array's address."""
+        return self._driver.array_pointer(value)
 
     def operation(self, name: str, function: Function) -> Function:
         """Refuse: the driver queues no work of torch's."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx
 
 import handlepool
-from handlepool import ArgumentError, ArrayTypeError, GraphNotSupportedError, TraceError
+from handlepool import ArgumentError, ArrayTypeError, CaptureError, GraphNotSupportedError, TraceError
 from handlepool.integrations.torch.capture import Captured
-from handlepool.integrations.torch.cleaning import clean, is_view
+from handlepool.integrations.torch.cleaning import base_of, clean, is_view
 from handlepool.integrations.torch.constants import Constants
 from handlepool.integrations.torch.convolutions import lower_convolutions
 from handlepool.integrations.torch.held import Held
@@ -26,11 +26,15 @@ from handlepool.integrations.torch.outputs import Outputs
 from handlepool.integrations.torch.places import Place
 from handlepool.integrations.torch.pointwise import lower_norms, lower_pointwise
 from handlepool.integrations.torch.refusals import NotTaken
+from handlepool.integrations.torch.ways import quickest
 
 aten = torch.ops.aten
-HANDLEPOOL, TORCH, VIEW = "handlepool", "torch", "view"
+HANDLEPOOL, TORCH, VIEW, COPY = "handlepool", "torch", "view", "copy"
 _REFUSALS = (ArgumentError, ArrayTypeError, GraphNotSupportedError, TraceError, NotTaken)
-_DYNAMIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+ALIGNED = 16
+"""The library's kernels read arrays that begin at multiples of so many bytes."""
+_quickest: dict[Any, str] = {}
+"""The quickest way of each kernel that was timed, by its name, options and geometry."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +76,8 @@ class Program:
     graph : Captured
     place : Place
     device : device
+    tune : bool
+        Whether the ways to compute a kernel are timed.
     options : dict
         Of `handlepool.recorded`.
 
@@ -79,9 +85,11 @@ class Program:
     ----------
     steps : list of Step
     recorded : RecordedFunction
+    times : dict of float
+        Microseconds of a call, by this program and by Inductor, where these were compared.
     """
 
-    def __init__(self, graph: Captured, place: Place, device: torch.device, options: dict[str, Any]) -> None:
+    def __init__(self, graph: Captured, place: Place, device: torch.device, tune: bool, options: dict[str, Any]) -> None:
         self._place = place
         self._inputs = [(at, node) for at, node in enumerate(graph.inputs) if node is not None]
         written = {id(target) for _, target in graph.writes if isinstance(target, Tensor)}
@@ -103,8 +111,11 @@ class Program:
         self._slots: dict[fx.Node, int] = {}
         self._build(graph.graph)
         self._settled = False
+        self.times: dict[str, float] = {}
+        self._tunes = tune and place.kind == "cuda"
+        self._copies = place.operation("copy", _copied) if place.kind == "cuda" else _copied
         run = partial(_run, self._arrays, Held(self))
-        self.recorded = handlepool.recorded(run, **options)
+        self.recorded = handlepool.recorded(run, strict=True, **options)
 
     # Building
 
@@ -123,6 +134,8 @@ class Program:
             elif is_view(node):
                 if isinstance(value_of(node), Tensor):
                     steps.append((node, VIEW, _name(node), [_source(node)], _view(node)))
+            elif _lays(node) and not any(base_of(each) is node for each in self._returned):
+                steps.append((node, COPY, "copy", [node.args[0]], _same))  # type: ignore[list-item]
             elif node.target is operator.getitem:
                 steps.append((node, VIEW, "item", [node.args[0]], operator.itemgetter(node.args[1])))
             else:
@@ -167,18 +180,41 @@ class Program:
             self._settled = True
         return tuple([lay(value) for lay, value in zip(self._lays, found, strict=True)])
 
-    def settle(self, leaves: list[Any]) -> None:
+    def settle(self, leaves: Sequence[Any]) -> None:
         """Run all steps once, outside of a recording, and settle each."""
         self.run(self._place.arrays(self._given(leaves)), self._arrays)
 
-    def _given(self, leaves: list[Any]) -> list[Tensor]:
-        return [leaves[at] for at, _ in self._inputs] + [tensor for _, tensor in self._state]
+    def _given(self, leaves: Sequence[Any]) -> list[Tensor]:
+        given = [leaves[at] for at, _ in self._inputs] + [tensor for _, tensor in self._state]
+        if len(given) > 1:
+            given = self._apart(given)
+        return given
+
+    def _apart(self, given: list[Tensor]) -> list[Tensor]:
+        """Return tensors that share no memory: a recorded function takes no others."""
+        seen: set[int] = set()
+        apart = []
+        for each in given:
+            storage = each.untyped_storage().data_ptr()
+            if storage in seen:
+                if self.writes:
+                    raise NotTaken("it writes an argument, and arguments share memory")
+                each = each.clone(memory_format=torch.preserve_format)
+            seen.add(storage)
+            apart.append(each)
+        return apart
 
     def _settle(self, step: Step, given: list[Any]) -> Any:
         """Find how a step runs from now on, and run it."""
         if step.kind is HANDLEPOOL:
             return self._settle_kernel(step, given)
-        if step.kind is VIEW and step.name != "item":
+        if step.kind is COPY:
+            expected = value_of(step.node)
+            if _lies_so(given[0], expected):
+                step.kind, step.run = VIEW, _same
+            else:
+                step.kind, step.run = HANDLEPOOL, self._lay(expected, given[0])
+        if step.kind is VIEW and step.name not in ("item", "copy"):
             return self._settle_view(step, given[0])
         if step.kind is TORCH:
             step.run = self._place.operation(step.name, step.run)
@@ -187,19 +223,54 @@ class Program:
     def _settle_kernel(self, step: Step, given: list[Any]) -> Any:
         kernel: Any = step.node.target
         expected = value_of(step.node)
-        for way in kernel.ways.values():
+        ways, aligned = self._ways(kernel, step, given, expected), False
+        if not ways and self._misaligned(given):
+            ways, aligned = self._ways(kernel, step, [self._copy(each) for each in given], expected), True
+        plain = self._place.operation(step.name, kernel.plain)
+        if not ways:
+            step.kind, step.run = TORCH, plain
+        else:
+            name = self._chosen(kernel, {**ways, TORCH: plain}, given) if self._tunes and not aligned else next(iter(ways))
+            step.kind, step.run, step.why = HANDLEPOOL, ways.get(name, plain), ""
+            if name == TORCH:
+                step.kind, step.why = TORCH, "torch's kernel is quicker"
+            if aligned:
+                run = step.run
+                step.run = lambda *values: run(*[self._copy(each) for each in values])
+        return step.run(*given)
+
+    def _ways(self, kernel: Kernel, step: Step, given: list[Any], expected: Tensor) -> dict[str, Callable[..., Any]]:
+        """Return the ways of a kernel that the library takes."""
+        found = {}
+        for name, way in kernel.ways.items():
             try:
                 value = way(*given)
             except _REFUSALS as error:
                 step.why = f"{type(error).__name__}: {error}"
                 continue
             if tuple(value.shape) == tuple(expected.shape) and _dtype(value) == _dtype(expected):
-                step.run, step.why = way, ""
-                return value
-            step.why = f"it gave {tuple(value.shape)} {_dtype(value)}, for {tuple(expected.shape)} {_dtype(expected)}"
-        step.kind = TORCH
-        step.run = self._place.operation(step.name, kernel.plain)
-        return step.run(*given)
+                found[name] = way
+            else:
+                step.why = f"it gave {tuple(value.shape)} {_dtype(value)}, for {tuple(expected.shape)} {_dtype(expected)}"
+        return found
+
+    def _chosen(self, kernel: Kernel, ways: dict[str, Callable[..., Any]], given: list[Any]) -> str:
+        """Return the quickest way of a kernel, measured once for each geometry."""
+        if kernel.key is None:
+            return next(iter(ways))
+        lies = tuple([(tuple(each.shape), _strides(each), each.dtype, each.data_ptr() % ALIGNED) for each in given])
+        key = kernel.__name__, repr(kernel.key), lies
+        if key not in _quickest:
+            _quickest[key] = quickest(ways, given)[0]
+        return _quickest[key]
+
+    def _misaligned(self, given: list[Any]) -> bool:
+        """Return whether an array begins where no kernel of the library reads."""
+        return any(self._place.pointer(each) % ALIGNED for each in given)
+
+    def _copy(self, value: Any) -> Any:
+        """Return a value, or an aligned copy of it."""
+        return self._copies(value) if self._place.pointer(value) % ALIGNED else value
 
     def _settle_view(self, step: Step, value: Any) -> Any:
         function, place = step.run, self._place
@@ -241,21 +312,28 @@ class Program:
         varying = [node for node in self._returned if node not in self._constants]
         for node, value in zip(varying, found, strict=True):
             expected = value_of(node)
-            same = all(a == b for extent, a, b in zip(expected.shape, _strides(value), expected.stride(), strict=True) if extent != 1)
+            same = _lies_so(value, expected)
             # A program returns copies without gaps. So a result of other strides, as an expanded one, is copied as it is.
             self._lays.append(_same if same or not _dense(expected) else self._lay(expected, value))
 
     # Calls
 
-    def __call__(self, leaves: list[Any]) -> Any:
+    def __call__(self, leaves: Sequence[Any]) -> Any:
         """Call the program with the leaves of the arguments."""
         place = self._place
-        own = place.tensors(self.recorded(*place.arrays(self._given(leaves))))
+        try:
+            own = place.tensors(self.recorded(*place.arrays(self._given(leaves))))
+        except CaptureError as error:
+            raise NotTaken(str(error)) from error
         if len(own) != len(self._returned):
             left = iter(own)
             # A constant is the program's own, so a call returns a copy.
             own = [self._constants.values[node].clone() if node in self._constants else next(left) for node in self._returned]
         return self._outputs.build(own, leaves)
+
+    def tune(self, seconds: float) -> None:
+        """Find the best number of lanes."""
+        self.recorded.tune(seconds=seconds)
 
     def refresh(self) -> None:
         """Compute the constants again, of the weights as they are."""
@@ -279,6 +357,21 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _copied(tensor: Any) -> Any:
+    return tensor.clone() if isinstance(tensor, Tensor) else tensor.copy(order="K")
+
+
+def _lays(node: fx.Node) -> bool:
+    """Return whether a node copies a tensor into another layout."""
+    form = node.kwargs.get("memory_format")
+    return node.target is aten.clone.default and form in (torch.contiguous_format, torch.channels_last)
+
+
+def _lies_so(value: Any, expected: Tensor) -> bool:
+    """Return whether a value has the strides of tracing."""
+    return all(a == b for extent, a, b in zip(expected.shape, _strides(value), expected.stride(), strict=True) if extent != 1)
+
+
 def _strides(value: Any) -> tuple[int, ...]:
     if isinstance(value, Tensor):
         return value.stride()
@@ -296,7 +389,8 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    return str(node.target).removeprefix("aten.").partition(".")[0]
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.removeprefix("aten.").partition(".")[0]
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -346,15 +440,14 @@ def _check(graph: fx.Graph, device: torch.device) -> None:
         drawn = torch.Tag.nondeterministic_seeded in tags and not _draws_nothing(node)
         if drawn:
             raise NotTaken(f"it draws random numbers, by {node.target}")
-        if any(tag in tags for tag in _DYNAMIC):
-            raise NotTaken(f"the values of its tensors decide shapes or control flow, by {node.target}")
         if node.target._schema.is_mutable:  # noqa: SLF001 - it has no public name
             raise NotTaken(f"it writes in place, by {node.target}")
         values = node.meta.get("val")
         for value in values if isinstance(values, (tuple, list)) else [values]:
             if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_sparse):
                 raise NotTaken(f"a tensor has the layout {value.layout}, from {node.target}")
-            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            symbols = [value, *(value.shape if isinstance(value, Tensor) else ())]
+            if any(isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool)) for each in symbols):
                 raise NotTaken(f"the values of its tensors decide shapes or control flow, by {node.target}")
 
 

@@ -83,6 +83,16 @@ class Together:
             self._say(str(why))
             return self._plain(args)
 
+    @property
+    def names(self) -> list[str]:
+        """The classes of the models."""
+        return [type(each).__name__ for each in self._models]
+
+    @property
+    def left(self) -> str:
+        """The reason why torch runs the models, empty where a program does."""
+        return self._why or ""
+
     def _split(self, given: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
         """Return a tuple of arguments for each model."""
         count = len(self._models)
