@@ -9,18 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from handlepool import ArgumentError
-from handlepool._util.names import shown
 from handlepool.integrations.torch.door import RecordedModel, Settings
 
 _made: "weakref.WeakSet[Graph]" = weakref.WeakSet()
 """All graphs of this process, for reports. The references are weak, so a graph ends with the code that torch compiled."""
 
 
-class _Bound(nn.Module):
+class _Bound(nn.Module):  # type: ignore[misc]
     """A graph that holds its weights."""
 
     def __init__(self, graph: Callable[..., Any], weights: Mapping[int, Tensor], count: int) -> None:
@@ -110,17 +108,11 @@ def handlepool(
         For a mode, and for options that there are not.
     """
     if mode not in (None, "default"):
-        raise ArgumentError(f"backend='handlepool' was given mode={shown(mode)}; modes are Inductor's. Use options")
+        raise ArgumentError(f"backend='handlepool' was given mode={mode!r}; modes are Inductor's. Use options")
     return Graph(graph, inputs, Settings.of('torch.compile(backend="handlepool")', dict(options or {})))
 
 
 def graphs_of(model: nn.Module) -> list[Graph]:
     """Return the graphs that read weights of a model."""
     known = {id(each) for each in (*model.parameters(), *model.buffers())}
-    return [each for each in _made if any(id(weight) in known for weight in each._weights)]  # noqa: SLF001 - of this module
-
-
-def torch_version() -> tuple[int, int]:
-    """Return the major and the minor number of torch's version."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+    return [each for each in _made if any(id(weight) in known for weight in each._weights)]

@@ -1,6 +1,5 @@
 """Take a model's functional graph for given arguments."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,18 +37,7 @@ class Captured:
     writes: list[tuple[fx.Node, Any]]
 
 
-class _Function(nn.Module):
-    """A function as a module, which torch's export asks for."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-
-def captured(model: nn.Module | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Return the graph of a model.
 
     It has the shapes of the arguments built in, and the values of numbers and text.
@@ -59,11 +47,10 @@ def captured(model: nn.Module | Callable[..., Any], args: tuple[Any, ...], kwarg
     NotTaken
         If the model cannot be traced, as where its control flow depends on values.
     """
-    module = model if isinstance(model, nn.Module) else _Function(model)
     try:
         # An inference tensor cannot be traced outside of inference mode, and exported programs refuse it inside.
         with torch.inference_mode(False), torch.no_grad():
-            program = torch.export.export(module, args, kwargs, strict=False)
+            program = torch.export.export(model, args, kwargs, strict=False)
             # Without a table, operations stay whole that torch would decompose, as attention and layer_norm.
             program = program.run_decompositions({})
     except Exception as error:

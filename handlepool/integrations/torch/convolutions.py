@@ -72,7 +72,7 @@ def _convolution(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias
 
 
 def _kernel(biased: bool, added: bool, activation: str | None, options: dict[str, Any]) -> Kernel:
-    settings = {"allow_tf32": tf32()[1], "deterministic": deterministic()}
+    settings: dict[str, Any] = {"allow_tf32": tf32()[1], "deterministic": deterministic()}
 
     def parts(rest: tuple[Any, ...]) -> dict[str, Any]:
         names = (("bias", biased), ("add", added))
@@ -105,7 +105,7 @@ def _transposed(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias:
         "groups": groups,
         "dilation": pair(dilation),
     }
-    settings = {"allow_tf32": tf32()[1], "deterministic": deterministic()}
+    settings: dict[str, Any] = {"allow_tf32": tf32()[1], "deterministic": deterministic()}
     filters = lowering.made(_lain, w)
 
     def run(x: Any, w: Any, *bias: Any) -> Any:

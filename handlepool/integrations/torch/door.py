@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 import handlepool
 from handlepool import ArgumentError, CaptureError
-from handlepool._util.arguments import flag
-from handlepool._util.names import kind_of, shown
 from handlepool.integrations.torch.capture import captured
 from handlepool.integrations.torch.modes import modes
 from handlepool.integrations.torch.places import place_for
@@ -22,7 +20,7 @@ from handlepool.integrations.torch.together import Together, together
 from handlepool.integrations.torch.ways import microseconds
 from handlepool.integrations.torch.weights import Weights
 
-pytree = torch.utils._pytree  # noqa: SLF001 - the public form knows no classes that torch registers here
+pytree = torch.utils._pytree
 
 
 class RecordedModel:
@@ -234,8 +232,12 @@ class Settings:
             given = {**given, "fallback": "inductor"}
         settings = cls(**given)
         if settings.fallback not in (None, "inductor"):
-            raise ArgumentError(f"{name}: fallback={shown(settings.fallback)}; it can be 'inductor' or None")
-        flag(f"{name}: tune", settings.tune)
+            raise ArgumentError(f"{name}: fallback={settings.fallback!r}; it can be 'inductor' or None")
+        for option in ("tune", "strict"):
+            if not isinstance(getattr(settings, option), bool):
+                raise ArgumentError(f"{name}: {option}={getattr(settings, option)!r}; it can be True or False")
+        if not isinstance(settings.seconds, (int, float)) or not settings.seconds > 0:
+            raise ArgumentError(f"{name}: seconds={settings.seconds!r}; it must be a number above 0")
         # The recorded function checks the other options.
         handlepool.recorded(_part, programs=settings.programs, **settings.options())
         return settings
@@ -281,6 +283,6 @@ def recorded(
         For an object that is no module, and for values that an option cannot have.
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"recorded was given a {kind_of(model)}: pass a torch.nn.Module")
+        raise ArgumentError(f"recorded was given a {type(model).__name__}: pass a torch.nn.Module")
     named = {"lanes": lanes, "instances": instances, "programs": programs, "outputs": outputs, "strict": strict}
     return RecordedModel(model, Settings.of("recorded", {**named, **options}))

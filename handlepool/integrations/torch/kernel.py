@@ -104,9 +104,7 @@ def value_of(node: fx.Node) -> Any:
 def is_tensor(node: Any, rank: int | None = None, dtypes: tuple[Any, ...] = FLOATS) -> bool:
     """Return whether a node's value is a tensor of such types with elements."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return (
-        isinstance(value, Tensor) and value.dtype in dtypes and value.numel() > 0 and (rank is None or value.dim() == rank)
-    )
+    return isinstance(value, Tensor) and value.dtype in dtypes and value.numel() > 0 and (rank is None or value.dim() == rank)
 
 
 def sole_user(node: fx.Node) -> fx.Node | None:
@@ -117,10 +115,11 @@ def sole_user(node: fx.Node) -> fx.Node | None:
 
 def arguments(node: fx.Node) -> list[Any]:
     """Return an operation's arguments by position, with its defaults."""
-    schema = node.target._schema.arguments  # noqa: SLF001 - it has no public name
+    schema = node.target._schema.arguments
     given = [*node.args]
     return [
-        given[place] if place < len(given) else node.kwargs.get(each.name, each.default_value) for place, each in enumerate(schema)
+        given[place] if place < len(given) else node.kwargs.get(each.name, each.default_value)
+        for place, each in enumerate(schema)
     ]
 
 

@@ -1,6 +1,5 @@
 """Lower products, pools, normalisations, attention and moves, one kernel for each."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +36,7 @@ def _emit(lowering: Lowering, name: str, node: fx.Node, inputs: list[Any], run: 
         lowering.emit(Kernel(name, {"fused": run}, plain, key), inputs, node)
 
 
-def _settings() -> dict[str, bool]:
+def _settings() -> dict[str, Any]:
     return {"allow_tf32": tf32()[0], "deterministic": deterministic()}
 
 
@@ -83,7 +82,7 @@ def _avg_pool(lowering: Lowering, node: fx.Node) -> None:
     x, window, stride, padding, ceil, counted, divisor = arguments(node)
     if is_tensor(x, 4) and divisor is None:
         window, padding, stride = pair(window), pair(padding), pair(stride or window)
-        more = {"ceil_mode": bool(ceil), "count_include_pad": bool(counted)}
+        more: dict[str, Any] = {"ceil_mode": bool(ceil), "count_include_pad": bool(counted)}
         run = lambda x: handlepool.avg_pool2d(x, window, stride=stride, padding=padding, **more)  # noqa: E731
         _emit(lowering, "avg_pool2d", node, [x], run)
 
@@ -184,9 +183,9 @@ def _upsample(lowering: Lowering, node: fx.Node) -> None:
     factors = rest[-1]
     corners = bool(bilinear and rest[0])
     if is_tensor(x, 4):
-        places = {"size": pair(size)} if factors is None else {"scale_factor": pair(factors)}
+        places: dict[str, Any] = {"size": pair(size)} if factors is None else {"scale_factor": pair(factors)}
         mode = "bilinear" if bilinear else "nearest"
-        more = {"align_corners": True} if corners else {}
+        more: dict[str, Any] = {"align_corners": True} if corners else {}
         _emit(lowering, f"{mode}2d", node, [x], lambda x: handlepool.interpolate2d(x, mode=mode, **places, **more))
 
 
@@ -198,7 +197,7 @@ def _shuffle(lowering: Lowering, node: fx.Node) -> None:
     if tuple(value_of(node).shape[3:]) != tuple(value_of(x).shape[2:]) or value_of(node).shape[0] != value_of(x).shape[0]:
         return
     swap = sole_user(node)
-    if swap is None or swap.target is not aten.transpose.int or sorted(axis % 5 for axis in swap.args[1:]) != [1, 2]:  # type: ignore[operator]
+    if swap is None or swap.target is not aten.transpose.int or sorted(axis % 5 for axis in swap.args[1:]) != [1, 2]:
         return
     last = sole_user(swap)
     if last is not None and last.target is aten.clone.default:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-_c: Any = torch._C  # noqa: SLF001 - the public getters take a microsecond each
+_c: Any = torch._C
 
 
 def _flag(name: str) -> Any:

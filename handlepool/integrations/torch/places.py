@@ -108,14 +108,15 @@ class Host:
 
     def tensors(self, values: Any) -> Any:
         """Return the values as tensors, once they are computed."""
-        return torch.utils._pytree.tree_map(self._tensor, values)  # noqa: SLF001 - the public form lacks user classes
+        return torch.utils._pytree.tree_map(self._tensor, values)
 
     def arrays(self, values: Any) -> Any:
         """Return copies of the tensors as arrays."""
-        return torch.utils._pytree.tree_map(lambda each: self.array(each) if isinstance(each, Tensor) else each, values)  # noqa: SLF001
+        return torch.utils._pytree.tree_map(lambda each: self.array(each) if isinstance(each, Tensor) else each, values)
 
     def _tensor(self, value: Any) -> Any:
-        if not isinstance(value, self._driver.array_types) or isinstance(value, np.ndarray):
+        kinds: Any = self._driver.array_types
+        if not isinstance(value, kinds) or isinstance(value, np.ndarray):
             return value
         strides = [step // value.dtype.itemsize for step in value.strides]
         found = _torch(self._driver.asnumpy(value))

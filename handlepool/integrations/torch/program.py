@@ -20,7 +20,7 @@ from handlepool.integrations.torch.cleaning import base_of, clean, is_view
 from handlepool.integrations.torch.constants import Constants
 from handlepool.integrations.torch.convolutions import lower_convolutions
 from handlepool.integrations.torch.held import Held
-from handlepool.integrations.torch.kernel import Kernel, Lowering, value_of
+from handlepool.integrations.torch.kernel import Kernel, Lowering, arguments, value_of
 from handlepool.integrations.torch.layers import lower_layers
 from handlepool.integrations.torch.outputs import Outputs
 from handlepool.integrations.torch.places import Place
@@ -135,7 +135,7 @@ class Program:
                 if isinstance(value_of(node), Tensor):
                     steps.append((node, VIEW, _name(node), [_source(node)], _view(node)))
             elif _lays(node) and not any(base_of(each) is node for each in self._returned):
-                steps.append((node, COPY, "copy", [node.args[0]], _same))  # type: ignore[list-item]
+                steps.append((node, COPY, "copy", [node.args[0]], _same))
             elif node.target is operator.getitem:
                 steps.append((node, VIEW, "item", [node.args[0]], operator.itemgetter(node.args[1])))
             else:
@@ -402,7 +402,7 @@ def _source(node: fx.Node) -> fx.Node:
 def _view(node: fx.Node) -> Callable[[Tensor], Any]:
     """Return a view as a function of its source."""
     if node.target is operator.getitem:
-        parts, at = _view(node.args[0]), node.args[1]  # type: ignore[arg-type]
+        parts, at = _view(node.args[0]), node.args[1]
         return lambda tensor: parts(tensor)[at]
     target: Any = node.target
     source, args, kwargs = node.all_input_nodes[0], node.args, node.kwargs
@@ -434,13 +434,13 @@ def _check(graph: fx.Graph, device: torch.device) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
-        if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001 - it has no public name
+        if not isinstance(node.target, torch._ops.OpOverload):
             raise NotTaken(f"it has the operation {node.target}, which is none of aten's")
         tags = node.target.tags
         drawn = torch.Tag.nondeterministic_seeded in tags and not _draws_nothing(node)
         if drawn:
             raise NotTaken(f"it draws random numbers, by {node.target}")
-        if node.target._schema.is_mutable:  # noqa: SLF001 - it has no public name
+        if node.target._schema.is_mutable:
             raise NotTaken(f"it writes in place, by {node.target}")
         values = node.meta.get("val")
         for value in values if isinstance(values, (tuple, list)) else [values]:
@@ -453,9 +453,7 @@ def _check(graph: fx.Graph, device: torch.device) -> None:
 
 def _draws_nothing(node: fx.Node) -> bool:
     """Return whether an operation with an option for dropout has none."""
-    from handlepool.integrations.torch.kernel import arguments
-
-    named = dict(zip([each.name for each in node.target._schema.arguments], arguments(node), strict=True))  # type: ignore[union-attr]
+    named = dict(zip([each.name for each in node.target._schema.arguments], arguments(node), strict=True))
     return named.get("dropout_p", named.get("dropout")) == 0 or named.get("train") is False
 
 

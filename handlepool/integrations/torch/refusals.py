@@ -1,8 +1,7 @@
 """Leave work to torch, and say so."""
 
+import sys
 import warnings
-
-from handlepool._util.frames import frames_inside
 
 
 class NotTaken(Exception):
@@ -10,5 +9,11 @@ class NotTaken(Exception):
 
 
 def warn(name: str, why: object) -> None:
-    """Warn that torch runs a model, and why."""
-    warnings.warn(f"handlepool leaves {name} to torch: {why}", RuntimeWarning, stacklevel=frames_inside())
+    """Warn that torch runs a model, and why.
+
+    The warning names the line that called the model, and no line of this package or of torch.
+    """
+    frame, depth = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("handlepool", "torch"):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(f"handlepool leaves {name} to torch: {why}", RuntimeWarning, stacklevel=depth)

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from handlepool import ArgumentError
-from handlepool._util.names import kind_of
 from handlepool.integrations.torch.backend import graphs_of
 from handlepool.integrations.torch.door import RecordedModel
 from handlepool.integrations.torch.program import HANDLEPOOL, TORCH, VIEW, Program
@@ -90,7 +89,7 @@ def report(model: Any) -> Report:
     if isinstance(model, nn.Module):
         graphs = graphs_of(model)
         return Report(_of(each) for graph in graphs if graph.model is not None for each in graph.model.programs)
-    raise ArgumentError(f"report was given a {kind_of(model)}: pass a module, or what recorded or together returned")
+    raise ArgumentError(f"report was given a {type(model).__name__}: pass a module, or what recorded or together returned")
 
 
 def _of(program: Program | Together | str) -> ProgramReport:

@@ -4,7 +4,7 @@ No model is lowered: each lane holds the kernels that torch launches for a model
 whose reads are the model's arguments and weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import handlepool
 from handlepool import ArgumentError, CaptureError
-from handlepool._util.names import kind_of, shown
 from handlepool.integrations.torch.held import Held
 from handlepool.integrations.torch.inductor import compiled
 from handlepool.integrations.torch.modes import modes
@@ -193,12 +192,12 @@ def _run(check: Held, nodes: tuple[Any, ...], weights: tuple[Any, ...], *given: 
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    return (each for each in torch.utils._pytree.tree_leaves(value) if isinstance(each, Tensor))  # noqa: SLF001
+    return (each for each in torch.utils._pytree.tree_leaves(value) if isinstance(each, Tensor))
 
 
 def _geometry(value: Any) -> Any:
     """Return a value with the geometry of its arrays in their places, to be hashed."""
-    leaves, spec = torch.utils._pytree.tree_flatten(value)  # noqa: SLF001
+    leaves, spec = torch.utils._pytree.tree_flatten(value)
     return repr(spec), tuple([_part(each) for each in leaves])
 
 
@@ -209,9 +208,7 @@ def _part(value: Any) -> Any:
     return type(value), repr(value)
 
 
-def together(
-    *models: nn.Module, kernels: str = "torch", strict: bool = False, **options: Any
-) -> Together:
+def together(*models: nn.Module, kernels: str = "torch", strict: bool = False, **options: Any) -> Together:
     """Run several models at once, each on a lane of one program.
 
     Parameters
@@ -239,9 +236,11 @@ def together(
         raise ArgumentError("together was given no model: pass one module or more")
     for each in models:
         if not isinstance(each, nn.Module):
-            raise ArgumentError(f"together was given a {kind_of(each)}: pass modules, as a torch.nn.Module around a function")
+            raise ArgumentError(
+                f"together was given a {type(each).__name__}: pass modules, as a torch.nn.Module around a function"
+            )
     if kernels not in KERNELS:
-        raise ArgumentError(f"together(kernels={shown(kernels)}); it can be 'torch' or 'inductor'")
+        raise ArgumentError(f"together(kernels={kernels!r}); it can be 'torch' or 'inductor'")
     # The options are checked here, before a first call.
     handlepool.recorded(_call, strict=strict, **options)
     return Together(models, kernels, strict, options)

@@ -18,12 +18,12 @@ GAIN = 1.05
 def microseconds(function: Callable[..., Any], given: Sequence[Any]) -> float:
     """Return the device time of a call, as in a queue that is never empty."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    cycles, taken = _CYCLES, []
+    cycles, taken = _CYCLES, list[float]()
     function(*given)
     while len(taken) < ROUNDS:
         torch.cuda.synchronize()
         # The GPU waits while the host launches, so that the launches follow each other without gaps.
-        torch.cuda._sleep(cycles)  # noqa: SLF001 - it has no public name
+        torch.cuda._sleep(cycles)
         start.record()
         began = time.perf_counter()
         for _ in range(CALLS):
