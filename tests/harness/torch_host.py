@@ -1,62 +1,92 @@
 """Torch's CPU operations in the queues of the host driver, so that models are recorded without a GPU."""
 
+import importlib.util
+import pathlib
+import re
+
+import numpy as np
 import torch
 
 import handlepool
 from handlepool.integrations.torch.places import Host, _numpy, _torch
 
-leaves = torch.utils._pytree.tree_leaves
+pytree = torch.utils._pytree
 
 
 class QueuedHost(Host):
-    """A place whose operations run when their queue comes to them. Each gets raw memory: order and lifetimes are the driver's."""
+    """A place whose operations run when their queue comes to them.
+
+    Each gets raw memory, so order and lifetimes are the driver's.
+    """
 
     def operation(self, name, function):
         driver, known = self._driver, {}
 
-        def probed(args):
-            """What the function returns for such arguments: its structure, and its tensors' geometries."""
-            key = str(torch.utils._pytree.tree_map(lambda each: (each.shape, each.strides, each.dtype) if hasattr(each, "strides") else each, args))
+        def lies(args):
+            """The structure of the function's value for such arguments, and the geometries of its tensors."""
+            key = str(pytree.tree_map(lambda each: (each.shape, each.strides, each.dtype) if self._takes(each) else each, args))
             if key not in known:
                 with torch.no_grad():
-                    made = function(*torch.utils._pytree.tree_map(self._blank, args))
-                flat, spec = torch.utils._pytree.tree_flatten(made)
-                known[key] = spec, [(each.shape, each.stride(), _numpy(each).dtype) for each in flat]
+                    made = function(*pytree.tree_map(self._blank, args))
+                flat, structure = pytree.tree_flatten(made)
+                known[key] = structure, [(tuple(each.shape), each.stride(), _numpy(each).dtype) for each in flat]
             return known[key]
 
         def work(*args):
-            spec, lies = probed(args)
-            outs = [driver.empty(tuple(shape), tuple(step * dtype.itemsize for step in steps), dtype) for shape, steps, dtype in lies]
-            flat, given = torch.utils._pytree.tree_flatten(args)
-            places = [place for place, each in enumerate(flat) if isinstance(each, driver.array_types)]
+            structure, outs = lies(args)
+            made = [driver.empty(shape, tuple(step * dtype.itemsize for step in steps), dtype) for shape, steps, dtype in outs]
+            flat, given = pytree.tree_flatten(args)
+            places = [place for place, each in enumerate(flat) if self._takes(each)]
             plain = [None if place in places else each for place, each in enumerate(flat)]
 
             def run(*raw):
                 values = [*plain]
-                for place, each in zip(places, raw[len(outs) :], strict=True):
+                for place, each in zip(places, raw[len(made) :], strict=True):
                     values[place] = _over(each)
                 with torch.no_grad():
-                    made = leaves(function(*torch.utils._pytree.tree_unflatten(values, given)))
-                    for out, value in zip(raw, made, strict=False):
+                    found = pytree.tree_leaves(function(*pytree.tree_unflatten(values, given)))
+                    for out, value in zip(raw, found, strict=False):
                         _over(out).copy_(value)
 
-            driver.enqueue(driver.current_stream().ptr, run, writes=outs, reads=[flat[place] for place in places], label=name)
-            return torch.utils._pytree.tree_unflatten(outs, spec)
+            driver.enqueue(driver.current_stream().ptr, run, writes=made, reads=[flat[place] for place in places], label=name)
+            return pytree.tree_unflatten(made, structure)
 
         work.__name__ = work.__qualname__ = name
         return handlepool.operation(work, mutates=())
 
+    def _takes(self, value):
+        return isinstance(value, self._driver.array_types)
+
     def _blank(self, value):
         """A tensor of zeros in place of an array, whose values may not be there yet."""
-        if not isinstance(value, self._driver.array_types):
+        if not self._takes(value):
             return value
-        size = value.dtype.itemsize
-        dtype = _torch(__import__("numpy").zeros((), value.dtype)).dtype
-        return torch.empty_strided(value.shape, [step // size for step in value.strides], dtype=dtype).zero_()
+        steps = [step // value.dtype.itemsize for step in value.strides]
+        return torch.empty_strided(value.shape, steps, dtype=_torch(np.zeros((), value.dtype)).dtype).zero_()
 
 
 def _over(raw):
     """A tensor over raw memory."""
     if raw.dtype.name == "bfloat16":
-        return torch.from_numpy(raw.view("int16")).view(torch.bfloat16)
+        return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(raw)
+
+
+def torchvision():
+    """The models of torchvision, also where its compiled operations cannot be loaded; None without torchvision."""
+    found = importlib.util.find_spec("torchvision")
+    if found is None:
+        return None
+    try:
+        import torchvision
+    except RuntimeError:
+        # A build for CUDA beside torch's CPU build has no operations, whose shapes it describes all the same.
+        text = pathlib.Path(found.submodule_search_locations[0], "_meta_registrations.py").read_text()
+        _library.extend([torch.library.Library("torchvision", "DEF")])
+        for name in dict.fromkeys(re.findall(r'(?:register_meta\(|register_fake\(\s*)"(?:torchvision::)?(\w+)"', text)):
+            _library[0].define(f"{name}(Tensor x) -> Tensor")
+        import torchvision
+    return torchvision.models
+
+
+_library = []

@@ -1,5 +1,8 @@
 """Take a model's functional graph for given arguments."""
 
+import copy
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +11,9 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind, OutputKind
 
 from handlepool.integrations.torch.refusals import NotTaken
+from handlepool.integrations.torch.weights import Snapshot
+
+pytree = torch.utils._pytree
 
 
 @dataclass(eq=False)
@@ -47,19 +53,58 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     NotTaken
         If the model cannot be traced, as where its control flow depends on values.
     """
+    # Torch's export puts fakes into the places of weights meanwhile, and other threads may run the model. So a copy of its
+    # modules is traced, which has the same weights.
+    try:
+        copied = copy.deepcopy(model, {id(each): each for each in _tensors(model)})
+    except Exception as error:
+        raise NotTaken(f"its modules cannot be copied ({type(error).__name__}: {error})") from error
+    before = Snapshot([each.__dict__ for each in copied.modules()])
+    args, kwargs = apart((args, kwargs))
     try:
         # An inference tensor cannot be traced outside of inference mode, and exported programs refuse it inside.
-        with torch.inference_mode(False), torch.no_grad():
-            program = torch.export.export(model, args, kwargs, strict=False)
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
+            # Export warns of torch's own code.
+            warnings.simplefilter("ignore")
+            program = torch.export.export(copied, args, kwargs, strict=False)
             # Without a table, operations stay whole that torch would decompose, as attention and layer_norm.
             program = program.run_decompositions({})
     except Exception as error:
         text = str(error).strip().partition("\n")[0]
         raise NotTaken(f"torch cannot trace it ({type(error).__name__}: {text[:200]})") from error
-    return _sorted(program, args, kwargs)
+    if before.restore():
+        raise NotTaken("it changes attributes of its modules, which a program would not")
+    return _sorted(program)
 
 
-def _sorted(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that modules have as attributes, also in containers."""
+    yield from (*model.parameters(), *model.buffers())
+    for module in model.modules():
+        for value in module.__dict__.values():
+            yield from (each for each in pytree.tree_leaves(value) if isinstance(each, Tensor))
+
+
+def apart(values: Any) -> Any:
+    """Return values whose tensors share no memory, by copies.
+
+    Tracing takes one tensor in two places for one argument, and a recorded function refuses it.
+    """
+    seen: set[int] = set()
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return value
+        storage = value.untyped_storage().data_ptr()
+        if storage in seen and storage:
+            return value.clone(memory_format=torch.preserve_format)
+        seen.add(storage)
+        return value
+
+    return pytree.tree_map(one, values)
+
+
+def _sorted(program: Any) -> Captured:
     """Sort a program's inputs and outputs by their kinds."""
     graph: fx.Graph = program.graph
     signature = program.graph_signature

@@ -15,12 +15,18 @@ from handlepool.integrations.torch.capture import captured
 from handlepool.integrations.torch.modes import modes
 from handlepool.integrations.torch.places import place_for
 from handlepool.integrations.torch.program import Program
-from handlepool.integrations.torch.refusals import NotTaken, warn
+from handlepool.integrations.torch.refusals import NotNow, NotTaken, warn
 from handlepool.integrations.torch.together import Together, together
 from handlepool.integrations.torch.ways import microseconds
 from handlepool.integrations.torch.weights import Weights
 
 pytree = torch.utils._pytree
+
+
+# A single thread at a time makes a program or computes constants again: torch's export is no code for several threads. Other
+# threads that need a new program run the model as it is and do not wait, because the model's own code runs under this lock
+# (guarantee 15).
+_making = threading.RLock()
 
 
 class RecordedModel:
@@ -34,9 +40,6 @@ class RecordedModel:
         self._model, self._settings = model, settings
         self._programs: OrderedDict[Any, Program | Together | str] = OrderedDict()
         self._said: set[str] = set()
-        # A single thread at a time makes a program. The lock is held while torch traces the model, and never by a call that has
-        # a program (guarantee 15: the model's own code runs under it in tracing alone, and may call this model again).
-        self._making = threading.RLock()
         self._renew()
 
     def __repr__(self) -> str:
@@ -48,8 +51,8 @@ class RecordedModel:
             _end(each)
         self._programs.clear()
         self._weights = Weights([self._model])
-        self._derived = any(each.requires_grad for each in self._weights.tensors)
-        self._kind = self._weights.tensors[0].device.type if self._weights.tensors else "cuda"
+        # None for a model without weights, whose device is that of its arguments.
+        self._kind = self._weights.tensors[0].device.type if self._weights.tensors else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model.
@@ -76,9 +79,10 @@ class RecordedModel:
         return self._model(*args, **kwargs)
 
     def _run(self, leaves: Sequence[Any], structure: Any, args: Any, kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and (self._derived or any(isinstance(each, Tensor) and each.requires_grad for each in leaves)):
+        if torch.is_grad_enabled() and (self._weights.derived() or any(isinstance(each, Tensor) and each.requires_grad for each in leaves)):
             raise NotTaken("it needs gradients: call it under torch.no_grad()")
-        key = modes(self._kind), structure, tuple([_part(each) for each in leaves])
+        kind = self._kind or next((each.device.type for each in leaves if isinstance(each, Tensor)), "cpu")
+        key = modes(kind), structure, tuple([_part(each) for each in leaves])
         program = self._programs.get(key)
         if isinstance(program, Program) and not program.writes:
             # The launch comes before the comparison, which then costs no time of the GPU's. The program changes nothing else,
@@ -90,9 +94,11 @@ class RecordedModel:
             self._renew()
             program = None
         elif not self._weights.versions.same():
-            self._refresh()
+            self.refresh()
         if program is None:
             program = self._made(key, leaves, args, kwargs)
+            if program is None:
+                return self._model(*args, **kwargs)
         if isinstance(program, str):
             raise NotTaken(program)
         if isinstance(program, Together):
@@ -106,30 +112,38 @@ class RecordedModel:
         """Call a program. A key that cannot be recorded is left to torch from then on."""
         try:
             return program(leaves)
+        except NotNow:
+            raise
         except NotTaken as why:
             self._programs[key] = str(why)
             raise
 
-    def _made(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together | str:
-        """Trace and lower the model for a geometry; return the reason where that cannot be."""
-        made: Program | Together | str
-        with self._making:
-            known = self._programs.get(key)
-            if known is not None:
-                return known
-            try:
-                made = self._new(leaves, args, kwargs)
-            except NotTaken as why:
-                made = str(why)
-            self._programs[key] = made
-            while len(self._programs) > self._settings.programs:
-                _end(self._programs.popitem(last=False)[1])
+    def _made(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together | str | None:
+        """Trace and lower the model for a geometry; return the reason where that cannot be.
+
+        Return None where the model has to run as it is this time.
+        """
+        made: Program | Together | str | None
+        # A call inside of another library's capture or tracing becomes a part of that.
+        if _inside(leaves) or not _making.acquire(blocking=False):
+            return None
+        try:
+            made = self._programs.get(key)
+            if made is None:
+                try:
+                    made = self._new(leaves, args, kwargs)
+                except NotTaken as why:
+                    made = str(why)
+                self._programs[key] = made
+                while len(self._programs) > self._settings.programs:
+                    _end(self._programs.popitem(last=False)[1])
+        finally:
+            _making.release()
         return made
 
     def _new(self, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together:
         settings = self._settings
-        if self._weights.training:
-            raise NotTaken("it is in training mode: call its eval()")
+        self._weights.check()
         device = device_of([*self._weights.tensors, *leaves])
         place = place_for(device)
         made = Program(captured(self._model, args, kwargs), place, device, settings.tune, settings.options())
@@ -157,18 +171,19 @@ class RecordedModel:
             return None
         return peer if peer.recorded is not None and peer.recorded.stats().programs else None
 
-    def _refresh(self) -> None:
-        for each in [*self._programs.values()]:
-            if isinstance(each, Program):
-                each.refresh()
-        self._weights.versions.renew()
-
     def refresh(self) -> None:
         """Compute everything again that was made of weights.
 
         Call it after writes that torch does not count, as through ``weight.data``.
         """
-        self._refresh()
+        with _making:
+            for each in [*self._programs.values()]:
+                if isinstance(each, Program):
+                    each.refresh()
+            if self._kind == "cuda":
+                # Calls on other streams find the versions renewed, and do not wait for this stream.
+                torch.cuda.current_stream().synchronize()
+            self._weights.versions.renew()
 
     @property
     def programs(self) -> list[Program | Together | str]:
@@ -190,7 +205,22 @@ def _end(program: Program | Together | str) -> None:
         program.recorded.clear()
 
 
+def _inside(leaves: Sequence[Any]) -> bool:
+    """Return whether a call is a part of a capture, a trace or a transform of torch's."""
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return True
+    if any(isinstance(each, Tensor) and type(each) not in (Tensor, nn.Parameter) for each in leaves):
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def device_of(values: list[Any]) -> torch.device:
+    """Return the one device of all tensors.
+
+    Raises
+    ------
+    NotTaken
+    """
     devices = {each.device for each in values if isinstance(each, Tensor)}
     if len(devices) != 1:
         raise NotTaken(f"its tensors are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))})")

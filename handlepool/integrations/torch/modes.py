@@ -53,6 +53,10 @@ def modes(kind: str) -> str | int:
         bits = bits << 1 | bool(flag())
     for allowed in tf32():
         bits = bits << 1 | allowed
+    if kind == "cuda":
+        bits = bits << 8 | torch.cuda.current_device()
+    if kind not in ("cuda", "cpu"):
+        return bits
     if torch.is_autocast_enabled(kind):
         return f"{bits} {torch.get_autocast_dtype(kind)}"
     return bits

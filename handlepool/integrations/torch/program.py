@@ -6,6 +6,7 @@ copy before it.
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from handlepool.integrations.torch.layers import lower_layers
 from handlepool.integrations.torch.outputs import Outputs
 from handlepool.integrations.torch.places import Place
 from handlepool.integrations.torch.pointwise import lower_norms, lower_pointwise
-from handlepool.integrations.torch.refusals import NotTaken
+from handlepool.integrations.torch.refusals import NotNow, NotTaken
 from handlepool.integrations.torch.ways import quickest
 
 aten = torch.ops.aten
@@ -150,6 +151,7 @@ class Program:
             slots = [self._slots[each] for each in inputs]
             self.steps.append(Step(node, kind, name, slots, self._slot(node), run, []))
         self._find_ends()
+        self._slots_returned = [self._slots[node] for node in self._returned if node not in self._constants]
 
     def _slot(self, node: fx.Node) -> int:
         return self._slots.setdefault(node, len(self._slots))
@@ -168,13 +170,17 @@ class Program:
 
     def run(self, inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[Any, ...]:
         """Run all steps."""
+        with _without_modes(self._place.kind):
+            return self._steps(inputs, constants)
+
+    def _steps(self, inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[Any, ...]:
         values: list[Any] = [*inputs, *constants, *[None] * len(self.steps)]
         for step in self.steps:
             given = [values[slot] for slot in step.inputs]
             values[step.output] = step.run(*given) if self._settled else self._settle(step, given)
             for slot in step.dropped:
                 values[slot] = None
-        found = [values[self._slots[node]] for node in self._returned if node not in self._constants]
+        found = [values[slot] for slot in self._slots_returned]
         if not self._settled:
             self._lay_results(found)
             self._settled = True
@@ -198,7 +204,7 @@ class Program:
             storage = each.untyped_storage().data_ptr()
             if storage in seen:
                 if self.writes:
-                    raise NotTaken("it writes an argument, and arguments share memory")
+                    raise NotNow("it writes an argument, and arguments share memory")
                 each = each.clone(memory_format=torch.preserve_format)
             seen.add(storage)
             apart.append(each)
@@ -226,12 +232,13 @@ class Program:
         ways, aligned = self._ways(kernel, step, given, expected), False
         if not ways and self._misaligned(given):
             ways, aligned = self._ways(kernel, step, [self._copy(each) for each in given], expected), True
-        plain = self._place.operation(step.name, kernel.plain)
         if not ways:
-            step.kind, step.run = TORCH, plain
+            step.kind, step.run = TORCH, self._place.operation(step.name, kernel.plain)
         else:
-            name = self._chosen(kernel, {**ways, TORCH: plain}, given) if self._tunes and not aligned else next(iter(ways))
-            step.kind, step.run, step.why = HANDLEPOOL, ways.get(name, plain), ""
+            if self._tunes and not aligned:
+                ways = {**ways, TORCH: self._place.operation(step.name, kernel.plain)}
+            name = self._chosen(kernel, ways, given) if self._tunes and not aligned else next(iter(ways))
+            step.kind, step.run, step.why = HANDLEPOOL, ways[name], ""
             if name == TORCH:
                 step.kind, step.why = TORCH, "torch's kernel is quicker"
             if aligned:
@@ -321,6 +328,9 @@ class Program:
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Call the program with the leaves of the arguments."""
         place = self._place
+        if not self._slots_returned:
+            # Without a step there is nothing to record.
+            return self._outputs.build([self._constants.values[node].clone() for node in self._returned], leaves)
         try:
             own = place.tensors(self.recorded(*place.arrays(self._given(leaves))))
         except CaptureError as error:
@@ -351,6 +361,11 @@ def _run(constants: tuple[Any, ...], program: Held, *inputs: Any) -> tuple[Any, 
     """Run a program: the function that is recorded."""
     found: tuple[Any, ...] = program.value.run(inputs, constants)
     return found
+
+
+def _without_modes(kind: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast, whose conversions are operations of the graph."""
+    return torch.autocast(kind, enabled=False, cache_enabled=False)
 
 
 def _same(value: Any) -> Any:

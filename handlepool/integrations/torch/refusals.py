@@ -8,6 +8,10 @@ class NotTaken(Exception):
     """A model, or a part of a model, that is left to torch. Says the reason."""
 
 
+class NotNow(NotTaken):
+    """A call that is left to torch, though the next call of its form may not be."""
+
+
 def warn(name: str, why: object) -> None:
     """Warn that torch runs a model, and why.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import handlepool
 from handlepool import ArgumentError, CaptureError
+from handlepool.integrations.torch.capture import apart
 from handlepool.integrations.torch.held import Held
 from handlepool.integrations.torch.inductor import compiled
 from handlepool.integrations.torch.modes import modes
@@ -20,6 +21,7 @@ from handlepool.integrations.torch.places import Place, place_for
 from handlepool.integrations.torch.refusals import NotTaken, warn
 from handlepool.integrations.torch.weights import Versions, Weights
 
+pytree = torch.utils._pytree
 KERNELS = ("torch", "inductor")
 MOST_KEYS = 1024
 """Geometries that are remembered as tried."""
@@ -66,13 +68,14 @@ class Together:
             The value of each model, in new tensors that are ready on torch's current stream.
         """
         args = self._split(given)
+        shared = len(given) < len(self._models)
         try:
             if self._place is None:
                 self._begin(args)
-            if torch.is_grad_enabled() and (self._derived or any(each.requires_grad for each in _tensors(args))):
+            if torch.is_grad_enabled() and (self._weights.derived() or any(each.requires_grad for each in _tensors(args))):
                 raise NotTaken("it needs gradients: call it under torch.no_grad()")
             while True:
-                values = self._called(args)
+                values = self._called(args, shared)
                 # The program may have run with weights that were replaced. It changes nothing else, so its values are dropped.
                 if self._same():
                     return values
@@ -116,8 +119,7 @@ class Together:
         devices = {each.device for each in (*self._weights.tensors, *_tensors(args))}
         if len(devices) != 1:
             raise NotTaken(f"its tensors are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))})")
-        if self._weights.training:
-            raise NotTaken("a model is in training mode: call its eval()")
+        self._weights.check()
         place = place_for(devices.pop())
         nodes, weights = [], []
         for number, (model, call) in enumerate(zip(self._models, self._calls, strict=True)):
@@ -134,7 +136,6 @@ class Together:
         self._place = None
         self._tried.clear()
         self._weights = Weights(self._models)
-        self._derived = any(each.requires_grad for each in self._weights.tensors)
         self._calls = [*map(compiled, self._models)] if self._kernels == "inductor" else [*self._models]
 
     def _same(self) -> bool:
@@ -142,9 +143,11 @@ class Together:
         # Inductor has built values of weights into its kernels. Torch's kernels read them where they lie.
         return self._weights.bound() and (self._kernels == "torch" or self._weights.versions.same())
 
-    def _called(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _called(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
         place: Any = self._place
-        arrays, mode = place.arrays(args), modes(place.kind)
+        # Arguments for all models are one argument of the recorded function, which takes no tensors that share memory.
+        given = args[:1] if shared else apart(args)
+        arrays, mode = place.arrays(given), modes(place.kind)
         try:
             found: tuple[Any, ...] = place.tensors(self.recorded(mode, *arrays))
         except _Untried:
@@ -188,16 +191,17 @@ def _run(check: Held, nodes: tuple[Any, ...], weights: tuple[Any, ...], *given: 
     """Call each model as an operation: the function that is recorded."""
     check.value(given)
     _, *args = given
+    args = args * len(nodes) if len(args) < len(nodes) else args
     return tuple([node(*each) for node, *each in zip(nodes, weights, args, strict=True)])
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    return (each for each in torch.utils._pytree.tree_leaves(value) if isinstance(each, Tensor))
+    return (each for each in pytree.tree_leaves(value) if isinstance(each, Tensor))
 
 
 def _geometry(value: Any) -> Any:
     """Return a value with the geometry of its arrays in their places, to be hashed."""
-    leaves, spec = torch.utils._pytree.tree_flatten(value)
+    leaves, spec = pytree.tree_flatten(value)
     return repr(spec), tuple([_part(each) for each in leaves])
 
 

@@ -5,13 +5,16 @@ parameter and buffer, the object that is bound to its name, its address, and tor
 C, at about 0.1 µs for each weight.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from handlepool.integrations.torch.refusals import NotTaken
 
 _pointer = Tensor.data_ptr
 _version = attrgetter("_version")
@@ -43,9 +46,10 @@ class Versions:
 
 
 class Weights:
-    """The parameters, buffers and plain attributes of modules.
+    """The parameters, buffers, hooks and plain attributes of modules.
 
-    Of a module whose class is torch's own, ``training`` counts, and no other plain attribute.
+    Plain globals that the methods of a module name count as its attributes. Of a module whose class is torch's own, ``training``
+    counts, and no other plain attribute.
 
     Parameters
     ----------
@@ -67,13 +71,17 @@ class Weights:
         self._tables = [each for each in tables if each]
         self._entries = [*chain.from_iterable(map(dict.values, self._tables))]
         self._sizes = [*map(len, self._tables)]
-        self.tensors = [*dict.fromkeys(each for each in self._entries if isinstance(each, Tensor))]
+        # A tensor that is a plain attribute is as good as a buffer.
+        self._held = [(space, key) for space in spaces for key, value in space.items() if isinstance(value, Tensor)]
+        self._owned = [space[key] for space, key in self._held]
+        self.tensors = [*dict.fromkeys(each for each in (*self._entries, *self._owned) if isinstance(each, Tensor))]
         self._pointers = [*map(_pointer, self.tensors)]
         # A launch may read memory of weights that the user has just replaced. These references keep that memory.
         self._aliases = [each.detach() for each in self.tensors]
         self._spaces = spaces
         self._training = [space["training"] for space in spaces]
-        self._plain = [(space, key) for space, module in zip(spaces, self.modules, strict=True) for key in _plain_names(module)]
+        self._hooks = [space[name] for space in spaces for name in ("_forward_hooks", "_forward_pre_hooks")]
+        self._plain = [(space, key) for module in self.modules for space, key in _plain_places(module)]
         self._values = [space[key] for space, key in self._plain]
         self.versions = Versions(self.tensors)
 
@@ -84,13 +92,29 @@ class Weights:
             and [*map(len, self._tables)] == self._sizes
             and all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._entries))
             and [space["training"] for space in self._spaces] == self._training
+            and not any(self._hooks)
+            and all(space.get(key) is value for (space, key), value in zip(self._held, self._owned, strict=True))
             and self._same_values()
         )
 
-    @property
-    def training(self) -> bool:
-        """Whether a module is in training mode."""
-        return any(space["training"] for space in self._spaces)
+    def check(self) -> None:
+        """Raise for modules that run more code than a program repeats, and for weights of other classes.
+
+        Raises
+        ------
+        NotTaken
+        """
+        if any(self._training):
+            raise NotTaken("it is in training mode: call its eval()")
+        for each in self.tensors:
+            if type(each) not in (Tensor, nn.Parameter, nn.Buffer) or each.layout is not torch.strided:
+                raise NotTaken(f"a weight is a {type(each).__name__} with the layout {each.layout}")
+        if any(self._hooks):
+            raise NotTaken("it has hooks, which a program would not call")
+
+    def derived(self) -> bool:
+        """Return whether a weight requires a gradient."""
+        return any(each.requires_grad for each in self.tensors)
 
     def _same_values(self) -> bool:
         now = [space.get(key, self) for space, key in self._plain]
@@ -103,11 +127,59 @@ class Weights:
         return True
 
 
-def _plain_names(module: nn.Module) -> list[str]:
-    """Return the names of a module's attributes with plain values."""
+class Snapshot:
+    """The attributes of modules, with the entries of lists and dictionaries."""
+
+    def __init__(self, spaces: list[dict[str, Any]]) -> None:
+        self._spaces = [(space, dict(space)) for space in spaces]
+        held = [value for space in spaces for value in space.values()]
+        self._lists = [(each, [*each]) for each in held if type(each) is list]
+        self._dicts = [(each, dict(each)) for each in held if type(each) is dict]
+
+    def restore(self) -> bool:
+        """Restore what changed; return whether a value did.
+
+        Torch's export puts equal tuples and lists into the places of the former ones.
+        """
+        changed = False
+        for now, then in (*self._spaces, *self._dicts):
+            if [*now] != [*then] or not all(map(is_, now.values(), then.values())):
+                changed |= not _alike(now, then)
+                now.clear()
+                now.update(then)
+        for entries, before in self._lists:
+            if len(entries) != len(before) or not all(map(is_, entries, before)):
+                changed |= not _alike(entries, before)
+                entries[:] = before
+        return changed
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether values are the same objects in equal containers."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(map(_alike, one.values(), other.values()))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return isinstance(one, _PLAIN) and repr(one) == repr(other)
+
+
+def _plain_places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the dictionaries and names of the plain values that a module's code may read."""
     if type(module).__module__.startswith("torch."):
-        return []
-    return [key for key, value in module.__dict__.items() if key not in _OWN and _is_plain(value)]
+        return
+    for key, value in module.__dict__.items():
+        if key not in _OWN and _is_plain(value):
+            yield module.__dict__, key
+    for kind in type(module).__mro__:
+        if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
+            for method in vars(kind).values():
+                if isinstance(method, FunctionType):
+                    names = [name for name in method.__code__.co_names if name in method.__globals__]
+                    yield from ((method.__globals__, name) for name in names if _is_plain(method.__globals__[name]))
 
 
 def _is_plain(value: Any) -> bool:
