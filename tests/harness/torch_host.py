@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 import handlepool
+from handlepool.integrations.torch.held import Held
 from handlepool.integrations.torch.places import Host, _numpy, _torch
 
 pytree = torch.utils._pytree
@@ -20,14 +21,14 @@ class QueuedHost(Host):
     """
 
     def operation(self, name, function):
-        driver, known = self._driver, {}
+        driver, known, held, mine = self._driver, {}, Held(function), Held(self)
 
         def lies(args):
             """The structure of the function's value for such arguments, and the geometries of its tensors."""
-            key = str(pytree.tree_map(lambda each: (each.shape, each.strides, each.dtype) if self._takes(each) else each, args))
+            key = str(pytree.tree_map(lambda each: (each.shape, each.strides, each.dtype) if mine.value._takes(each) else each, args))
             if key not in known:
                 with torch.no_grad():
-                    made = function(*pytree.tree_map(self._blank, args))
+                    made = held.value(*pytree.tree_map(mine.value._blank, args))
                 flat, structure = pytree.tree_flatten(made)
                 known[key] = structure, [(tuple(each.shape), each.stride(), _numpy(each).dtype) for each in flat]
             return known[key]
@@ -36,7 +37,7 @@ class QueuedHost(Host):
             structure, outs = lies(args)
             made = [driver.empty(shape, tuple(step * dtype.itemsize for step in steps), dtype) for shape, steps, dtype in outs]
             flat, given = pytree.tree_flatten(args)
-            places = [place for place, each in enumerate(flat) if self._takes(each)]
+            places = [place for place, each in enumerate(flat) if mine.value._takes(each)]
             plain = [None if place in places else each for place, each in enumerate(flat)]
 
             def run(*raw):
@@ -44,7 +45,7 @@ class QueuedHost(Host):
                 for place, each in zip(places, raw[len(made) :], strict=True):
                     values[place] = _over(each)
                 with torch.no_grad():
-                    found = pytree.tree_leaves(function(*pytree.tree_unflatten(values, given)))
+                    found = pytree.tree_leaves(held.value(*pytree.tree_unflatten(values, given)))
                     for out, value in zip(raw, found, strict=False):
                         _over(out).copy_(value)
 

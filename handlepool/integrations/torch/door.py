@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import handlepool
-from handlepool import ArgumentError, CaptureError
+from handlepool import ArgumentError, CaptureError, HandlePoolError
 from handlepool.integrations.torch.capture import captured
 from handlepool.integrations.torch.modes import modes
 from handlepool.integrations.torch.places import place_for
@@ -134,6 +134,13 @@ class RecordedModel:
                     made = self._new(leaves, args, kwargs)
                 except NotTaken as why:
                     made = str(why)
+                except HandlePoolError:
+                    raise
+                # A graph may have forms that the lowering does not expect. Torch then runs the model, and the warning has the error.
+                except Exception as error:
+                    if self._settings.strict:
+                        raise
+                    made = f"it cannot be lowered ({type(error).__name__}: {error})"
                 self._programs[key] = made
                 while len(self._programs) > self._settings.programs:
                     _end(self._programs.popitem(last=False)[1])

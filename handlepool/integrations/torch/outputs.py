@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from handlepool.integrations.torch.capture import Captured
 from handlepool.integrations.torch.cleaning import base_of
+from handlepool.integrations.torch.kernel import value_of
 
 View = tuple[Any, Any, Any]
 """A target with its arguments, which name one node."""
@@ -91,8 +92,9 @@ class Outputs:
             return Source(INPUT, self._inputs[base], _views(base, value))
         if base in self._weights:
             return Source(TENSOR, self._weights[base], _views(base, value))
-        # Values that share memory are views of one result. A value alone is a result of its own, which may be smaller.
-        if len(self._views[base]) == 1:
+        # Values that share memory are views of one result. A value alone is a result of its own, which may be smaller. A program
+        # returns tensors without gaps, so a value with gaps is a view.
+        if len(self._views[base]) == 1 and is_dense(value_of(value)):
             return Source(OWN, self._place(value))
         return Source(OWN, self._place(base), _views(base, value))
 
@@ -107,6 +109,12 @@ class Outputs:
             tensor = target if isinstance(target, Tensor) else given[target]
             tensor.copy_(source.value(own, given))
         return self._structure.unflatten([each.value(own, given) for each in self._sources])
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements fill its memory without gaps."""
+    span = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.numel() in (0, span)
 
 
 def _views(base: fx.Node, node: fx.Node) -> tuple[View, ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import handlepool
+from handlepool.integrations.torch.held import Held
 from handlepool.integrations.torch.refusals import NotTaken
 
 View = Callable[[Tensor], Tensor]
@@ -82,9 +83,11 @@ class Cuda:
 
     def operation(self, name: str, function: Function) -> Function:
         """Return a declared operation."""
+        # The function leads to nodes of the graph, and these to the whole graph. So it is hidden from the walk over a call.
+        held = Held(function)
 
         def work(*args: Any) -> Any:
-            return function(*args)
+            return held.value(*args)
 
         work.__name__ = work.__qualname__ = name
         return handlepool.operation(work, mutates=())

@@ -23,7 +23,7 @@ from handlepool.integrations.torch.convolutions import lower_convolutions
 from handlepool.integrations.torch.held import Held
 from handlepool.integrations.torch.kernel import Kernel, Lowering, arguments, value_of
 from handlepool.integrations.torch.layers import lower_layers
-from handlepool.integrations.torch.outputs import Outputs
+from handlepool.integrations.torch.outputs import Outputs, is_dense
 from handlepool.integrations.torch.places import Place
 from handlepool.integrations.torch.pointwise import lower_norms, lower_pointwise
 from handlepool.integrations.torch.refusals import NotNow, NotTaken
@@ -91,6 +91,7 @@ class Program:
     """
 
     def __init__(self, graph: Captured, place: Place, device: torch.device, tune: bool, options: dict[str, Any]) -> None:
+        _check(graph.graph)
         self._place = place
         self._inputs = [(at, node) for at, node in enumerate(graph.inputs) if node is not None]
         written = {id(target) for _, target in graph.writes if isinstance(target, Tensor)}
@@ -101,7 +102,6 @@ class Program:
         self._constants = Constants(fixed)
         self.weights = [*fixed.values()]
         clean(graph.graph, {*self._outputs.returned})
-        _check(graph.graph, device)
         with torch.no_grad():
             self._constants.fold(graph.graph)
             lowering = Lowering(graph.graph, self._constants, place.kind)
@@ -321,7 +321,7 @@ class Program:
             expected = value_of(node)
             same = _lies_so(value, expected)
             # A program returns copies without gaps. So a result of other strides, as an expanded one, is copied as it is.
-            self._lays.append(_same if same or not _dense(expected) else self._lay(expected, value))
+            self._lays.append(_same if same or not is_dense(expected) else self._lay(expected, value))
 
     # Calls
 
@@ -397,12 +397,6 @@ def _dtype(value: Any) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def _dense(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements fill its memory without gaps."""
-    span = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return tensor.numel() in (0, span)
-
-
 def _name(node: fx.Node) -> str:
     name = getattr(node.target, "__name__", str(node.target))
     return name.removeprefix("aten.").partition(".")[0]
@@ -439,7 +433,7 @@ def _plain(target: Any, args: Any, kwargs: Any, inputs: Sequence[fx.Node]) -> Ca
     return run
 
 
-def _check(graph: fx.Graph, device: torch.device) -> None:
+def _check(graph: fx.Graph) -> None:
     """Raise for a graph whose replay would not be the model.
 
     Raises
