@@ -153,7 +153,7 @@ class RecordedModel:
         self._weights.check()
         device = device_of([*self._weights.tensors, *leaves])
         place = place_for(device)
-        made = Program(captured(self._model, args, kwargs), place, device, settings.tune, settings.options())
+        made = Program(captured(self._model, args, kwargs), place, device, type(self._model).__name__, settings.tune, settings.options())
         made.settle(leaves)
         if settings.tune and place.kind == "cuda" and not made.writes:
             # The call records the program that is tuned.

@@ -1,6 +1,8 @@
 """Lower products, pools, normalisations, attention and moves, one kernel for each."""
 
+import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from handlepool.integrations.torch.kernel import Kernel, Lowering, arguments, at
 from handlepool.integrations.torch.modes import deterministic, tf32
 
 MOST_PARTS = 32
+ALIGNED = 16
+"""The library's kernels read arrays that begin at multiples of so many bytes."""
 functional = torch.nn.functional
 
 
@@ -210,6 +214,45 @@ def _shuffle(lowering: Lowering, node: fx.Node) -> None:
     plain = lambda x: torch.channel_shuffle(x, groups)  # noqa: E731
     kernel = Kernel("channel_shuffle", {"fused": lambda x: handlepool.channel_shuffle(x, groups)}, plain)
     lowering.emit(kernel, [x], last)
+
+
+def lower_slices(lowering: Lowering) -> None:
+    """Copy slices of channels that begin where no kernel of the library reads, in one launch each."""
+    for node in [*lowering.graph.nodes]:
+        part = _slice(node) if lowering.varies(node) and is_tensor(node, 4) else None
+        if part is None or not any(isinstance(user.target, Kernel) for user in node.users):
+            continue
+        source, start, stop = part
+        value = value_of(source)
+        if start * value.element_size() % ALIGNED:
+            widths = (0, 0, 0, 0, -start, stop - value.shape[1])
+            run = partial(_cut, widths)
+            kernel = Kernel("slice", {"fused": run}, partial(_narrow, start, stop))
+            lowering.emit(kernel, [source], node)
+
+
+def _slice(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+    """Return the source, the begin and the end of a slice of channels."""
+    if node.target is aten.slice.Tensor:
+        source, axis, start, stop, step = arguments(node)
+        if axis == 1 and step == 1 and is_tensor(source, 4):
+            start = start or 0
+            return (source, start, start + value_of(node).shape[1]) if start >= 0 else None
+    if node.target is operator.getitem and node.args[0].target in (aten.split.Tensor, aten.split_with_sizes.default):
+        source, _, axis = arguments(node.args[0])
+        if axis == 1 and is_tensor(source, 4):
+            extents = [each.shape[1] for each in value_of(node.args[0])]
+            start = sum(extents[: node.args[1]])
+            return source, start, start + extents[node.args[1]]
+    return None
+
+
+def _cut(widths: tuple[int, ...], x: Any) -> Any:
+    return handlepool.pad(x, widths)
+
+
+def _narrow(start: int, stop: int, x: Any) -> Any:
+    return x[:, start:stop].clone(memory_format=torch.preserve_format)
 
 
 _LOWER: dict[Any, Callable[[Lowering, fx.Node], None]] = {

@@ -22,7 +22,7 @@ from handlepool.integrations.torch.constants import Constants
 from handlepool.integrations.torch.convolutions import lower_convolutions
 from handlepool.integrations.torch.held import Held
 from handlepool.integrations.torch.kernel import Kernel, Lowering, arguments, value_of
-from handlepool.integrations.torch.layers import lower_layers
+from handlepool.integrations.torch.layers import ALIGNED, lower_layers, lower_slices
 from handlepool.integrations.torch.outputs import Outputs, is_dense
 from handlepool.integrations.torch.places import Place
 from handlepool.integrations.torch.pointwise import lower_norms, lower_pointwise
@@ -32,8 +32,6 @@ from handlepool.integrations.torch.ways import quickest
 aten = torch.ops.aten
 HANDLEPOOL, TORCH, VIEW, COPY = "handlepool", "torch", "view", "copy"
 _REFUSALS = (ArgumentError, ArrayTypeError, GraphNotSupportedError, TraceError, NotTaken)
-ALIGNED = 16
-"""The library's kernels read arrays that begin at multiples of so many bytes."""
 _quickest: dict[Any, str] = {}
 """The quickest way of each kernel that was timed, by its name, options and geometry."""
 
@@ -77,6 +75,8 @@ class Program:
     graph : Captured
     place : Place
     device : device
+    name : str
+        The model's, for messages.
     tune : bool
         Whether the ways to compute a kernel are timed.
     options : dict
@@ -90,7 +90,9 @@ class Program:
         Microseconds of a call, by this program and by Inductor, where these were compared.
     """
 
-    def __init__(self, graph: Captured, place: Place, device: torch.device, tune: bool, options: dict[str, Any]) -> None:
+    def __init__(
+        self, graph: Captured, place: Place, device: torch.device, name: str, tune: bool, options: dict[str, Any]
+    ) -> None:
         _check(graph.graph)
         self._place = place
         self._inputs = [(at, node) for at, node in enumerate(graph.inputs) if node is not None]
@@ -106,7 +108,7 @@ class Program:
             self._constants.fold(graph.graph)
             lowering = Lowering(graph.graph, self._constants, place.kind)
             _bring_to_device(lowering, device)
-            for lower in (lower_convolutions, lower_layers, lower_norms, lower_pointwise):
+            for lower in (lower_convolutions, lower_layers, lower_norms, lower_pointwise, lower_slices):
                 lower(lowering)
         self.steps: list[Step] = []
         self._slots: dict[fx.Node, int] = {}
@@ -116,6 +118,7 @@ class Program:
         self._tunes = tune and place.kind == "cuda"
         self._copies = place.operation("copy", _copied) if place.kind == "cuda" else _copied
         run = partial(_run, self._arrays, Held(self))
+        run.__name__ = run.__qualname__ = name  # type: ignore[attr-defined]
         self.recorded = handlepool.recorded(run, strict=True, **options)
 
     # Building

@@ -75,7 +75,10 @@ class Together:
             if torch.is_grad_enabled() and (self._weights.derived() or any(each.requires_grad for each in _tensors(args))):
                 raise NotTaken("it needs gradients: call it under torch.no_grad()")
             while True:
-                values = self._called(args, shared)
+                try:
+                    values = self._called(args, shared)
+                except _Untried:
+                    return self._try(args, shared)
                 # The program may have run with weights that were replaced. It changes nothing else, so its values are dropped.
                 if self._same():
                     return values
@@ -126,6 +129,7 @@ class Together:
             nodes.append(place.operation(f"{type(model).__name__}_{number}", partial(_call, Held(call))))
             weights.append(tuple([place.array(each) for each in Weights([model]).tensors]))
         run = partial(_run, Held(self._check), tuple(nodes), tuple(weights))
+        run.__name__ = run.__qualname__ = "together"  # type: ignore[attr-defined]
         self.recorded = handlepool.recorded(run, strict=self._strict, **self._options)
         self._place = place
 
@@ -143,15 +147,15 @@ class Together:
         # Inductor has built values of weights into its kernels. Torch's kernels read them where they lie.
         return self._weights.bound() and (self._kernels == "torch" or self._weights.versions.same())
 
-    def _called(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
+    def _given(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
+        """Return the arguments of the recorded function."""
         place: Any = self._place
         # Arguments for all models are one argument of the recorded function, which takes no tensors that share memory.
-        given = args[:1] if shared else apart(args)
-        arrays, mode = place.arrays(given), modes(place.kind)
-        try:
-            found: tuple[Any, ...] = place.tensors(self.recorded(mode, *arrays))
-        except _Untried:
-            return self._try(args, _geometry((mode, *arrays)))
+        return (modes(place.kind), *place.arrays(args[:1] if shared else apart(args)))
+
+    def _called(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
+        place: Any = self._place
+        found: tuple[Any, ...] = place.tensors(self.recorded(*self._given(args, shared)))
         return found
 
     def _check(self, given: tuple[Any, ...]) -> None:
@@ -159,8 +163,9 @@ class Together:
         if _geometry(given) not in self._tried:
             raise _Untried
 
-    def _try(self, args: tuple[Any, ...], key: Any) -> tuple[Any, ...]:
+    def _try(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
         """Call the models by torch, and see whether they write more than new tensors."""
+        key = _geometry(self._given(args, shared))
         written = Versions([*self._weights.tensors, *_tensors(args)])
         values = self._plain(args)
         if not written.same():
