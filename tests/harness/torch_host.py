@@ -25,7 +25,7 @@ class QueuedHost(Host):
 
         def lies(args):
             """The structure of the function's value for such arguments, and the geometries of its tensors."""
-            key = str(pytree.tree_map(lambda each: (each.shape, each.strides, each.dtype) if mine.value._takes(each) else each, args))
+            key = str(pytree.tree_map(mine.value._lie, args))
             if key not in known:
                 with torch.no_grad():
                     made = held.value(*pytree.tree_map(mine.value._blank, args))
@@ -57,6 +57,9 @@ class QueuedHost(Host):
 
     def _takes(self, value):
         return isinstance(value, self._driver.array_types)
+
+    def _lie(self, value):
+        return (value.shape, value.strides, value.dtype) if self._takes(value) else value
 
     def _blank(self, value):
         """A tensor of zeros in place of an array, whose values may not be there yet."""

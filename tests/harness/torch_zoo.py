@@ -18,10 +18,9 @@ TIMM = (
     *("visformer_tiny", "xcit_nano_12_p16_224", "levit_128s", "fbnetc_100", "lcnet_050", "tinynet_e", "rexnet_100", "dla34"),
     *("dpn48b", "ese_vovnet19b_dw", "selecsls42", "hardcorenas_a", "spnasnet_100", "efficientvit_b0", "efficientformer_l1"),
     *("fastvit_t8", "mobilenetv4_conv_small", "repghostnet_050", "gmlp_ti16_224", "hrnet_w18_small", "cait_xxs24_224"),
-    *("res2net50_26w_4s", "seresnet18" if False else "legacy_seresnet18", "skresnet18", "eca_resnet33ts", "inception_v4", "xception41"),
+    *("res2net50_26w_4s", "legacy_seresnet18", "skresnet18", "eca_resnet33ts", "inception_v4", "xception41"),
 )
 SIDES = {"swin_t": 64, "swin_v2_t": 64, "vit_b_32": 224, "inception_v4": 96}
-LEFT = {"cait_xxs24_224": None}
 
 
 def made(name):

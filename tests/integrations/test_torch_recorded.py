@@ -139,6 +139,7 @@ POINTWISE = {
     "integers": lambda x: (x * 10).to(torch.int32) + 3,
     "shapes": lambda x: torch.cat([x[:, 2:5].flatten(2), x.permute(0, 2, 3, 1).reshape(2, 8, 64)[:, ::2]], 1).sum(-1),
     "einsum": lambda x: torch.einsum("nchw,ncwk->nhk", x, x).roll(1, 2),
+    "filled": lambda x: (x.new_full((8, 1, 1), 2.0) * x + torch.zeros_like(x).fill_(3)) * torch.ones_like(x[0]),
     "sorted": lambda x: torch.sort(x.flatten(1), 1),
     "top": lambda x: torch.topk(x.flatten(1), 3),
     "where": lambda x: x.argmax(1),

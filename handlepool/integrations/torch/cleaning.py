@@ -1,6 +1,7 @@
 """Drop operations that a functional graph does not need, and tell views from work."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,6 +73,43 @@ def clean(graph: fx.Graph, kept: set[fx.Node]) -> None:
     _drop_unused(graph)
 
 
+_FILLED: dict[Any, Callable[[list[Any]], Any]] = {
+    aten.new_zeros.default: lambda args: 0,
+    aten.new_ones.default: lambda args: 1,
+    aten.new_full.default: lambda args: args[2],
+    aten.zeros_like.default: lambda args: 0,
+    aten.ones_like.default: lambda args: 1,
+    aten.full_like.default: lambda args: args[1],
+    aten.fill.Scalar: lambda args: args[1],
+    aten.fill.Tensor: lambda args: args[1],
+}
+"""Operations that take the form of a tensor and no values, with the number that they write."""
+
+
+def free_of_values(graph: fx.Graph) -> None:
+    """Let operations that read the form of a tensor alone read no tensor, so that their values are constants."""
+    for node in [*graph.nodes]:
+        number = _FILLED.get(node.target)
+        expected = node.meta.get("val")
+        if number is None or not isinstance(expected, Tensor) or any(map(_is_symbol, expected.shape)):
+            continue
+        written = number([*node.args])
+        plain = not isinstance(written, fx.Node)
+        with graph.inserting_before(node):
+            form = {"dtype": expected.dtype, "device": expected.device}
+            new = graph.call_function(aten.full.default, ([*expected.shape], written if plain else 0), form)
+            new.meta["val"] = expected
+            if not plain:
+                new = graph.call_function(aten.add.Tensor, (new, written))
+                new.meta["val"] = expected
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def _is_symbol(extent: Any) -> bool:
+    return not isinstance(extent, int)
+
+
 def _active(node: fx.Node) -> bool:
     _, rate, training = node.args
     return bool(training and rate)
@@ -83,6 +121,8 @@ def _copies_in_vain(node: fx.Node, kept: set[fx.Node]) -> bool:
     if node.target is aten.clone.default:
         form = node.kwargs.get("memory_format")
         return form in (None, torch.preserve_format) and not any(base_of(each) is node for each in kept)
+    if node.target in (aten.pad.default, aten.constant_pad_nd.default):
+        return not any(node.args[1]) and not any(base_of(each) is node for each in kept)
     if node.target in (aten.to.dtype, aten._to_copy.default, aten.type_as.default):
         same = isinstance(value_of(node), Tensor) and value_of(node).dtype == value_of(source).dtype
         return same and set(node.kwargs) <= {"dtype"} and not any(base_of(each) is node for each in kept)

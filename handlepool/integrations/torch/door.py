@@ -79,7 +79,9 @@ class RecordedModel:
         return self._model(*args, **kwargs)
 
     def _run(self, leaves: Sequence[Any], structure: Any, args: Any, kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and (self._weights.derived() or any(isinstance(each, Tensor) and each.requires_grad for each in leaves)):
+        if torch.is_grad_enabled() and (
+            self._weights.derived() or any(isinstance(each, Tensor) and each.requires_grad for each in leaves)
+        ):
             raise NotTaken("it needs gradients: call it under torch.no_grad()")
         kind = self._kind or next((each.device.type for each in leaves if isinstance(each, Tensor)), "cpu")
         key = modes(kind), structure, tuple([_part(each) for each in leaves])
@@ -136,7 +138,7 @@ class RecordedModel:
                     made = str(why)
                 except HandlePoolError:
                     raise
-                # A graph may have forms that the lowering does not expect. Torch then runs the model, and the warning has the error.
+                # A graph may have forms that the lowering does not expect. Torch then runs the model, and the warning says why.
                 except Exception as error:
                     if self._settings.strict:
                         raise
@@ -153,7 +155,9 @@ class RecordedModel:
         self._weights.check()
         device = device_of([*self._weights.tensors, *leaves])
         place = place_for(device)
-        made = Program(captured(self._model, args, kwargs), place, device, type(self._model).__name__, settings.tune, settings.options())
+        made = Program(
+            captured(self._model, args, kwargs), place, device, type(self._model).__name__, settings.tune, settings.options()
+        )
         made.settle(leaves)
         if settings.tune and place.kind == "cuda" and not made.writes:
             # The call records the program that is tuned.

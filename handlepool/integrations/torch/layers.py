@@ -234,7 +234,7 @@ def lower_slices(lowering: Lowering) -> None:
 def _slice(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     """Return the source, the begin and the end of a slice of channels."""
     if node.target is aten.slice.Tensor:
-        source, axis, start, stop, step = arguments(node)
+        source, axis, start, _, step = arguments(node)
         if axis == 1 and step == 1 and is_tensor(source, 4):
             start = start or 0
             return (source, start, start + value_of(node).shape[1]) if start >= 0 else None

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 import handlepool
 from handlepool import ArgumentError, ArrayTypeError, CaptureError, GraphNotSupportedError, TraceError
 from handlepool.integrations.torch.capture import Captured
-from handlepool.integrations.torch.cleaning import base_of, clean, is_view
+from handlepool.integrations.torch.cleaning import base_of, clean, free_of_values, is_view
 from handlepool.integrations.torch.constants import Constants
 from handlepool.integrations.torch.convolutions import lower_convolutions
 from handlepool.integrations.torch.held import Held
@@ -104,6 +104,7 @@ class Program:
         self._constants = Constants(fixed)
         self.weights = [*fixed.values()]
         clean(graph.graph, {*self._outputs.returned})
+        free_of_values(graph.graph)
         with torch.no_grad():
             self._constants.fold(graph.graph)
             lowering = Lowering(graph.graph, self._constants, place.kind)
