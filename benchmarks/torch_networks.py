@@ -244,7 +244,10 @@ def ways(torch: Any, model: Any, models: list[Any], x: Any, found: dict[str, Any
 
     def dynamo() -> Case:
         options = {"strict": True, "tune": True, "fallback": None, "lanes": 16}
-        return called(torch.compile(model, backend="handlepool", dynamic=False, options=options))
+        # Without an installed distribution there is no entry point.
+        from handlepool.integrations.torch.backend import handlepool as backend
+
+        return called(torch.compile(model, backend=backend, dynamic=False, options=options))
 
     def streams() -> Case:
         functions = [compiled(each) for each in models]

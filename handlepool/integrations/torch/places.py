@@ -168,7 +168,10 @@ def place_for(device: torch.device) -> Place:
     NotTaken
         If the pool's driver has no such tensors.
     """
-    name = handlepool.default_pool().driver.name
+    try:
+        name = handlepool.default_pool().driver.name
+    except handlepool.DriverNotAvailableError as error:
+        raise NotTaken(f"its tensors are on {device}, and there is no driver for a GPU ({error})") from error
     if (name, device.type) == ("cuda", "cuda"):
         return Cuda()
     if (name, device.type) == ("host", "cpu"):
