@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
     options = parser().parse_args(arguments)
     if options.command == "info":
+        # Each command imports its own modules. So `info` works where the packages of the demo are missing.
         from handlepool.cli import info
 
         if options.device_properties is not None:

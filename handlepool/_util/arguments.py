@@ -50,6 +50,7 @@ def as_integer(value: Any, otherwise: int | None = None) -> int:
     if type(value) is int:
         return value
     try:
+        # `index` takes True for 1, and a flag in the place of a number is a mistake.
         if isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{shown(value)} is no integer")
         return index(value)
@@ -98,6 +99,7 @@ def check_ends(what: str, *values: object) -> None:
     ArgumentError
         With a message that begins with ``what``, as "f was given".
     """
+    # A recursion would hit Python's limit at the depth that this check has to report.
     left: list[tuple[object, Iterator[object]]] = [(values, iter(values))]
     within: set[int] = set()
     while left:
@@ -112,4 +114,5 @@ def check_ends(what: str, *values: object) -> None:
                     f"{what} a {kind_of(value)} inside more than {MOST_DEEP} others: take it out of some of these"
                 )
             within.add(id(value))
+            # The list is a copy, because another thread may change the container meanwhile.
             left.append((value, iter([*value.values()] if isinstance(value, dict) else [*value])))

@@ -34,6 +34,7 @@ def main(options: argparse.Namespace) -> int:
             raise ArgumentError(f"there is no plan directory {path}")
         actions = {"list": _list, "verify": _verify, "clear": _clear}
         return actions[options.action](PlanDirectory(path))
+    # ``handlepool plans list | head`` closes the pipe early. The entry point treats that as success.
     except BrokenPipeError:
         raise
     except (HandlePoolError, OSError) as error:
@@ -95,6 +96,7 @@ def _build(name: str, properties: Path, path: str) -> int:
         )
     failed: list[str] = []
     planner, early = Planner(device), 0
+    # The listed functions use the default pool and the current stream, as they do in the application.
     with HandlePool(driver=planner, plan_directory=path) as pool, substitute_default(pool), planner.create_stream():
         for entry in entries:
             function, specs, options = _entry(entry)

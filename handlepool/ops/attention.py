@@ -101,6 +101,7 @@ def _prepare(
 
 def _scale(name: str, scale: Any) -> float:
     try:
+        # `float` would accept these values as well. For an array on the device it would also wait for the stream.
         if isinstance(scale, (bool, str, bytes)) or holds_values(scale):
             raise TypeError
         number = float(scale)
@@ -142,6 +143,7 @@ def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, is_causal: 
         raise ArgumentError(
             f"{name}: q {q.shape}, k {k.shape} and v {v.shape}; they must be (N, H, L, E), (N, H, S, E) and (N, H, S, D)"
         )
+    # Without keys a row of the softmax divides 0 by 0. An empty q has no such row.
     if math.prod(q.shape) and not k.shape[2]:
         raise ArgumentError(f"{name}: k of shape {k.shape} has no keys; give one or more")
     scores = (*q.shape[:3], k.shape[2])

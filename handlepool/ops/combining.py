@@ -62,6 +62,8 @@ def add(x: ArrayT, *others: object, activation: str | None = None, out: object =
     ArgumentError
         For shapes, types or strides that cannot be taken, and an activation that there is not.
     """
+    # The kernel for sums takes arrays alone. A number, or a value of a function that is being traced, takes the elementwise
+    # path.
     for each in (x, *others):
         if _scalars[type(each)]:
             return cast("ArrayT", _sum(x, *others, activation=activation, out=out, pool=pool))
@@ -135,6 +137,7 @@ def _describe_add(layouts: tuple[Layout, ...], *, activation: str | None) -> Des
                     f"add: argument {place} is of shape {layout.shape} and argument 0 of {first.shape}; they must broadcast to "
                     f"one shape"
                 ) from None
+    # The kernel for sums reads operands of one shape. Operands that broadcast go through an elementwise kernel.
     if any(layout.shape != shape for layout in layouts):
         return describe(_summed, "add", layouts, arguments=Arguments("add", (None,) * len(layouts), {"activation": activation}))
     return Add(activation), lying_as(first, first.shape)

@@ -175,6 +175,7 @@ def _options_of_pad(widths: object, mode: object, value: object) -> dict[str, An
             raise TypeError
         found = tuple(map(as_integer, widths))
     except TypeError:
+        # A single width fails the test below, which has the message for every wrong value.
         found = (0,)
     if len(found) % 2 or not found:
         raise ArgumentError(
@@ -213,6 +214,7 @@ def _bits(dtype: np.dtype[Any], text: str) -> int:
         For a number that the type does not have.
     """
     if dtype.kind in "iu":
+        # A text without a point or an exponent is read as an integer, because a float has no integer beyond 2**53 exactly.
         number: Any = float(text) if set(text) & set(".en") else int(text.replace("True", "1").replace("False", "0"))
         limits = np.iinfo(dtype)
         if number != number or not limits.min <= number <= limits.max or number != int(number):
@@ -220,6 +222,7 @@ def _bits(dtype: np.dtype[Any], text: str) -> int:
         number = int(number)
     else:
         number = float({"True": "1", "False": "0"}.get(text, text))
+    # A constant beyond the range of a floating type becomes infinity, and NumPy would warn of that.
     with np.errstate(over="ignore"):
         return int.from_bytes(np.asarray(number).astype(dtype).tobytes(), "little")
 
@@ -260,6 +263,7 @@ def _describe_shuffle(layouts: tuple[Layout, ...], *, groups: int) -> Described:
 
 def _describe_layout(name: str, last: bool, layouts: tuple[Layout, ...]) -> Described:
     x = _check(name, layouts, 3 if last else 1)
+    # A concatenation of one array is a copy into the layout of its output.
     return Concat(0), dense(x.shape, x.dtype, (0, *range(2, x.ndim), 1) if last else None)
 
 

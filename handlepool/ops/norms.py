@@ -420,6 +420,7 @@ def _describe_groups(
     if number and x.shape[1] % number:
         raise ArgumentError(f"{name}: {number} groups, which do not divide the {x.shape[1]} channels of x {x.shape}")
     axes = tuple(range(2, x.ndim))
+    # An array without channels has no groups, and the kernel divides the channels by their number.
     return Normalise("mean", axes, number or 1, eps, weighted, biased), lying_as(x, x.shape)
 
 

@@ -207,6 +207,7 @@ def _describe_whole(layouts: tuple[Layout, ...], *, keepdims: bool) -> Described
 def _options(name: str, window: object, stride: object, padding: object, ceil_mode: object) -> dict[str, Any]:
     rows, columns = size = pair(name, "window", window)
     margins = pair(name, "padding", padding, 0)
+    # A window of padding alone has no largest pixel.
     if margins[0] * 2 > rows or margins[1] * 2 > columns:
         raise ArgumentError(
             f"{name}: padding={shown(padding)} is more than half of a window of {rows} x {columns} pixels, so that some windows "

@@ -163,6 +163,7 @@ class _Product:
             if applied in ACTIVATIONS and applied not in BEHIND_A_PRODUCT:
                 raise GraphNotSupportedError(f"{self.name}: {applied} behind a product was not measured in one plan")
             function = self.copying if copies else self.plain
+            # The shortcut is looked up for the function without copies. A plan with copies must not answer for it.
             known = key if some == parts and not copies else None
             return function.prepare(pool, arrays, out, {"activation": applied}, settings, converted, known)
 

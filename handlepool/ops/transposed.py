@@ -201,6 +201,7 @@ def _check(
     if w.shape[0] % groups:
         raise ArgumentError(f"{name}: {groups} groups, which do not divide the {w.shape[0]} channels of x {x.shape}")
     for axis, (more, stride, dilation) in enumerate(zip(output_padding, how["stride"], how["dilation"], strict=True)):
+        # Torch has this bound. It keeps x the gradient of a convolution of the result.
         if more >= max(stride, dilation):
             raise ArgumentError(
                 f"{name}: output_padding={output_padding} with stride={how['stride']} and dilation={how['dilation']}; along "

@@ -8,6 +8,7 @@ from handlepool._util.frames import frames_inside
 AssumedWriter = tuple[str, Hashable]
 """The name and code of a possible writer of its arguments."""
 
+# A function may run in every step of a loop. One warning names it, and further warnings would hide other output.
 _warned: set[Hashable] = set()
 
 

@@ -59,6 +59,7 @@ class Operation(Generic[P, R_co]):
                 f"operation was given {shown(function)}, which cannot be called: put @handlepool.operation right above the "
                 f"function, and @classmethod or @property above that"
             )
+        # The body of such a function runs after the call has returned, outside of its place in the order.
         for late in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
             if late(function):
                 raise ArgumentError(
@@ -160,6 +161,7 @@ class Operation(Generic[P, R_co]):
         ContractError
             Where such a call was found to write more than it declares.
         """
+        # A flag may switch a write on. So calls with other flags are measured separately.
         flags = [value for value in (*args, *kwargs.values()) if value is None or value is True or value is False]
         form = (len(args), *kwargs, *flags)
         known = self._measured.get(form)
@@ -240,6 +242,7 @@ class Operation(Generic[P, R_co]):
             f"not lead to it. Define it at the level of a module or a class, under its own name"
         )
 
+    # A copy would go through `__reduce__`, which refuses an operation that its name does not lead to.
     def __copy__(self) -> "Operation[P, R_co]":
         return self
 
@@ -504,6 +507,7 @@ def _attribute(
 ) -> Any:
     value = find(args, kwargs)
     for part in path:
+        # An optional argument may be None, and has no attributes then.
         if value is None:
             return None
         try:

@@ -30,6 +30,7 @@ def order(pool: PoolInternals, device: int, first: int, then: int) -> None:
     """
     if first == then:
         return
+    # CUDA refuses the question for the legacy stream while a blocking stream is being captured.
     captured = [pointer != LEGACY_STREAM and pool.driver.capture_id(pointer) != 0 for pointer in (first, then)]
     if captured[0] != captured[1]:
         raise CaptureError(

@@ -72,6 +72,7 @@ def run_watched(pool: PoolInternals, region: BranchRegion, memory: PlainCall, ca
     """
     function, args, kwargs = call
     watch = Watch(pool, call, memory.writes, memory.reached)
+    # Calls inside the function write down their own writes. Only a write that the books do not know is undeclared.
     since = calls_so_far(pool) if pool.checked else None
     known = len(region.allocated)
     result = function(*args, **kwargs)
@@ -128,6 +129,7 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
         if memory is not None:
             if late is None and beside(pool, (memory,)):
                 late = tensor
+            # The write has happened, so later calls have to wait for it, whether it was declared or not.
             before(pool, (), (memory,), tensor)
     if late is not None:
         raise ContractError(
@@ -141,6 +143,7 @@ def copies_before(given: Iterable[Any], pool: PoolInternals, writes: Writes) -> 
 
     Each copy holds the array's bytes. Making a copy waits for the stream. So the result is empty during a capture.
     """
+    # A copy waits for the stream, which a capture forbids.
     if thread.recording is not None:
         return []
     memory = _memory(writes)

@@ -34,10 +34,10 @@ class ParallelStates:
     Parameters
     ----------
     count : int
-        1 to 32. What a fork gets at most; the states are the pool's, leased for each fork, so any number of threads and forks
-        may use one `ParallelStates` at a time.
+        The most side streams that a fork leases, 1 to 32. The pool owns them and leases them to each fork. So any number of
+        threads and forks may use a `ParallelStates` at the same time.
     pool : HandlePool, optional
-        The default pool where none is given.
+        The pool that lends the streams; the default pool if omitted.
 
     Examples
     --------
@@ -69,16 +69,15 @@ class ParallelStates:
         Parameters
         ----------
         stream : stream, optional
-            The caller's stream, as in `HandlePool.get_handle`; CuPy's current stream where none is given.
+            The caller's stream, as in `HandlePool.get_handle`; CuPy's current stream if omitted.
         ordered : bool
-            Whether branches wait for each other by what they read and write, as `Fork.run` says. Without it nothing stands
-            between two branches. It is for branches that share nothing which one of them writes, and half a microsecond to three
-            quicker for each that goes to a state.
+            Whether the reads and writes of branches decide their order, as `Fork.run` says. With False, branches have no order.
+            False is right only if no branch writes memory that another branch uses. It saves 0.5 to 3 microseconds a branch.
 
         Returns
         -------
         Fork
-            To be entered once, by the thread that runs its branches.
+            The thread that runs its branches enters it once.
         """
         if type(ordered) is not bool:
             ordered = flag("ordered", ordered)
@@ -95,14 +94,14 @@ class ParallelStates:
         ----------
         function : callable
         *iterables : iterable
-            Of its positional arguments, one entry of each for a call. They are equally long, but for `itertools.repeat`, `count`
-            and `cycle`, which give as many entries as there are calls. A generator alone is read while branches are run; beside
-            other iterables or ``out``, it is read to its end before the first call.
+            The positional arguments. Each call takes an entry of each iterable. All iterables are equally long, except
+            `itertools.repeat`, `count` and `cycle`, which give an entry for every call. A single generator is read while
+            branches run. Beside other iterables or ``out``, a generator is read to its end before the first call.
         out : iterable of array, optional
             The ``out`` that each call writes to.
         **kwargs
-            For the function, the same in every call, as ``padding=1``. `map` keeps the name ``out`` alone: bind one ``out`` for
-            all calls with `functools.partial`.
+            Keywords for every call, as ``padding=1``. `map` takes the name ``out`` for itself. To give all calls the same
+            ``out``, bind it with `functools.partial`.
 
         Returns
         -------
@@ -116,8 +115,8 @@ class ParallelStates:
 
         Notes
         -----
-        Outputs that a graph function allocates may share a block of memory, where together they take 1 MiB at most. The block is
-        free when none of them is left.
+        Outputs that a graph function allocates may share a block of memory if together they take 1 MiB at most. The block is
+        released when its last output is.
         """
         with Fork(self.pool.internals, self.count, once=True) as fork:
             return fork.map(function, *iterables, out=out, **kwargs)
@@ -127,17 +126,18 @@ class ParallelStates:
 
         The call is forked and joined at once.
 
-        This is the form of Caffe2's ``with_cudnn_state``. Calls with one index exclude each other, also between threads. Calls of
-        one thread never overlap on the GPU, since each joins at once; use `fork` for that.
+        This is the form of Caffe2's ``with_cudnn_state``. Calls with the same index exclude each other, also between threads. The
+        calls of a thread never overlap on the GPU, because each call joins at once. Use `fork` for overlap.
 
         Parameters
         ----------
         index : int
             0 to ``count - 1``.
         function : callable
-            Gets the state first: it has ``handle``, ``stream``, ``device`` and ``workspace(nbytes)``, until the function returns.
+            Its first argument is the state, with ``handle``, ``stream``, ``device`` and ``workspace(nbytes)``. The state is valid
+            until the function returns.
         *args, **kwargs
-            For the function, after the state.
+            Passed to the function after the state.
 
         Returns
         -------
@@ -147,11 +147,11 @@ class ParallelStates:
         Raises
         ------
         OwnershipError
-            By a state that was kept and is used after its call.
+            For a state that is used after its call.
         StateIndexError
             For an index out of range.
         StateBusyError
-            When the state is busy and this thread holds a state already, since waiting then could deadlock.
+            If the state is busy and this thread holds a state already, because a wait could deadlock.
         """
         number = as_integer(index, -1)
         if not 0 <= number < self.count:
@@ -247,7 +247,7 @@ class State:
         Raises
         ------
         OwnershipError
-            After the call that the state was for.
+            After the state's call has ended.
         ArgumentError, OutOfMemoryError
             As in `HandlePool.get_workspace`.
         """

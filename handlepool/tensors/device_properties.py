@@ -103,6 +103,7 @@ class DeviceProperties:
             raise ArgumentError(
                 f"properties of a device have no {', '.join(map(repr, missing))}, which cuDNN asks for; describe the device again"
             )
+        # Only these two keys are computed with here. cuDNN checks the others itself.
         for key in (VERSION, "deviceVer"):
             if type(found[key]) is not int:
                 raise ArgumentError(f"properties of a device have {found[key]!r} as {key!r}; it must be an integer")
@@ -163,6 +164,7 @@ class DeviceProperties:
                 version = cudnn.backend_version()
             except RuntimeError as absent:
                 raise DriverNotAvailableError(f"plans are made by libcudnn, which was not found ({absent})") from error
+            # The frontend has no type for this error, and its status is in the text alone.
             if "SUBLIBRARY_LOADING_FAILED" in str(error):
                 raise DriverNotAvailableError(
                     f"cuDNN {version} loads CUDA's driver library to plan, and found no libcuda.so.1: the CUDA toolkit has one "

@@ -88,6 +88,7 @@ def from_dlpack(array: Any, stream: int) -> View:
     asked: dict[str, Any] = {"stream": None if device == HOST else stream or 1}
     try:
         try:
+            # Only the versioned form says whether the array is read-only.
             capsule = array.__dlpack__(max_version=(1, 0), **asked)
         except TypeError:
             # The library is older than DLPack 1.
@@ -102,8 +103,11 @@ def from_dlpack(array: Any, stream: int) -> View:
         tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
     dtype = _dtype(tensor.code, tensor.bits, tensor.lanes)
     shape = tuple(tensor.shape[: tensor.ndim])
+    # DLPack allows a null pointer for the strides of a contiguous array.
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else dense_strides(shape)
+    # `ctypes` gives None for a null pointer, which an empty array may have.
     pointer = (tensor.data or 0) + tensor.byte_offset
+    # The capsule is never consumed. Its end calls the deleter, so the view keeps it, and the array that made it.
     return View(pointer, shape, tuple([step * dtype.itemsize for step in strides]), dtype, device, readonly, (capsule, array))
 
 
@@ -145,4 +149,5 @@ def from_cuda_array(array: Any) -> tuple[View, int | None]:
     if stream == 0:
         raise ArgumentError(f"a {kind_of(array)} names stream 0, which the CUDA array interface forbids as ambiguous; 1 is meant")
     view = View(int(pointer), shape, strides, dtype, UNKNOWN, bool(readonly), array)
+    # 1 is the legacy default stream in the interface, and 0 is that stream here.
     return view, None if stream is None else 0 if stream == 1 else int(stream)

@@ -359,6 +359,7 @@ def _convolved(node: FrontendNode, image: Shape, weight: Shape) -> Shape:
             f"{what()}: the image's {image[1]} channels are no multiple of the weight's {weight[1]}; "
             "axis 1 of a weight holds the channels of one group"
         )
+    # An image without channels has no group to divide by.
     groups = image[1] // weight[1] if image[1] else 1
     if weight[0] % groups:
         raise ArgumentError(
@@ -386,6 +387,7 @@ def _yields(node: FrontendNode, image: Shape, weight: Shape, loss: Shape, transp
 
     With ``transposed``, whether they may lead to it in a transposed convolution.
     """
+    # The shapes may be declared by the caller, so they are checked before the arithmetic relies on them.
     if not len(image) == len(weight) == len(loss) or min(*image, *weight) < 0:
         return False
     found = _convolved(node, image, weight)
@@ -411,6 +413,7 @@ def axis_order(shape: Sequence[int], strides: Sequence[int]) -> Shape:
         A permutation of the axes, as `dense_strides` takes it.
     """
     rank = len(shape)
+    # An axis of one element, or of stride 0, lies anywhere. Only the other axes tell the order.
     telling = [axis for axis in range(rank) if shape[axis] > 1 and strides[axis] != 0]
     # The sort is stable, so axes of equal strides keep their own order.
     order = sorted(telling, key=strides.__getitem__, reverse=True)
@@ -502,6 +505,7 @@ def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[i
 
 
 def _make_real(tensor: FrontendTensor, shape: Shape, order: Shape, dtype: object) -> None:
+    # The frontend keeps every other tensor virtual, and writes it nowhere.
     tensor.set_output(True)
     if not tensor.dim_assigned:
         tensor.set_dim(list(shape))

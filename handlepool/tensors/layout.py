@@ -19,6 +19,7 @@ from handlepool.tensors import frontend
 from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.inference import dense_strides
 
+# A frozen dataclass sets its fields through these two. They are bound once, because each launch makes layouts.
 _new, _set = object.__new__, object.__setattr__
 
 HOST = -1
@@ -144,6 +145,7 @@ def share_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
     """
     try:
         return np.shares_memory(one, other, max_work=_MOST_WORK)
+    # The general question is NP-complete. A wait too many costs overlap, and a missing wait costs a right value.
     except np.exceptions.TooHardError:
         return True
 
@@ -164,6 +166,7 @@ def piece(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: 
 
     An array without elements has an empty piece at its address.
     """
+    # The cache below needs values that can be hashed.
     shape, strides = tuple(shape), tuple(strides)
     start, stop, gaps = _reach(shape, strides, itemsize)
     return address + start, address + stop, (address, shape, strides, itemsize) if gaps else None
