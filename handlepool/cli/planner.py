@@ -49,7 +49,7 @@ class Unlaunched(DescribedExecutable):
 
     def __init__(self, made: DescribedExecutable, met: PlannedGraph) -> None:
         super().__init__(made.planned, made.name, made.titles, "")
-        # A graph function asks a plan for its bytes to write a plan file. That call tells the planner whether the plan can be kept.
+        # A graph function asks a plan for its bytes to write a plan file. That call shows whether the plan can be kept.
         self.save = self._saved
         self._met = met
 

@@ -140,7 +140,7 @@ class OnDevice:
         """Return this thread's handle of its current stream, or None.
 
         Reading a saved plan needs a handle, and the plan needs no handle afterwards. Another handle would take 2 ms. A
-        finaliser that launches meanwhile finds this handle bound to another stream, and binds it again.
+        finalizer that launches meanwhile finds this handle bound to another stream, and binds it again.
         """
         slot = slot_on_stream(self._stream)
         mine = slot is not None and slot.owner is self._slots.status and slot.device == self.device and slot.intact

@@ -288,10 +288,10 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
     ``given`` says that the caller gave the outputs, which may overlap with other operands. ``told`` says that a current
     recording already knows of the launch.
     """
-    # A finaliser runs in the thread that it interrupts, so a lock could not keep the two launches apart.
+    # A finalizer runs in the thread that it interrupts, so a lock could not keep the two launches apart.
     if slot.busy:
         raise OwnershipError(
-            f"{plan.name} was called by a finaliser that Python runs while its thread makes another launch on stream "
+            f"{plan.name} was called by a finalizer that Python runs while its thread makes another launch on stream "
             f"{slot.pointer:#x}, whose scratch both would use: do it later"
         )
     try:

@@ -461,7 +461,7 @@ class Installation:
 
     The users are `install` and the contexts of `pooled_handles`. The lock guards all of this state, so that each name is
     replaced once and the last user restores it. A thread holds the lock while it changes names, and never while it makes
-    a handle. A finaliser may end a context inside, so the lock is reentrant.
+    a handle. A finalizer may end a context inside, so the lock is reentrant.
     """
 
     def __init__(self) -> None:

@@ -78,7 +78,7 @@ class Operands:
         ``read`` and ``written`` hold the addresses of all the launches. No launch may write memory that another launch reads or
         writes.
         """
-        # The proof below sorts one array a launch. Launches that write several arrays are looked up one by one.
+        # The proof below sorts a single array for each launch. Launches with several outputs are looked up instead.
         if len(self.written) != 1:
             return False
         length, longest = self.written[0], max(self.read + self.written)

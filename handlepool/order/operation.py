@@ -91,7 +91,7 @@ class Operation(Generic[P, R_co]):
         """Call the function in the order of this thread's region."""
         pool = (thread.pool or ordering_pool()) if active else None
         if pool is not None:
-            # The pool has no other class: see `RunningPool`.
+            # `thread.pool` has the type of a protocol, because its module is below this package. Only this class implements it.
             return self._in_order(cast(PoolInternals, pool), args, kwargs)
         pool = pool_so_far()
         if pool is not None and pool.checked:

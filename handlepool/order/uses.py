@@ -212,7 +212,8 @@ class Uses:
                 if _overlap(each, piece):
                     self._link(each, use)
             merged.uses.append(use)
-        # The address alone is the quickest key. Only one piece can have it, and the others are found by all three values.
+        # The address alone is the quickest key. A single piece can have it. Other pieces at the address are found by all three
+        # values.
         dense = use.piece is None and start not in self.known
         self.known[start if dense else (start, stop, use.piece)] = use
         if not near:

@@ -35,7 +35,7 @@ class Owned(ABC):
         Raises
         ------
         OwnershipError
-            In another thread than the owner, and in a finaliser inside another use of the program.
+            In another thread than the owner, and in a finalizer inside another use of the program.
         """
         self._use("handed over", self._leave)
 

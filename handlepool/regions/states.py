@@ -157,11 +157,11 @@ class ParallelStates:
         if not 0 <= number < self.count:
             raise StateIndexError(f"state {shown(index)} of {self.count}: the index must be 0 to {self.count - 1}")
         self.pool.internals.status.check()
-        # A lock that a thread of the parent had stays locked in a forked child, which has locks of its own.
+        # A lock that another thread held at an `os.fork` stays locked in the child. So the locks are kept by process.
         lock = self._locks.setdefault((process(), self.pool.driver.current_device(), number), threading.Lock())
-        # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another. It is
-        # counted before the lock is taken and until after it is released, so that a finaliser that the collector runs just then
-        # does not wait for its own thread.
+        # Guarantee 15: only this lock is held while user code runs, so a thread that holds a state never waits for another state.
+        # The state counts as held from before the lock is taken until after its release. So a finalizer that the collector runs
+        # in between does not wait for its own thread.
         held = thread.states_held
         thread.states_held = held + 1
         try:

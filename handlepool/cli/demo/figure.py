@@ -155,7 +155,7 @@ def _time_line(axes: Axes, report: Report, streams: Sequence[int], colours: Sequ
         row, colour = streams.index(span.stream), colours[span.result]
         axes.barh(row, span.end - span.start, left=span.start, height=0.72, color=colour, edgecolor=PAPER, linewidth=0.8)
         label = _fitting_label(span, span.result + 1, (span.end - span.start) / end * points)
-        # The weights are those of luminance, so that the text stays readable on any colour.
+        # The eye sees green best and blue worst. Weighted so, the text stays readable on any colour.
         ink = INK if sum(np.multiply(colour, (0.299, 0.587, 0.114))) > 0.55 else "white"
         text = axes.text((span.start + span.end) / 2, row, label, size=9, color=ink, ha="center", va="center")
         # A filter's name is literal text. A dollar sign in it would start a formula.

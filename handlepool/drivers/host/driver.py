@@ -76,7 +76,7 @@ class HostDriver(Controls):
 
     The next call that waits for a stream or event raises a failure of queued work.
 
-    The finaliser of a stream spoils no capture. `Captures.forbid` describes the calls that do.
+    The finalizer of a stream spoils no capture. `Captures.forbid` describes the calls that do.
     """
 
     name = "host"

@@ -102,7 +102,7 @@ class Owner:
         self._bin = home
 
     def __del__(self) -> None:
-        # A finaliser may run inside any lock, so it appends to a list and takes no lock.
+        # A finalizer may run inside any lock, so it appends to a list and takes no lock.
         self._bin.append(self.block)
 
 
@@ -294,7 +294,7 @@ class DeviceMemory:
     def release_cached(self) -> None:
         """Return the free blocks of all arenas to the device."""
         for home in list(self._arenas.values()):
-            # Finalisers and other threads change the list during the loop, so the loop runs over a copy.
+            # Finalizers and other threads change the list during the loop, so the loop runs over a copy.
             for block in home.copy():
                 self._quiesce(block)
                 try:
