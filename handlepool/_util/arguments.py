@@ -32,8 +32,8 @@ def check_ran(function: object, value: object) -> None:
             # Without the close, Python warns that the coroutine was never awaited.
             value.close()
         raise ArgumentError(
-            f"{name_of(function)} returned a {kind_of(value)}, of which nothing has run: pass a function that does the work and "
-            f"returns arrays"
+            f"{name_of(function)} returned a {kind_of(value)}, and none of its work has run. Pass a function that "
+            "does the work and returns arrays"
         )
 
 
@@ -111,7 +111,7 @@ def check_ends(what: str, *values: object) -> None:
                 raise ArgumentError(f"{what} a {kind_of(value)} that contains itself, which has no end: take it out of itself")
             if len(left) > MOST_DEEP:
                 raise ArgumentError(
-                    f"{what} a {kind_of(value)} inside more than {MOST_DEEP} others: take it out of some of these"
+                    f"{what} a {kind_of(value)} nested in more than {MOST_DEEP} containers: make the nesting flatter"
                 )
             within.add(id(value))
             # The list is a copy, because another thread may change the container meanwhile.

@@ -31,7 +31,7 @@ def main(options: argparse.Namespace) -> int:
         found = absolute(path)
         # For any other existing path `PlanDirectory` raises the right error.
         if not (found.exists() or found.is_symlink()):
-            raise ArgumentError(f"there is no plan directory {path}")
+            raise ArgumentError(f"the plan directory {path} does not exist; pass the path of a directory with plans")
         actions = {"list": _list, "verify": _verify, "clear": _clear}
         return actions[options.action](PlanDirectory(path))
     # ``handlepool plans list | head`` closes the pipe early. The entry point treats that as success.
@@ -92,7 +92,7 @@ def _build(name: str, properties: Path, path: str) -> int:
     entries = getattr(module, "PLANS", None)
     if not isinstance(entries, (list, tuple)):
         raise ArgumentError(
-            f"module {name} has no list PLANS of what is to be planned: (function, specs) or (function, specs, options)"
+            f"module {name} has no list PLANS; write PLANS = [(function, specs), ...] or [(function, specs, options), ...] there"
         )
     failed: list[str] = []
     planner, early = Planner(device), 0

@@ -320,8 +320,8 @@ class RecordingPool:
         # A tensor of a single byte shows which pool this thread's allocations come from.
         if self.stream_of(torch.empty(1, dtype=torch.uint8, device=f"cuda:{self._device}").data_ptr()) is None:
             raise CaptureError(
-                "torch's tensors are allocated in another pool than the recording's, whose memory others are given later: record "
-                "outside of torch.cuda.use_mem_pool"
+                "torch allocates tensors in another pool than the recording's, and gives their memory out again later: "
+                "record outside of torch.cuda.use_mem_pool"
             )
 
     def stream_of(self, pointer: int) -> int | None:

@@ -226,7 +226,7 @@ def build(
         asked = {key: value for key, value in settings.items() if key in COMPILE_SETTINGS}
         if not asked.get("allow_tf32", True) and _multiplies_float32(graph):
             raise GraphNotSupportedError(
-                "cuDNN multiplies matrices of float32 in TF32 alone, whatever its plans say of themselves: leave "
+                "cuDNN multiplies float32 matrices in TF32 only, even where a plan claims full precision: leave "
                 "allow_tf32=True, or multiply with the array library"
             )
         if index is not None:
@@ -234,7 +234,9 @@ def build(
         if (limit := asked.get("workspace_limit")) is not None:
             taken = scratch_of(copies)
             if taken > limit:
-                raise GraphNotSupportedError(f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}")
+                raise GraphNotSupportedError(
+                    f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}; raise workspace_limit"
+                )
             # Copies begin behind the plan's own scratch, at a multiple of the alignment. So the limit for the plan itself is
             # rounded down to a multiple.
             asked["workspace_limit"] = (limit - taken) // ALIGNMENT * ALIGNMENT if taken else limit

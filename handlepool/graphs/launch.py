@@ -291,8 +291,8 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
     # A finalizer runs in the thread that it interrupts, so a lock could not keep the two launches apart.
     if slot.busy:
         raise OwnershipError(
-            f"{plan.name} was called by a finalizer that Python runs while its thread makes another launch on stream "
-            f"{slot.pointer:#x}, whose scratch both would use: do it later"
+            f"{plan.name} was called by a finalizer that Python ran during another launch on stream "
+            f"{slot.pointer:#x}, and both launches would use the same scratch: call it later"
         )
     try:
         slot.busy = True
@@ -492,7 +492,7 @@ def check_arrays(
     vector must be aligned.
     """
     if not arrays:
-        raise ArgumentError(f"{name} was called without arrays")
+        raise ArgumentError(f"{name} was called without arrays; pass its arrays")
     if type(arrays[0]) is not Layout:
         called = partial(operand_name, inputs=len(arrays), outs=len(outs))
         copied = [place for place, array in enumerate(arrays) if len(array.shape) == 1] if vectors else ()

@@ -177,8 +177,8 @@ def used_again(forms: OperandForms, node: FrontendNode, full: Shape) -> set[int]
     for uid in again:
         if tuple(forms.operands[forms.places[uid]].dim) != full:
             raise GraphNotSupportedError(
-                f"{forms.called(forms.places[uid])} is taken by {title(node)} and again behind it, where it would repeat; make "
-                f"that a graph function of its own"
+                f"{forms.called(forms.places[uid])} is used by {title(node)} and again by a later node, where its values "
+                f"would repeat; make {title(node)} a graph function of its own"
             )
     return again
 

@@ -117,7 +117,8 @@ def _check(name: str, layouts: tuple[Layout, ...]) -> None:
     for place, layout in enumerate(layouts):
         if layout.dtype != first.dtype:
             raise ArgumentError(
-                f"{name}: argument {place} is {layout.dtype} and argument 0 is {first.dtype}; convert one of them"
+                f"{name}: argument {place} is {layout.dtype} and argument 0 is {first.dtype}; convert one to the type of "
+                "the other"
             )
         check_strides(f"argument {place} of {name}", layout)
 
@@ -162,8 +163,8 @@ def _describe_concat(layouts: tuple[Layout, ...], *, axis: int) -> Described:
     for place, layout in enumerate(layouts):
         if layout.ndim != rank or _beside(layout, number) != _beside(first, number):
             raise ArgumentError(
-                f"concat: argument {place} is of shape {layout.shape} and argument 0 of {first.shape}; they may differ along "
-                f"axis {number} alone"
+                f"concat: argument {place} has shape {layout.shape} and argument 0 has {first.shape}; they may differ "
+                f"only along axis {number}"
             )
     extent = sum(layout.shape[number] for layout in layouts)
     return Concat(number), lying_as(first, (*first.shape[:number], extent, *first.shape[number + 1 :]))

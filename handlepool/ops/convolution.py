@@ -78,7 +78,7 @@ def named_padding(function: str, name: str, w: DeviceArray, stride: Shape, dilat
     The pairs follow the spatial axes. With "same" the result has the extents of the images. An odd zero comes behind.
     """
     if name not in PADDINGS:
-        raise ArgumentError(f"{function}: padding={name!r}; of names it can be {' or '.join(map(repr, PADDINGS))}")
+        raise ArgumentError(f"{function}: padding={name!r}; a named padding must be {' or '.join(map(repr, PADDINGS))}")
     if name == "valid":
         return ((0, 0),) * len(stride)
     if any(step != 1 for step in stride):
@@ -200,7 +200,9 @@ def check_type(function: str, name: str, layout: Layout, like: tuple[str, Any]) 
     if layout.dtype.name not in FLOATING_TYPES:
         raise ArgumentError(f"{function}: {name} is {layout.dtype}; it must be one of {', '.join(FLOATING_TYPES)}")
     if layout.dtype != like[1]:
-        raise ArgumentError(f"{function}: {name} is {layout.dtype} and {like[0]} is {like[1]}; convert one of them")
+        raise ArgumentError(
+            f"{function}: {name} is {layout.dtype} and {like[0]} is {like[1]}; convert one to the type of the other"
+        )
 
 
 def check_vector(function: str, bias: Layout, extent: int, of: str, like: tuple[str, Any]) -> None:
@@ -224,7 +226,10 @@ def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, S
             f"be (K, C / groups, R, S)"
         )
     if w_shape[0] % groups:
-        raise ArgumentError(f"{function}: {groups} groups, which do not divide {w_shape[0]} filters in {w} {w_shape}")
+        raise ArgumentError(
+            f"{function}: {groups} groups do not divide {w_shape[0]} filters in {w} {w_shape}; the number of filters "
+            "must be a multiple of the groups"
+        )
 
 
 def result_shape(

@@ -77,8 +77,8 @@ def _unhashable(name: str, options: dict[str, Any]) -> ArgumentError:
                 f"{name} was given {option}={shown(value)} by keyword: arrays are positional; keywords are constants"
             )
     return ArgumentError(
-        f"{name} was given {', '.join(f'{option}={shown(value)}' for option, value in options.items())}, of which one cannot be "
-        f"hashed; keywords are constants of the kernel, so pass a tuple for a list"
+        f"{name} was given {', '.join((f'{option}={shown(value)}' for option, value in options.items()))}, and a "
+        "value there cannot be hashed; keywords are constants of the kernel, so pass a tuple for a list"
     )
 
 
@@ -134,7 +134,7 @@ class ElementwiseFunction:
 
     def _inline(self, args: tuple[Any, ...], out: object, options: dict[str, Any]) -> Any:
         if out is not None:
-            raise TraceError(f"{self.__name__} was given out= inside of an elementwise function; use what it returns")
+            raise TraceError(f"{self.__name__} was given out= inside of an elementwise function; use its return value")
         return self._function(*args, **options)
 
     def __repr__(self) -> str:

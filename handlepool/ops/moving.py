@@ -240,7 +240,9 @@ def _describe_pad(layouts: tuple[Layout, ...], *, widths: tuple[int, ...], mode:
     shape = tuple(map(sum, zip(before, x.shape, behind, strict=True)))
     for axis, (extent, one, other) in enumerate(zip(x.shape, before, behind, strict=True)):
         if shape[axis] < 0:
-            raise ArgumentError(f"pad: widths of {one} and {other} leave {shape[axis]} of {extent} elements of axis {axis}")
+            raise ArgumentError(
+                f"pad: widths of {one} and {other} leave {shape[axis]} of {extent} elements of axis {axis}; take fewer away"
+            )
         if mode == "reflect" and max(one, other) >= max(extent, 1):
             raise ArgumentError(
                 f"pad: widths of {one} and {other} for {extent} elements of axis {axis} of x {x.shape}; to reflect, they must be "
@@ -249,7 +251,9 @@ def _describe_pad(layouts: tuple[Layout, ...], *, widths: tuple[int, ...], mode:
         if max(one, other) > 0 and not extent and (mode != "constant" or 0 not in shape):
             raise ArgumentError(f"pad: x of shape {x.shape} is empty, and has no elements to pad; make a full array instead")
         if mode != "constant" and min(one, other) < 0 and extent + min(one, other) < 1:
-            raise ArgumentError(f"pad: widths of {one} and {other} leave nothing of the {extent} elements of axis {axis}")
+            raise ArgumentError(
+                f"pad: widths of {one} and {other} leave nothing of the {extent} elements of axis {axis}; take fewer away"
+            )
     return Pad(before, mode, _bits(x.dtype, value) if mode == "constant" else 0), lying_as(x, shape)
 
 
@@ -257,7 +261,10 @@ def _describe_shuffle(layouts: tuple[Layout, ...], *, groups: int) -> Described:
     x = _check("channel_shuffle", layouts, 2)
     _check_bytes("channel_shuffle", x)
     if x.shape[1] % groups:
-        raise ArgumentError(f"channel_shuffle: {groups} groups, which do not divide the {x.shape[1]} channels of x {x.shape}")
+        raise ArgumentError(
+            f"channel_shuffle: {groups} groups do not divide the {x.shape[1]} channels of x {x.shape}; the channels "
+            "must be a multiple of the groups"
+        )
     return Shuffle(groups), lying_as(x, x.shape)
 
 

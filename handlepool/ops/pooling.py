@@ -210,8 +210,8 @@ def _options(name: str, window: object, stride: object, padding: object, ceil_mo
     # A window of padding alone has no largest pixel.
     if margins[0] * 2 > rows or margins[1] * 2 > columns:
         raise ArgumentError(
-            f"{name}: padding={shown(padding)} is more than half of a window of {rows} x {columns} pixels, so that some windows "
-            f"would lie outside of the image; pad less, or pad the image itself"
+            f"{name}: padding={shown(padding)} is more than half of a window of {rows} x {columns} pixels, so some "
+            "windows would hold no pixel of the image; pad less, or pad the image itself"
         )
     steps = size if stride is None else pair(name, "stride", stride)
     return {"window": size, "stride": steps, "padding": margins, "ceil_mode": flag(f"{name}: ceil_mode", ceil_mode)}

@@ -607,8 +607,8 @@ def in_the_middle() -> OwnershipError:
     The finalizer ran while its own thread was changing the books.
     """
     return OwnershipError(
-        "a finalizer that Python ran while its thread was starting a branch, or ending one, used a fork, a graph function, an "
-        "operation or a program: what orders the branches was in the middle of a change. Do it later, outside of finalizers"
+        "a finalizer used a fork, a graph function, an operation or a program while its thread was starting or "
+        "ending a branch, so the order of the branches was incomplete. Do that work later, outside of finalizers"
     )
 
 

@@ -118,12 +118,12 @@ class Writes:
             Where a measured call wrote an undeclared array.
         """
         if self.places and self._declared:
-            raise ContractError(f"{self.name} wrote {min(self.places)}, which it did not declare: say what it writes, {ADVICE}")
+            raise ContractError(f"{self.name} wrote {min(self.places)} without declaring it: declare its writes, {ADVICE}")
 
     def _warn(self, places: Sequence[str]) -> None:
         warnings.warn(
-            f"{self.name} returned new arrays and wrote {places[0]} as well: from now on its branches are ordered as writers of "
-            f"{' and '.join(places)}. Say what it writes with @handlepool.operation(mutates=...)",
+            f"{self.name} returned new arrays and wrote {places[0]} as well: from now on its branches are ordered as "
+            f"writers of {' and '.join(places)}. Declare its writes with @handlepool.operation(mutates=...)",
             stacklevel=frames_inside(),
         )
 

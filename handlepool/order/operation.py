@@ -63,8 +63,8 @@ class Operation(Generic[P, R_co]):
         for late in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
             if late(function):
                 raise ArgumentError(
-                    f"operation {name} would run after its call has returned, as a generator or a coroutine does, and could not "
-                    f"be ordered: make the part that launches an operation"
+                    f"operation {name} is a generator or a coroutine, which runs after its call has returned and cannot be "
+                    "ordered: decorate the function that launches the work"
                 )
         parameters = _parameters(function)
         self._out = _argument(parameters, "out") if "out" in parameters else _keyword("out", None)
@@ -224,8 +224,8 @@ class Operation(Generic[P, R_co]):
     def _check_says(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._out(args, kwargs) is None:
             raise ContractError(
-                f"operation {self._name} declares nothing, returned nothing and was given no out=, so nobody knows what it "
-                f'wrote: say it, as with @handlepool.operation(mutates="x"); or mutates=() where it writes nothing'
+                f"operation {self._name} declares nothing, returned nothing and was given no out=, so its writes are "
+                'unknown. Declare them, as with @handlepool.operation(mutates="x"), or mutates=() if it writes nothing'
             )
 
     def __reduce__(self) -> Any:

@@ -122,7 +122,7 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
     tensors = [*tensors]
     if tensors and (thread.rehearsal is not None or (thread.recording is not None and thread.recording.lanes is not None)):
         raise ContractError(
-            f"{name_of(call[0])} wrote {name_of_array(tensors[0], call)}, which it did not declare: say what it writes, {ADVICE}"
+            f"{name_of(call[0])} wrote {name_of_array(tensors[0], call)} without declaring it: declare its writes, {ADVICE}"
         )
     for tensor in tensors:
         memory = piece_of(pool.driver, tensor)
@@ -133,8 +133,8 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
             before(pool, (), (memory,), tensor)
     if late is not None:
         raise ContractError(
-            f"{name_of(call[0])} wrote {name_of_array(late, call)}, which it did not declare and which a branch that nothing "
-            f"orders before it was given, too: say what it writes, {ADVICE}"
+            f"{name_of(call[0])} wrote {name_of_array(late, call)} without declaring it, and an unordered branch also "
+            f"uses that array. Declare its writes, {ADVICE}"
         )
 
 
@@ -165,7 +165,7 @@ def check_unchanged(pool: PoolInternals, copies: list[tuple[Any, bytes]], call: 
     for array, copy in copies:
         if _bytes_of(pool, array) not in (copy, None) and not _told(pool, array, since):
             raise ContractError(
-                f"{name_of(call[0])} wrote {name_of_array(array, call)}, which it did not declare: say what it writes, {ADVICE}"
+                f"{name_of(call[0])} wrote {name_of_array(array, call)} without declaring it: declare its writes, {ADVICE}"
             )
 
 

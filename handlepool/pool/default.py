@@ -120,8 +120,8 @@ def set_default_pool(pool: HandlePool) -> None:
         former = _default
         if former is not None and not former.internals.status.forked:
             raise OwnershipError(
-                f"set_default_pool came too late: {former!r} is the default pool, and others may have kept what is its. Set "
-                f"yours at the start of the program, before the first call that is given no pool"
+                f"set_default_pool came too late: {former!r} is the default pool already, and its handles may be in use. "
+                "Call it at the start of the program, before any call without pool="
             )
         pool.internals.is_default = True
         pool.get_handle = get_handle  # type: ignore[method-assign]

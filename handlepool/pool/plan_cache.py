@@ -204,8 +204,8 @@ class PlanCache(Generic[P]):
                         return self._build(device, key, mine, build)
                     if running.thread is mine.thread:
                         raise ArgumentError(
-                            "a graph function called itself, or was called by a finalizer, with the same arrays while its graph "
-                            "is being built"
+                            "a graph function called itself, or a finalizer called it, with the same arrays during "
+                            "the build of its graph; call it after the build"
                         )
                     with running.lock, self._lock:
                         # An interrupt may have come in the last steps of the build.

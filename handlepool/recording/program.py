@@ -485,8 +485,8 @@ class Program(Owned):
         with self._lock:
             if self._busy is not None:
                 raise OwnershipError(
-                    f"{self._name} is being {self._busy} by this very thread, and this call comes from a finalizer that Python "
-                    f"runs meanwhile: do it later"
+                    f"{self._name} is being {self._busy} by this thread, and this call comes from a finalizer that Python "
+                    "runs in between: call it later"
                 )
 
     def _claim(self) -> None:
@@ -719,8 +719,8 @@ class Program(Owned):
 def capturing(pointer: int) -> CaptureError:
     """Return the error for a stream that is being captured."""
     if thread.recording is not None:
-        return CaptureError("a program cannot be a part of another recording: call the function there that it was recorded from")
+        return CaptureError("a program cannot be part of another recording: call its original function there")
     return CaptureError(
-        f"stream {pointer:#x} is being captured: a program can be neither used in a capture, nor be ordered after the last use "
-        f"there. Use it before the capture, or after"
+        f"stream {pointer:#x} is being captured, and a program can neither run in a capture nor be ordered after "
+        "its last use there. Use it before the capture, or after"
     )

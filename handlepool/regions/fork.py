@@ -520,7 +520,7 @@ def _equally_long(sources: tuple[Iterable[Any], ...], given: bool) -> tuple[Iter
     if len(set(lengths)) > 1:
         listed = ", ".join(map(str, lengths[: len(lengths) - given])) + (f", and out= {lengths[-1]}" if given else "")
         raise ArgumentError(
-            f"map() makes one call for each entry of its iterables, and they have {listed} entries: give equally many. "
-            f"No call was made"
+            f"map() makes a call for each entry, and its iterables have {listed} entries: pass iterables of equal "
+            "length. No call was made"
         )
     return tuple(cut)

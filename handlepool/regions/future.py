@@ -116,8 +116,8 @@ class Task:
         try:
             if pointer != LEGACY_STREAM and driver.capture_id(pointer):
                 raise CaptureError(
-                    f"stream {pointer:#x}, which a task ran on, began to be captured meanwhile: nothing can wait for the task's "
-                    f"end. Begin a capture before tasks are submitted, or after their results"
+                    f"stream {pointer:#x} ran a task, and a capture began on it before the task's end, so no stream can wait "
+                    "for the task. Begin a capture before tasks are submitted, or after their results"
                 )
             end = self._events.acquire()
             try:

@@ -50,7 +50,10 @@ class ParallelStates:
     def __init__(self, count: int, *, pool: HandlePool | None = None) -> None:
         self.count = as_integer(count, 0)
         if not 1 <= self.count <= MOST_SIDE_SLOTS:
-            raise ArgumentError(f"ParallelStates({shown(count)}): 1 to {MOST_SIDE_SLOTS} states, as many as the GPU has queues")
+            raise ArgumentError(
+                f"ParallelStates({shown(count)}): the number of states must be 1 to {MOST_SIDE_SLOTS}, because a GPU has "
+                "as many queues"
+            )
         if pool is None:
             pool = default_pool()
         check_pool("ParallelStates", pool)
@@ -172,8 +175,8 @@ class ParallelStates:
                     return self._joined_at_once(function, args, kwargs)
             if not lock.acquire(blocking=False):
                 raise StateBusyError(
-                    f"state {number} is busy and this thread holds a state already: waiting could deadlock. Use fork() inside, "
-                    f"which leases states that are free"
+                    f"state {number} is busy and this thread holds a state already, so waiting could deadlock. Use fork() "
+                    "inside, which leases free states"
                 )
             try:
                 return self._joined_at_once(function, args, kwargs)
@@ -221,8 +224,8 @@ class State:
     def _mine(self) -> Slot:
         if not self._slots:
             raise OwnershipError(
-                "the call that this state was for has ended, and its handle, stream and scratch may be another branch's by now: "
-                "use a state inside its call alone"
+                "the call of this state has ended, and another branch may have its handle, stream and scratch: use a "
+                "state only inside its call"
             )
         return self._slots[0]
 
@@ -255,7 +258,7 @@ class State:
 
     def __reduce__(self) -> Any:
         """Refuse to be copied; a copy would outlive the call."""
-        raise TypeError("a state is its call's alone and cannot be copied or pickled; ask for another with with_state()")
+        raise TypeError("a state belongs to its call and cannot be copied or pickled; get another state with with_state()")
 
     def __repr__(self) -> str:
         return f"<State {f'of {self._slots[0]!r}' if self._slots else 'whose call has ended'}>"

@@ -276,8 +276,8 @@ def concatenate(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape
     axis = concatenation_axis(node, len(shapes[0]) if shapes else 0)
     if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) > 1:
         raise ArgumentError(
-            f"{title(node)}: its inputs {', '.join(map(str, shapes))} do not lie one behind the other along axis {axis}; "
-            f"give inputs whose other extents are equal"
+            f"{title(node)}: its inputs {', '.join(map(str, shapes))} cannot be joined along axis {axis}; give inputs "
+            "whose other extents are equal"
         )
     if node.params.get("in_place_index") is not None:
         _index(node, "in_place_index", len(shapes), "inputs")
@@ -296,7 +296,7 @@ def _index(node: FrontendNode, name: str, count: int, of: str) -> int:
     value = node.params.get(name)
     index = as_integer(value, -1)
     if not 0 <= index < count:
-        raise ArgumentError(f"{title(node)}: {name}={shown(value)} is none of its {count} {of}, counted from 0")
+        raise ArgumentError(f"{title(node)}: {name}={shown(value)} is none of its {count} {of}; count them from 0")
     return index
 
 
@@ -370,14 +370,14 @@ def _convolved(node: FrontendNode, image: Shape, weight: Shape) -> Shape:
     padded = [sum(sides) for sides in zip(image[2:], geometry.before, geometry.after, strict=True)]
     if (elements := math.prod((*image[:2], *padded))) > MOST_ELEMENTS:
         raise ArgumentError(
-            f"{what()}: the image has {elements:,} elements with a padding of {geometry.before} before and {geometry.after} "
-            f"after, and cuDNN's tensors have at most {MOST_ELEMENTS:,}; pad less, or split the image"
+            f"{what()}: the image has {elements:,} elements with a padding of {geometry.before} before and "
+            f"{geometry.after} after, and cuDNN's tensors have at most {MOST_ELEMENTS:,}; pad less, or split the image"
         )
     spatial = geometry.forward(image[2:], weight[2:])
     if min(spatial) < 1:
         raise ArgumentError(
-            f"{what()}: nothing comes out, because the filter covers {geometry.extent(weight[2:])} of an image padded by "
-            f"{geometry.before} and {geometry.after}; pad more, or take a smaller filter or dilation"
+            f"{what()}: the result is empty, because the filter covers {geometry.extent(weight[2:])} of an image "
+            f"padded by {geometry.before} and {geometry.after}; pad more, or take a smaller filter or dilation"
         )
     return (image[0], weight[0], *spatial)
 
@@ -494,8 +494,8 @@ def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[i
         uid = getattr(tensor, "uid", -1)
         if made.get(uid) is not tensor or tensor is None:
             raise ArgumentError(
-                f"{getattr(tensor, 'name', tensor)!r} is made by no node of this graph, so it cannot be an output; "
-                "return what an operation returned (an input can be passed through g.identity)"
+                f"no node of this graph makes {getattr(tensor, 'name', tensor)!r}, so it cannot be an output; return the "
+                "result of an operation (g.identity passes an input through)"
             )
         if uid in seen:
             raise ArgumentError(f"tensor {tensor.name!r} is named twice among the outputs; name it once")
@@ -522,7 +522,9 @@ def _make_real(tensor: FrontendTensor, shape: Shape, order: Shape, dtype: object
 def _input_shape(node: FrontendNode, port: str, tensor: FrontendTensor) -> Shape:
     shape = tuple(tensor.dim)
     if tensor.is_virtual:
-        raise ArgumentError(f"{title(node)}: its {port} {tensor.name!r} is virtual, but no node before it makes it")
+        raise ArgumentError(
+            f"{title(node)}: its {port} {tensor.name!r} is virtual, but no earlier node makes it; add that node first"
+        )
     most = MOST_AXES if node.node_type.name not in MERGED else len(shape)
     if not 1 <= len(shape) <= most or min(shape) < 0 or len(tensor.stride) != len(shape):
         raise ArgumentError(

@@ -398,7 +398,10 @@ class ArraySpec:
             except TypeError:
                 raise ArgumentError(f"layout={shown(layout)}; it can be 'NCHW', 'NHWC' or the strides in bytes") from None
             if len(self.strides) != len(self.shape):
-                raise ArgumentError(f"{len(self.strides)} strides for the {len(self.shape)} axes of shape {self.shape}")
+                raise ArgumentError(
+                    f"{len(self.strides)} strides for the {len(self.shape)} axes of shape {self.shape}; give one stride for "
+                    "each axis"
+                )
 
     def __repr__(self) -> str:
         return f"ArraySpec({self.shape}, {self.dtype.name!r}, {self.strides})"

@@ -108,7 +108,7 @@ def no_gpu() -> Iterator[None]:
     if nobody.asked:
         raise AssertionError(REFUSAL)
     if more := _opened() - opened:
-        raise AssertionError(f"this test must not touch a GPU, and something has opened {', '.join(sorted(more))}")
+        raise AssertionError(f"this test must not touch a GPU, and some code has opened {', '.join(sorted(more))}")
 
 
 REFUSAL = (

@@ -245,7 +245,7 @@ def test_another_version_of_which_an_assumption_does_not_hold_is_refused_with_th
     monkeypatch.setattr(cudnn, "__version__", "1.33.0")
     monkeypatch.setattr(*BROKEN[assumption], raising=False)
     before = [getattr(cudnn, name) for name in NAMES]
-    with pytest.raises(DriverNotAvailableError, match=f"1.33.0 cannot be given .* this does not hold of it: .*{assumption}"):
+    with pytest.raises(DriverNotAvailableError, match=f"1.33.0 cannot use .* an assumption about it fails: .*{assumption}"):
         shim.install()
     assert [getattr(cudnn, name) for name in NAMES] == before
     assert not shim.is_installed()
@@ -269,7 +269,7 @@ def test_a_frontend_without_a_name_that_is_replaced_is_refused_and_left_as_it_is
         ):
             with monkeypatch.context() as patch:
                 patch.delattr(owner, name)
-                with pytest.raises(DriverNotAvailableError, match=f"does not hold of it: {called} is there"):
+                with pytest.raises(DriverNotAvailableError, match=f"an assumption about it fails: {called} is there"):
                     shim.install()
             assert cudnn.create_handle is before
 
@@ -431,7 +431,7 @@ def test_torchs_current_stream_counts_and_two_that_differ_are_an_error(installed
     with theirs:
         assert cudnn.get_stream(handle) == theirs.ptr
     with ours:
-        with pytest.raises(StreamError, match=r"differ: say which is meant with cudnn\.set_stream"):
+        with pytest.raises(StreamError, match=r"differ: .* cudnn\.set_stream"):
             cudnn.get_stream(handle)
         cudnn.set_stream(handle, ours.ptr)
         assert handle.actual() is handlepool.get_handle()

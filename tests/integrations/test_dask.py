@@ -262,7 +262,7 @@ def test_what_cannot_be_mapped_is_refused(function, x, options, message):
 
 @pytest.mark.parametrize(("value", "kind"), [([WEIGHTS], "list"), (np.ma.masked_greater(WEIGHTS, 0), "MaskedArray")])
 def test_what_is_shared_goes_to_workers_as_it_is(value, kind):
-    with pytest.raises(ArrayTypeError, match=f"shared holds what is of type {kind}"):
+    with pytest.raises(ArrayTypeError, match=f"shared holds .* of type {kind}"):
         map_tiles(tiles.conv, image(), depth=0, shared=(value,))
 
 

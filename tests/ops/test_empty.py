@@ -228,7 +228,7 @@ UNFIT = {
         a(0, 4, 7, 7), a(6, 4, 3, 3), add=a(1, 6, 5, 5)
     ),
     "bias of shape": lambda a: conv2d(a(0, 4, 7, 7), a(6, 4, 3, 3), bias=a(0)),
-    "nothing comes out": lambda a: conv2d(a(2, 4, 0, 8), a(6, 4, 3, 3)),
+    "the result is empty": lambda a: conv2d(a(2, 4, 0, 8), a(6, 4, 3, 3)),
     r"the output is float32 of shape \(0, 6, 5, 5\)": lambda a: conv2d(a(0, 4, 7, 7), a(6, 4, 3, 3), out=a(1, 6, 5, 5)),
     "lead to": lambda a: conv2d_input_grad(a(0, 6, 5, 5), a(6, 4, 3, 3), (1, 4, 7, 7)),
     "conv2d_weight_grad: .* lead to": lambda a: conv2d_weight_grad(a(0, 4, 7, 7), a(0, 6, 5, 5), (6, 4, 5, 3)),

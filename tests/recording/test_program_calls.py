@@ -295,7 +295,7 @@ def test_what_is_recorded_with_an_array_of_numpys_reads_it_at_each_call(make_dri
 
 def test_a_recorded_array_is_refused_where_it_holds_another_ones_values_by_now(scene):
     images = [scene.array(value) for value in range(3)]
-    refused = r"argument 0 is the array that .* was recorded with, which was overwritten by a call or an update since"
+    refused = r"argument 0 is the array that .* was recorded with, and a call or an update has overwritten it"
     with handlepool.record(body(scene), images[0]) as program:
         assert [scene.read(program(x)) for x in images] == [110, 111, 112]
         for use in (program, program.update):
@@ -322,7 +322,7 @@ def test_windows_of_a_signal_whose_first_one_was_recorded_are_refused_where_it_w
         assert is_right(program, 0)
         assert is_right(program, 1)
         for use in (program, program.update):
-            with pytest.raises(ArgumentError, match=r"argument 0 overlaps an array that .* was recorded with, which was over"):
+            with pytest.raises(ArgumentError, match=r"argument 0 overlaps an array that .* was recorded with, and .* over"):
                 use(signal[2:10])
         assert is_right(program, 9)
     signal = scene.driver.asarray(right)
@@ -375,7 +375,7 @@ def test_another_out_names_the_place_and_nothing_is_enqueued(scene, out, error, 
 def test_out_of_arrays_that_share_memory_is_refused(scene):
     with handlepool.record(lambda x: (scene.plus(x, 1), scene.plus(x, 2), x), scene.array(0)) as program:
         both = scene.array(size=12)
-        with pytest.raises(ArgumentError, match=r": out\[0\] and out\[1\] share memory, .*; pass arrays that share none"):
+        with pytest.raises(ArgumentError, match=r": out\[0\] and out\[1\] share memory, .*; pass arrays"):
             program(None, out=(both[:8], both[4:], None))
         program(None, out=(both[:8], None, None))
 

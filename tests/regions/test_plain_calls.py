@@ -896,6 +896,8 @@ def submitted(scene, function, x):
 def test_what_would_run_after_its_branch_is_refused_by_its_kind(scene, function, use):
     x = scene.array(1)
     kind = function.__name__.removeprefix("a_")
-    with pytest.raises(ArgumentError, match=f"^{function.__name__} returned a {kind}, of which nothing has run: pass a function"):
+    with pytest.raises(
+        ArgumentError, match=f"^{function.__name__} returned a {kind}, and none of its work has run. Pass a function"
+    ):
         use(scene, function, x)
     assert scene.read(scene.states.map(scene.plus, [x], [1])[0]) == 2

@@ -132,8 +132,8 @@ def test_a_gradient_with_stride_one_needs_no_declaration(graph):
         ((2, 6, 9, 9), (4, 2, 3, 3), {}, "make 3 groups, which do not divide 4"),
         ((2, 4, 9), (6, 4, 3, 3), {}, "must have the same number of axes"),
         ((2, 4), (6, 4), {}, "must have the same number of axes, 3 to 5"),
-        ((2, 4, 2, 9), (6, 4, 3, 3), {}, "nothing comes out"),
-        ((2, 4, 9, 9), (6, 4, 3, 3), {"dilation": [5, 1]}, "nothing comes out"),
+        ((2, 4, 2, 9), (6, 4, 3, 3), {}, "the result is empty"),
+        ((2, 4, 9, 9), (6, 4, 3, 3), {"dilation": [5, 1]}, "the result is empty"),
         ((2, 4, 9, 9), (6, 4, 3, 3), {"stride": [0, 1]}, r"stride=\[0, 1\] does not fit"),
         ((2, 4, 9, 9), (6, 4, 3, 3), {"padding": [-1, 0]}, r"padding=\[-1, 0\] does not fit"),
         ((2, 4, 9, 9), (6, 4, 3, 3), {"dilation": [1]}, r"dilation=\[1\] does not fit"),
@@ -202,7 +202,11 @@ def test_what_does_not_fit_is_refused(graph, build, problem):
 def test_outputs_are_made_by_the_graph_and_named_once(graph):
     x = tensor(graph, (2, 3))
     y = graph.relu(x)
-    for outputs, problem in (([x], "made by no node"), ([y, y], "named twice"), ([None], "made by no node")):
+    for outputs, problem in (
+        ([x], "no node of this graph makes"),
+        ([y, y], "named twice"),
+        ([None], "no node of this graph makes"),
+    ):
         with pytest.raises(ArgumentError, match=problem):
             infer(graph, outputs)
 

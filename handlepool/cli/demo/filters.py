@@ -127,7 +127,7 @@ def _parse(document: object) -> tuple[Filter, ...]:
     names = [_checked_name(name) for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
-            raise ArgumentError(f"the name {name!r} is there {names.count(name)} times; give each filter its own name")
+            raise ArgumentError(f"{names.count(name)} filters have the name {name!r}; give each filter its own name")
     return tuple(Filter(name, _checked_kernel(name, kernel)) for name, (_, kernel) in zip(names, pairs, strict=True))
 
 
@@ -161,6 +161,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # By default the last of two equal keys wins in silence, and a filter would be lost.
     for name, value in pairs:
         if name in document:
-            raise ArgumentError(f"the key {_short(name)} is there more than once; give each filter its own name")
+            raise ArgumentError(f"the file has the key {_short(name)} more than once; give each filter its own name")
         document[name] = value
     return document

@@ -51,7 +51,7 @@ def load_photograph(path: Path, longest_side: int = 1024) -> NDArray[np.float32]
     if not _SMALLEST <= longest_side <= _LARGEST:
         raise ArgumentError(f"a longest side of {longest_side} pixels is out of range; pass {_SMALLEST} to {_LARGEST} as --size")
     if not path.is_file():
-        raise ArgumentError(f"there is no image file {str(path)!r}; pass the path of a photograph")
+        raise ArgumentError(f"the image file {str(path)!r} does not exist; pass the path of a photograph")
     try:
         with warnings.catch_warnings():
             # Pillow warns of large pictures and odd metadata, and raises on unreadable data.

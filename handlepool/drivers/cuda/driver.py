@@ -305,8 +305,8 @@ class CudaDriver:
             else:
                 if origin != LEGACY_STREAM and runtime.streamIsCapturing(origin) != runtime.streamIsCapturing(current.ptr):
                     raise CaptureError(
-                        f"an allocation on stream {current.ptr:#x} inside a region of stream {origin:#x}, one of which began to "
-                        f"be captured since: the capture cannot wait for the other. Begin it before the region, or after"
+                        f"an allocation on stream {current.ptr:#x} belongs to a region of stream {origin:#x}, and a capture "
+                        "began on one of the two streams since then. Begin the capture before the region or after it"
                     )
                 # The arena of the origin stream serves the block, so that its reuse after the join follows the order of that
                 # stream.

@@ -62,8 +62,9 @@ class Rewiring:
         status, *_ = with_edge_data(self._bindings, "cuGraphRemoveDependencies")(graph, ones, others, data, len(ones))
         if status:
             raise CaptureError(
-                f"a kernel was captured that begins before the one before it ends, and CUDA keeps it so ({status.name}), as in a "
-                f"graph that allocates memory: allocate before the recording, or from a pool that keeps what it frees"
+                "a captured kernel begins before the previous kernel ends, and CUDA refused to change that "
+                f"({status.name}), as in a graph that allocates memory. Allocate before the recording, or from a pool "
+                "that keeps freed memory"
             )
         self._change("cuGraphAddDependencies", graph, ones, others)
 

@@ -53,7 +53,9 @@ class Stream:
 
         The end of the copy would destroy the stream.
         """
-        raise TypeError(f"{self!r} cannot be copied or pickled; the end of the copy would be its own")
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled; the end of the copy would destroy the stream. Make another stream"
+        )
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.ptr
