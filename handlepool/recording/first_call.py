@@ -169,8 +169,9 @@ class FirstCall:
                 pairs = zip_longest(self._shapes, now, fillvalue="nothing")
                 one, other = next(pair for pair in pairs if pair[0] != pair[1])
                 raise CaptureError(
-                    f"{name} returned something else in its second call, which is recorded: first {_text(one)}, then "
-                    f"{_text(other)}. Before the recording, make all decisions and every object that is made only once"
+                    f"{name} returned something else in its second call, which is recorded: {_text(one)} the first "
+                    f"time, and {_text(other)} the second time. Before the recording, make all decisions and every object that "
+                    "is made only once"
                 )
             made = finish(recording, outputs)
             self._captured = True

@@ -366,8 +366,8 @@ def check_same(name: str, first: Sequence[CallSignature], second: Sequence[CallS
             more = _options(one.what, ""), _options(other.what, ", with other options")
         raise CaptureError(
             f"{name} did other work in its second call, which is recorded: call {number} was {one or 'none'}{more[0]} "
-            f"first, then {other or 'none'}{more[1]}. Before the recording, make all decisions and every object that "
-            "is made only once"
+            f"the first time, and {other or 'none'}{more[1]} the second time. Before the recording, make all decisions "
+            "and every object that is made only once"
         )
 
 

@@ -69,5 +69,5 @@ def test_g17_a_tensor_that_was_written_beside_its_reader_and_not_declared_is_an_
     y = torch.zeros(1 << 16, device="cuda")
     with ParallelStates(2, pool=pool).fork() as fork:
         fork.run(handlepool.operation(torch.sum), y)
-        with pytest.raises(handlepool.ContractError, match="wrote argument y, which it did not declare"):
+        with pytest.raises(handlepool.ContractError, match="wrote argument y without declaring it"):
             fork.run(handlepool.operation(lambda y: y.add_(1) is None, mutates=()), y)

@@ -304,7 +304,7 @@ def test_an_operand_that_is_taken_twice_is_right_or_refused(arrays):
     assert arrays.error(residual_of_itself(x, w), expected) < 1e-2
     with pytest.raises(GraphNotSupportedError, match=r"argument 0 \(x\) is used by node 'conv_fprop\.0' .* again"):
         residual_of_itself(arrays.random(2, 1, 7, 6), arrays.random(16, 1, 3, 3))
-    with pytest.raises(GraphNotSupportedError, match="something comes behind node 'conv_dgrad"):
+    with pytest.raises(GraphNotSupportedError, match="a node follows node 'conv_dgrad"):
         gradient_relu(x, w)
 
 

@@ -239,7 +239,7 @@ def test_memory_that_nobody_wrote_is_not_read_and_call_and_array_are_named(scene
         return adding(scene, x, z)
 
     line = function.__code__.co_firstlineno
-    message = rf"add at \S+:{line + 2} reads <\S+ of shape \(8,\), float64> that was allocated at \S+ while recording"
+    message = rf"add at \S+:{line + 2} reads <\S+ of shape \(8,\), float64>, which was allocated at \S+ while recording"
     with pytest.raises(CaptureError, match=message):
         handlepool.record(function, scene.array(1), lanes=4)
     assert leased(scene) == 0
@@ -286,7 +286,7 @@ def test_an_output_that_nothing_recorded_writes_is_refused(scene, by):
     x = scene.array(1)
     scene.read(x)  # who made it is waited for
     message = (
-        r"function returned <\S+ of shape \(8,\), float64>, which was allocated at \S+:\d+ while recording, and which nothing"
+        r"function returned <\S+ of shape \(8,\), float64>, which was allocated at \S+:\d+ while recording, and no recorded call"
     )
     with pytest.raises(CaptureError, match=message):
         handlepool.record(function, x, lanes=4)

@@ -757,9 +757,9 @@ def test_an_update_that_lost_the_layout_names_it(scene):
 @pytest.mark.parametrize(
     ("new", "says"),
     [
-        (lambda x: {"a": x}, r"argument 0 was recorded with the key 'b', too"),
-        (lambda x: {"a": x, "b": [x, [x]], "c": x}, r"argument 0 was recorded without the key 'c'; there is: 'a', 'b'"),
-        (lambda x: {"x": x, "y": [x, [x]]}, r"argument 0 was recorded without the key 'x'; there is: 'a', 'b'"),
+        (lambda x: {"a": x}, r"argument 0 was recorded with the key 'b'"),
+        (lambda x: {"a": x, "b": [x, [x]], "c": x}, r"argument 0 was recorded without the key 'c'; .* 'a', 'b'"),
+        (lambda x: {"x": x, "y": [x, [x]]}, r"argument 0 was recorded without the key 'x'; .* 'a', 'b'"),
         (lambda x: [x, [x, [x]]], r"argument 0 was recorded as a dictionary, and is now a list"),
         (lambda x: x, r"argument 0 was recorded as a dictionary, and is now a .*HostArray"),
         (lambda x: {"a": [x], "b": [x, [x]]}, r"argument 0\['a'\] was recorded as an array, and is now a list"),
@@ -829,7 +829,7 @@ def test_an_update_of_an_array_of_another_library_says_so_and_what_to_do(scene):
 
     x, foreign = scene.array(1), Interface(np.ones(8))
     program = handlepool.record(lambda x, *more, **named: scene.plus(x, 0), x, [foreign], y={"z": foreign})
-    says = r"was recorded as a test_program_misuse.*Interface, which is no array of the host driver's.*what pool.driver.asarray"
+    says = r"was recorded as a test_program_misuse.*Interface, which is no array of the host driver.*pool.driver.asarray"
     for args, kwargs, place in (
         ((scene.array(5), [x]), {}, r"argument 1\[0\] "),
         ((scene.array(5), [Interface(np.ones(8))]), {}, r"argument 1\[0\] "),
@@ -1040,7 +1040,7 @@ def endless(kind, x):
 @pytest.mark.parametrize("kind", ["list", "dict", "tuple", "deep"])
 @pytest.mark.parametrize("lanes", [None, 2])
 def test_a_container_without_an_end_is_refused_in_plain_words(scene, kind, lanes):
-    x, says = scene.array(1), "inside more than 100 others" if kind == "deep" else f"a {kind} that contains itself"
+    x, says = scene.array(1), "nested in more than 100 containers" if kind == "deep" else f"a {kind} that contains itself"
     with pytest.raises(ArgumentError, match=says):
         handlepool.record(lambda given: scene.plus(x, 1), endless(kind, x), lanes=lanes)
     with pytest.raises(ArgumentError, match=says):

@@ -663,7 +663,7 @@ def test_a_function_that_writes_in_place_for_once_is_warned_of_where_another_bra
         y = scene.array(1)
         fork.run(numbered, scene, scene.array(1), 0)
         fork.run(scene.plus, y, 1)
-        with pytest.warns(UserWarning, match=r"^numbered returned new arrays before, and this call did not\.") as told:
+        with pytest.warns(UserWarning, match=r"^numbered returned new arrays before, and this call did not,") as told:
             fork.run(numbered, scene, y, 1)
         assert [warning.filename for warning in told] == [__file__]
         assert scene.read(fork.wait(fork.run(scene.plus, y, 1))) == 11  # whoever comes later waits for it
