@@ -126,7 +126,7 @@ def test_sixty_three_arrays_are_the_most(each_pool):
     assert np.array_equal(arrays.take(concat(xs[:63], 1)), np.concatenate(expected, 1))
     assert arrays.error(add(*xs[:63]), np.sum(expected, 0)) < FULL
     for call, name in ((lambda: concat(xs, 1), "concat"), (lambda: add(*xs), "add")):
-        with pytest.raises(ArgumentError, match=rf"{name}: 64 arrays; at most 63"):
+        with pytest.raises(ArgumentError, match=rf"{name}: 64 arrays; .*at most 63"):
             call()
     assert np.array_equal(arrays.take(concat([concat(xs[:63], 1), *xs[63:]], 1)), np.concatenate([*map(arrays.take, xs)], 1))
 
