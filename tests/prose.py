@@ -173,9 +173,11 @@ def words(text: str) -> int:
 
 
 def subjects(base: str) -> list[Piece] | None:
-    """Return commit subjects since a base that break the form; None where the clone lacks the base."""
-    log = subprocess.run(["git", "log", "--format=%h %s", f"{base}..HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if log.returncode:
+    """Return commit subjects since a base that break the form; None if the clone lacks the base."""
+    try:
+        log = subprocess.run(["git", "log", "--format=%h %s", f"{base}..HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    # An unpacked sdist has no history, and its machine may have no git.
+    except (OSError, subprocess.CalledProcessError):
         return None
     found = []
     for entry in log.stdout.splitlines():

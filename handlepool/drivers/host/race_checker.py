@@ -167,9 +167,9 @@ class Order:
     def _report(self, what: str, now: Past, past: Past) -> None:
         reused = ", and in between the allocator gave the memory to another owner" if now.generation != past.generation else ""
         error = ContractError(
-            f"not ordered: {what}, and neither waits for the other{reused}. Order the later access by the same stream, the join of "
-            f"the fork, the result of the task, or an event; in a fork's body, read after fork.wait(array) and write in a "
-            f"handlepool.operation"
+            f"not ordered: {what}, and neither waits for the other{reused}. Order the later access by the same stream, the join "
+            "of the fork, the result of the task, or an event; in a fork's body, read after fork.wait(array) and write in a "
+            "handlepool.operation"
         )
         self.found.append(error)
         raise error
