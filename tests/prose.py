@@ -175,7 +175,9 @@ def words(text: str) -> int:
 def subjects(base: str) -> list[Piece] | None:
     """Return commit subjects since a base that break the form; None if the clone lacks the base."""
     try:
-        log = subprocess.run(["git", "log", "--format=%h %s", f"{base}..HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+        log = subprocess.run(
+            ["git", "log", "--format=%h %s", f"{base}..HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
     # An unpacked sdist has no history, and its machine may have no git.
     except (OSError, subprocess.CalledProcessError):
         return None

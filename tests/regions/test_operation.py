@@ -443,7 +443,7 @@ def test_with_checks_an_argument_that_was_written_and_not_declared_is_named(chec
         function(x, y)
     with pytest.raises(ContractError, match=r"function wrote argument others "):
         function(1, y, a=[x])
-    with pytest.raises(ContractError, match=r"function wrote w of its closure, "):
+    with pytest.raises(ContractError, match=r"function wrote w of its closure "):
         function(None, y)
     with pytest.raises(ContractError, match=r"Touching.touch wrote self\.state, "):
         Touching(x).touch()
