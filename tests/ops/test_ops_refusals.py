@@ -120,7 +120,7 @@ UNFIT = {
     **{f"{name} {shape}": (f"{name} has {len(shape)} axes.*must have 4", of(name, shape)) for name, shape in AXES},
     "no rows": ("the result is empty", of("x", (2, 4, 0, 8))),
     "channels": (r"4 channels in x.*3 x groups=1 in w.*C / groups", of("w", (6, 3, 3, 3))),
-    "groups": ("2 groups, which do not divide 5 filters", lambda scene: {"w": given(scene, "w", (5, 2, 3, 3)), "groups": 2}),
+    "groups": ("2 groups do not divide 5 filters", lambda scene: {"w": given(scene, "w", (5, 2, 3, 3)), "groups": 2}),
     **{
         f"add {shape}": (r"add of shape .* for a result of \(2, 6, 6, 6\)", of("add", shape))
         for shape in ((6,), (1, 6, 6, 6), (2, 6, 8, 8))

@@ -541,7 +541,7 @@ def test_any_call_may_fail_and_no_capture_is_left_open(method):
 def test_no_memory_for_the_graph_is_said_and_with_memory_back_the_same_call_works(scene):
     x = scene.array(1)
     scene.driver.fail_at(1, "end_capture", MemoryError("out of memory"), RESTORES)
-    with pytest.raises(OutOfMemoryError, match=r"the graph of .* finds no memory on device 0 \(out of memory\): free arrays"):
+    with pytest.raises(OutOfMemoryError, match=r"the graph of .* found no memory on device 0 \(out of memory\): free arrays"):
         handlepool.record(work(scene), x)
     scene.driver.fail_at(0)
     with handlepool.record(work(scene), x) as program:

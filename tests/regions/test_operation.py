@@ -445,7 +445,7 @@ def test_with_checks_an_argument_that_was_written_and_not_declared_is_named(chec
         function(1, y, a=[x])
     with pytest.raises(ContractError, match=r"function wrote w of its closure "):
         function(None, y)
-    with pytest.raises(ContractError, match=r"Touching.touch wrote self\.state, "):
+    with pytest.raises(ContractError, match=r"Touching.touch wrote self\.state "):
         Touching(x).touch()
 
 

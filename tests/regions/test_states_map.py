@@ -145,9 +145,9 @@ def test_iterables_without_an_end_give_as_many_entries_as_the_others(scene, toge
     assert together == [4] * 4
     assert scene.states.map(max, itertools.repeat(2), itertools.repeat(1, 3)) == [2, 2, 2]
     assert scene.states.map(max, [], itertools.count()) == []
-    with pytest.raises(ArgumentError, match="they have 4, 3 entries"):
+    with pytest.raises(ArgumentError, match="its iterables have 4, 3 entries"):
         scene.states.map(plus, xs, itertools.repeat(y, 3))
-    with pytest.raises(ArgumentError, match="they have 4, 0 entries"):
+    with pytest.raises(ArgumentError, match="its iterables have 4, 0 entries"):
         scene.states.map(plus, xs, itertools.cycle([]))
 
 
