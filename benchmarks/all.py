@@ -73,7 +73,7 @@ def main() -> int:
         "folder",
         type=new_folder,
         nargs="?",
-        help="where JSON and pictures go; what is there is replaced (default: benchmarks/results/DRIVER-DATE)",
+        help="folder for JSON and pictures; its files are replaced (default: benchmarks/results/DRIVER-DATE)",
     )
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=SCRIPTS, metavar="NAME", help="a selection of them")
     parser.add_argument("--driver", choices=("cuda", "host"), help=DRIVER_HELP)

@@ -318,7 +318,7 @@ def network_arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--thin", type=positive, default=1, help="divides the numbers of channels (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="(default: %(default)s)")
     parser.add_argument("--goal", choices=("clock", "device"), default="clock", help="of tuning (default: %(default)s)")
-    parser.add_argument("--profile", action="store_true", help="also what each kernel takes, of ours and of the strongest peers'")
+    parser.add_argument("--profile", action="store_true", help="also time each kernel, of ours and of the strongest peers")
     parser.add_argument("--seconds", type=float, default=5.0, help="of tuning the lanes, at most (default: %(default)s)")
     return parser
 

@@ -272,7 +272,7 @@ def main() -> int:
     parser.add_argument("--side", type=positive, default=224, help="pixels, 33 or more (default: %(default)s)")
     parser.add_argument("--thin", type=positive, default=1, help="divides the numbers of channels (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="(default: %(default)s)")
-    told = "what Inductor, which compiles for seconds, is run beside: own kernels, all, or nothing (default: %(default)s)"
+    told = "operations that Inductor, which compiles for seconds, also runs: own kernels, all, or none (default: %(default)s)"
     parser.add_argument("--inductor", choices=("kernels", "all", "none"), default="kernels", help=told)
     small = {"thin": 16, "side": 40, "dtype": "float32", "times": 5, "most": 3}
     options = parse(parser, small, calls=1, times=2, most=1)

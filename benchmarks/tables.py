@@ -254,7 +254,7 @@ def fill(page: str, every: Results) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the JSON is")
-    parser.add_argument("pages", type=Path, nargs="+", help="what to fill")
+    parser.add_argument("pages", type=Path, nargs="+", help="the pages to fill")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page would change")
     options = parser.parse_args()
     asked = {name for page in options.pages for _, name, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}

@@ -56,7 +56,7 @@ def _verify(files: PlanDirectory) -> int:
     found = list(files.files())
     bad = [file for file in found if file.plan is None]
     for file in bad:
-        print(f"{file.name}: not what was written, or not by this version; it is passed over, and written anew in time")
+        print(f"{file.name}: damaged, or written by another version; it is skipped, and replaced when its plan is built")
     print(f"{len(found) - len(bad)} of {len(found)} files are good")
     return 1 if bad else 0
 

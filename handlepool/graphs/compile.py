@@ -31,8 +31,8 @@ from handlepool.tensors.layout import Layout
 
 MOST_REASONS = 4
 UNKEPT = (
-    "its graph has what no text tells from others, as a callback or an array of fractions, or an engine that cannot be written; "
-    "give its operations plain numbers, or leave it to its first use"
+    "its graph has a part that no text identifies, as a callback or an array of fractions, or an engine that cannot be written; "
+    "give its operations plain numbers, or plan it at its first use"
 )
 """Reason that keeps a plan out of a plan directory."""
 _ENGINE = re.compile(r'^\{"engineId":(\d+)')

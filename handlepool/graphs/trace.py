@@ -263,7 +263,7 @@ class Draft:
             raise
         except Exception as error:
             alone = recipe.signature.variadic is None and not order
-            hint = ". Its one parameter is the graph; those for arrays come after it, as in f(g, x)" if alone else ""
+            hint = ". Its one parameter is the graph; parameters for arrays follow, as in f(g, x)" if alone else ""
             raise ArgumentError(
                 f"{recipe.name} raised {type(error).__name__}: {error}; it was building its graph for "
                 f"{', '.join(map(str, request.layouts))}{hint}"

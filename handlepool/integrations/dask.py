@@ -108,7 +108,7 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
         seen, first = driver.device_count(), worker.name in (0, "0")
         if driver.name == "cuda" and seen > 1 and not first and "CUDA_VISIBLE_DEVICES" not in os.environ:
             logger.warning(
-                "worker %s computes on the first of %d GPUs, as all others of this machine do: start workers with dask-cuda, or "
+                "worker %s computes on the first of %d GPUs, as all workers of this machine do: start workers with dask-cuda, or "
                 "with another CUDA_VISIBLE_DEVICES each",
                 worker.name,
                 seen,

@@ -185,7 +185,7 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
     if order == last:
         remedy = f"Pass a copy without gaps, as from {name}.copy(order='K')"
     if name == "out":
-        remedy = f"Leave it out, and copy what is returned: out[...] = {function}(...)"
+        remedy = f"Leave it out, and copy the result: out[...] = {function}(...)"
     raise ArgumentError(
         f"{function}: {name} of shape {layout.shape} has strides {layout.strides} bytes; cuDNN takes arrays without gaps, "
         f"contiguous or channels-last{taken}. {remedy}"

@@ -192,7 +192,7 @@ class Stages:
 def _advice(x: DeviceArray, outs: tuple[Any, ...]) -> str:
     """Return the advice for a view that cuDNN cannot plan."""
     if _gaps(outs):
-        return ". out is a view with gaps; leave it out, and copy what is returned: out[...] = it"
+        return ". out is a view with gaps; leave it out, and copy the result: out[...] = result"
     return ". x is a view with gaps; pass a contiguous copy" if _gaps((x,)) else ""
 
 

@@ -40,7 +40,7 @@ def _guarded(kind: Any) -> Any:
             if value is not None and own["_thread"] is not thread.token:
                 raise OwnershipError(
                     f"a handle of {own['_owner']} is used by {_this_thread()}: call get_handle() in the thread and fork that "
-                    "use the handle, and keep none for others"
+                    "use the handle, and keep the handle nowhere"
                 )
             return value
 

@@ -109,7 +109,7 @@ class DeviceHandles:
             return self._create()
         except Exception as error:
             self._status.diagnose(error)
-            _log.debug("device %d: no handle could be created (%s); what is idle is destroyed", self._device, error)
+            _log.debug("device %d: no handle could be created (%s); idle slots are destroyed", self._device, error)
             if forgotten:
                 deferred.run_all()
             self._make_room()

@@ -77,8 +77,8 @@ class KeptValues:
 T = TypeVar("T")
 
 ADVICE = (
-    "A recorded function gives work to streams and never waits for the GPU: what synchronises, reads values on the host "
-    "(float(y), y.get(), print(y)) or copies from the host belongs before or after it. Pass host data as an argument, or make "
+    "A recorded function gives work to streams and never waits for the GPU. Synchronise, read values on the host "
+    "(float(y), y.get(), print(y)) and copy from the host before it or after it. Pass host data as an argument, or make "
     "it on the device in an operation"
 )
 

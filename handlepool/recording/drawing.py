@@ -144,7 +144,7 @@ def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
     figure.text(_MARGIN / _WIDTH, 1 - 0.65 / height, _subtitle(how), size=10.5, color=theme.pale, parse_math=False)
     _legend(figure, theme, colours, 1 - 0.95 / height)
     times = [*how.times] or [1.0] * len(how.steps)
-    unit = "microseconds, if each node took what it takes alone" if how.times else "steps, if all took as long as each other"
+    unit = "microseconds, if each node took its time alone" if how.times else "steps, if all took as long as each other"
     for place in range(panels):
         top = height - 1.4 - place * (panel + 0.75)
         axes = figure.add_axes((0.75 / _WIDTH, (top - panel) / height, 1 - (0.75 + _MARGIN) / _WIDTH, panel / height))

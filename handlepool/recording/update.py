@@ -148,7 +148,7 @@ class Inputs:
         if not copy.shift:
             if begin not in self._replaced:
                 return
-            what, now = "is the array", "pass None for what it holds now"
+            what, now = "is the array", "pass None for its present values"
         else:
             target = self._replaced.get(begin - copy.shift)
             if begin in self._replaced or target is None:
@@ -158,7 +158,7 @@ class Inputs:
             near = [each for each in self._replaced.values() if first < each[1] and each[0] < last]
             if not near or not any(share(piece_of(driver, copy.source), each) for each in near):
                 return
-            what, now = "overlaps an array", "pass a copy of what is meant now"
+            what, now = "overlaps an array", "pass a copy of the intended values"
         raise ArgumentError(
             f"{copy.place} {what} that {name} was recorded with, and a call or an update has overwritten it since "
             f"then. To keep x, record with a copy, x.copy(order='K'); or {now}"

@@ -287,7 +287,7 @@ class StreamFuture(Future[T], Generic[T]):
             self._join()
         # The function's own error matters more, so the join's error becomes a note.
         except Exception as trouble:
-            error.add_note(f"Nothing waits for what the task launched, since the join failed, too: {trouble}")
+            error.add_note(f"No stream waits for the work of the task, because the join failed as well: {trouble}")
         try:
             raise error
         finally:

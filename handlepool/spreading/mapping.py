@@ -368,9 +368,9 @@ class Spread(Iterator[Any]):
         except BaseException as error:
             defer(partial(_settle, workers, self._status))
             if failure is None or not isinstance(error, Exception):
-                error.add_note(f"spread({self._name}): raised while it gave back what it had")
+                error.add_note(f"spread({self._name}): raised while it released its resources")
                 raise
-            failure.add_note(f"spread({self._name}): giving back what it had failed: {type(error).__name__}: {error}")
+            failure.add_note(f"spread({self._name}): the release of its resources failed: {type(error).__name__}: {error}")
         finally:
             # Dropping a generator ends it, and closes the resources that it has open.
             self._items = iter(())

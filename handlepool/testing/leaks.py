@@ -23,9 +23,9 @@ ADVICE = {
     ),
     "bytes of the driver's memory that no slot has": (
         "byte of the driver's memory that no slot has",
-        "free what driver.allocate gave",
+        "free the memory of driver.allocate",
     ),
-    "handles that no slot has": ("handle that no slot has", "destroy what driver.create_handle gave"),
+    "handles that no slot has": ("handle that no slot has", "destroy the handles of driver.create_handle"),
 }
 """Map each counted resource to its singular and its remedy."""
 

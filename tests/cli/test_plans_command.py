@@ -160,7 +160,7 @@ def test_without_a_directory_it_says_where_one_is_named(capsys, monkeypatch):
 def test_a_directory_that_others_may_write_to_is_refused(path, capsys):
     path.chmod(0o777)
     assert main(["plans", "clear", "--directory", str(path)]) == 2
-    assert "can be written by others" in capsys.readouterr().err
+    assert "is writable by other users" in capsys.readouterr().err
     assert len(list(path.iterdir())) == 2
 
 

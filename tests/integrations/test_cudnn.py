@@ -235,7 +235,7 @@ BROKEN = {
         "__call__",
         from_source("def f(self, *tensors, **options): self._Graph__graph.execute({}, handle=options['handle'])"),
     ),
-    "is what a cudnn.Graph asks for a handle": (wrapper, "get_default_handle", from_source("def f(device): pass")),
+    "a cudnn.Graph asks cudnn.wrapper.get_default_handle": (wrapper, "get_default_handle", from_source("def f(device): pass")),
     "cudnn.Graph.__call__ is there": (wrapper.Graph, "__call__", None),
 }
 

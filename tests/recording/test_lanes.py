@@ -290,7 +290,9 @@ def seen_late(writes_first, says):
 @pytest.mark.parametrize("writes_first", [True, False])
 def test_calls_inside_a_call_that_use_more_than_it_says_are_refused_where_it_comes_after_less(scene, writes_first):
     y = scene.array(1)
-    with pytest.raises(CaptureError, match=r"(reading|writing) at \S+ calls what uses memory that \S*(writing|add) at \S+ uses"):
+    with pytest.raises(
+        CaptureError, match=r"(reading|writing) at \S+ calls a function that uses memory of \S*(writing|add) at \S+"
+    ):
         handlepool.record(seen_late(writes_first, says=False), scene, scene.array(1), y, lanes=4)
     assert scene.read(y) == 3
     assert leased(scene) == 0
@@ -315,7 +317,9 @@ def test_what_a_call_reads_and_a_call_inside_it_writes_is_written(scene, writes_
 
     args = scene, scene.array(1), scene.array(1)
     if not writes_first:
-        with pytest.raises(CaptureError, match=r"tripling at \S+ calls what uses memory that plus at \S+ uses, too"):
+        with pytest.raises(
+            CaptureError, match=r"tripling at \S+ calls a function that uses memory of plus at \S+ without declaring it"
+        ):
             handlepool.record(function, *args, lanes=4)
         assert works(scene)
         return
@@ -562,7 +566,7 @@ def test_undeclared_memory_of_a_call_that_raises_an_error_is_refused(scene):
         return y
 
     kept = scene.array(0)
-    with pytest.raises(CaptureError, match=r"failing at .* calls what uses memory that plus at .* uses, too"):
+    with pytest.raises(CaptureError, match=r"failing at .* calls a function that uses memory of plus at .* without declaring it"):
         replayed(scene, function, scene.array(1))
     assert works(scene)
 

@@ -24,7 +24,7 @@ from handlepool.tensors.graph_types import DeviceArray
 from handlepool.testing.reference import conv2d as reference_conv2d
 
 TOLERANCE = 2e-3
-CHAIN = "fork.run(g, fork.run(f, x)): its second branch reads what its first makes, and so starts after it"
+CHAIN = "fork.run(g, fork.run(f, x)): its second branch reads the result of its first, and so starts after it"
 DRAWN = 2048
 """Limit the pixels per side of a drawn result."""
 # This is the total time of all repeats, in milliseconds.

@@ -487,7 +487,7 @@ class HostDriver(Controls):
         queue = self._current_queue()
         if queue.capture is not None:
             return None
-        self._streams.scheduler.reach(queue.tail, f"what {queue!r} was given, to compare an array")
+        self._streams.scheduler.reach(queue.tail, f"the work of {queue!r}, to compare an array")
         return np.array(array)
 
     def copy(self, target: Array, source: Array) -> None:
