@@ -1,8 +1,8 @@
 """Measure the prose of the package, and hold it to the limits of the writing rules: ``python tests/prose.py [--list MEASURE]``.
 
-The rules stand in docs/contributing.md. The script counts docstrings and comments of the package, the prose of the maintainers'
-pages, texts of errors and warnings, and the subjects of commits since a named base. The exit status is 1 if a limit
-does not hold.
+The rules stand in docs/contributing.md. The script counts docstrings and comments of the package and the benchmarks, the prose of
+the maintainers' pages and of the changelog, texts of errors and warnings, and the subjects of commits since a named base. The
+exit status is 1 if a limit does not hold.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/architecture.md", "docs/contributing.md", "docs/glossary.md", "docs/testing.md")
+PAGES = ("CHANGELOG.md", "docs/architecture.md", "docs/contributing.md", "docs/glossary.md", "docs/testing.md")
 BASE = "caa9c37"
 """The last commit before the rule for subjects. Every commit after it has the form, merges included."""
 MOST_SUBJECT = 72
@@ -233,6 +233,10 @@ def measure(base: str) -> tuple[dict[str, float], dict[str, list[Piece]]]:
                 docstring_words += words(sentence)
                 if words(sentence) > 2 * LIMITS["sentence length"].bound:
                     places["sentence length"].append(Piece(piece.path, piece.line, sentence))
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        source = path.read_text()
+        texts += [comment for _, comment in comments(path, source)]
+        texts += [Piece(each.path, each.line, prose_of(each.text)) for each in docstrings(path, ast.parse(source))]
     texts += [piece for page in PAGES if (ROOT / page).exists() for piece in paragraphs(ROOT / page)]
     total = 0
     for piece in texts:

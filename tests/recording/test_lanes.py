@@ -290,9 +290,7 @@ def seen_late(writes_first, says):
 @pytest.mark.parametrize("writes_first", [True, False])
 def test_calls_inside_a_call_that_use_more_than_it_says_are_refused_where_it_comes_after_less(scene, writes_first):
     y = scene.array(1)
-    with pytest.raises(
-        CaptureError, match=r"(reading|writing) at \S+ calls a function that uses memory of \S*(writing|add) at \S+"
-    ):
+    with pytest.raises(CaptureError, match=r"(reading|writing) at \S+ calls a function .* memory of \S*(writing|add) at"):
         handlepool.record(seen_late(writes_first, says=False), scene, scene.array(1), y, lanes=4)
     assert scene.read(y) == 3
     assert leased(scene) == 0
@@ -317,9 +315,7 @@ def test_what_a_call_reads_and_a_call_inside_it_writes_is_written(scene, writes_
 
     args = scene, scene.array(1), scene.array(1)
     if not writes_first:
-        with pytest.raises(
-            CaptureError, match=r"tripling at \S+ calls a function that uses memory of plus at \S+ without declaring it"
-        ):
+        with pytest.raises(CaptureError, match=r"tripling at \S+ calls a function .* memory of plus at \S+ without declaring"):
             handlepool.record(function, *args, lanes=4)
         assert works(scene)
         return
