@@ -237,7 +237,7 @@ class PlanDirectory:
         if why:
             os.close(directory)
             raise ArgumentError(
-                f"plan directory {self.path} {why}, so another user may put plans there; pass a directory of your own, of mode 700"
+                f"plan directory {self.path} {why}, so another user may put plans there; pass your own, of mode 700"
             )
         return directory
 
