@@ -68,7 +68,7 @@ def view(tensor: torch.Tensor) -> View:
 
 
 def derives() -> bool:
-    """Whether tensors may now have derivatives outside their memory.
+    """Return whether tensors may now have derivatives outside their memory.
 
     See `derived`.
     """
@@ -401,7 +401,7 @@ def recording_pool(device: int) -> RecordingPool | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch found no memory."""
+    """Return whether torch found no memory."""
     return isinstance(error, torch.cuda.OutOfMemoryError)
 
 

@@ -397,7 +397,7 @@ def layout_of_spec(name: str, operand: str, array: DeviceArray) -> Layout:
 
 
 def is_array(value: object) -> bool:
-    """Whether a value is an array of any library."""
+    """Return whether a value is an array of any library."""
     return _is_tensor(value) or any(has_protocol(value, protocol) for protocol in ARRAY_PROTOCOLS)
 
 

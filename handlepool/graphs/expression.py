@@ -73,7 +73,7 @@ class Traced:
         return self.trace.cast(self, name, dtype)
 
     def clip(self, min: object = None, max: object = None) -> Traced:
-        """As the function `clip`."""
+        """Apply the function `clip`."""
         return clip(self, min, max)
 
     # Arithmetic

@@ -192,7 +192,7 @@ def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def of_integers(values: tuple[Any, ...]) -> bool:
-    """Whether a tuple holds only Python integers, or nested tuples of them.
+    """Return whether a tuple holds only Python integers, also when nested.
 
     Such a tuple needs no types in a key, because no equal value of another type exists.
     """

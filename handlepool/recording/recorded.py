@@ -547,7 +547,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return RecordedFunction(Options(function, options.name, *values))
 
     def __reduce__(self) -> str:
-        """Be copied by reference, as functions are."""
+        """Copy by reference, as functions do."""
         return self._options.name
 
 

@@ -119,7 +119,7 @@ class Convolution:
         )
 
     def transposes(self, size: Sequence[int], taps: Sequence[int], image: Sequence[int]) -> bool:
-        """Whether a transposed convolution can produce the image's spatial extents.
+        """Return whether a transposed convolution can produce the image's spatial extents.
 
         The loss has the extents ``size``.
 
@@ -131,7 +131,7 @@ class Convolution:
 
 
 def conv_fprop(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Image (N, C, …) and weight (K, C / groups, …)."""
+    """Infer the result of image (N, C, …) and weight (K, C / groups, …)."""
     return _convolved(node, *_operands(node, inputs, "image", "weight"))
 
 
@@ -383,7 +383,7 @@ def _convolved(node: FrontendNode, image: Shape, weight: Shape) -> Shape:
 
 
 def _yields(node: FrontendNode, image: Shape, weight: Shape, loss: Shape, transposed: Convolution | None = None) -> bool:
-    """Whether an image and a weight lead to a loss.
+    """Return whether an image and a weight lead to a loss.
 
     With ``transposed``, whether they may lead to it in a transposed convolution.
     """

@@ -139,7 +139,7 @@ def span(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: i
 
 
 def share_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    """Whether two arrays share a byte, or may share a byte.
+    """Return whether two arrays share a byte, or may share a byte.
 
     The answer is True where the proof takes too long.
     """
@@ -186,7 +186,7 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> t
 
 @lru_cache(maxsize=4096)
 def one_run(shape: tuple[int, ...], strides: tuple[int, ...], others: tuple[int, ...], itemsize: int) -> bool:
-    """Whether two arrays lie alike, each in a single run of bytes.
+    """Return whether two arrays lie alike, each as one run.
 
     The arrays have the same shape. A run begins at an array's address, has no gap and no byte twice.
 
@@ -204,7 +204,7 @@ def one_run(shape: tuple[int, ...], strides: tuple[int, ...], others: tuple[int,
 
 
 def share(one: Piece, other: Piece) -> bool:
-    """Whether two pieces of memory share a byte.
+    """Return whether two pieces of memory share a byte.
 
     NumPy decides from addresses alone, and reads no memory.
     """
@@ -217,7 +217,7 @@ def share(one: Piece, other: Piece) -> bool:
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether two elements of an array share a byte, or may.
+    """Return whether two elements of an array share a byte, or may.
 
     They may where an axis steps into the reach of the axes with smaller strides.
     """
@@ -269,12 +269,12 @@ class Ranges:
                 self._stops.append(stop)
 
     def have(self, piece: Piece) -> bool:
-        """Whether a stretch has all of a piece."""
+        """Return whether a stretch has all of a piece."""
         place = bisect_right(self._starts, piece[0]) - 1
         return place >= 0 and piece[1] <= self._stops[place]
 
     def meet(self, piece: Piece) -> bool:
-        """Whether a stretch and a piece overlap."""
+        """Return whether a stretch and a piece overlap."""
         place = bisect_left(self._starts, piece[1]) - 1
         return piece[0] < piece[1] and place >= 0 and self._stops[place] > piece[0]
 
@@ -325,7 +325,7 @@ class Layout:
         return piece(address, self.shape, self.strides, self.dtype.itemsize)
 
     def lies_as(self, other: "Layout") -> bool:
-        """Whether another layout has the same elements at the same places.
+        """Return whether another layout has the same elements at the same places.
 
         Strides of axes of extent 1 do not count.
         """

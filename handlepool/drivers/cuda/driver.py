@@ -543,7 +543,7 @@ class CudaDriver:
         return CudaExecutable(self, planned, copies, name=name, titles=titles)
 
     def _begins_early(self, handle: Handle, planned: planning.Planned) -> bool | None:
-        """Whether a plan's launches begin before earlier work has ended.
+        """Return whether a plan's launches begin before earlier work has ended.
 
         A launch is captured behind a kernel of our own to find out. No work reads or writes the memory. Returns None where the
         capture fails, for example for a plan that fills more of its operands than there is memory.

@@ -309,4 +309,4 @@ class DescribedExecutable:
         )
 
     def shortcut(self, *_: object) -> None:
-        """None."""
+        """Return None."""

@@ -69,7 +69,7 @@ class Rewiring:
         self._change("cuGraphAddDependencies", graph, ones, others)
 
     def begins_early(self, graph: int) -> bool:
-        """Whether a node of a graph begins before its predecessor has ended."""
+        """Return whether a node begins before its predecessor has ended."""
         return not all(_is_plain(data) for *_, data in self._with_data(graph))
 
     def _with_data(self, graph: int) -> list[tuple[Any, Any, Any]]:
@@ -211,7 +211,7 @@ def ends(nodes: Sequence[int], edges: Iterable[Sequence[Any]]) -> tuple[list[int
 
 
 def are_many(roots: Sequence[int], leaves: Sequence[int]) -> bool:
-    """Whether a graph has enough roots or leaves for gathering kernels."""
+    """Return whether a graph has enough roots or leaves for gathering kernels."""
     return max(len(roots), len(leaves)) > MOST_ENDS
 
 
