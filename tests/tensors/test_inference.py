@@ -129,7 +129,7 @@ def test_a_gradient_with_stride_one_needs_no_declaration(graph):
     ("x", "w", "parameters", "problem"),
     [
         ((2, 5, 9, 9), (6, 2, 3, 3), {}, "5 channels are no multiple of the weight's 2"),
-        ((2, 6, 9, 9), (4, 2, 3, 3), {}, "make 3 groups do not divide 4"),
+        ((2, 6, 9, 9), (4, 2, 3, 3), {}, "make 3 groups, which do not divide 4"),
         ((2, 4, 9), (6, 4, 3, 3), {}, "must have the same number of axes"),
         ((2, 4), (6, 4), {}, "must have the same number of axes, 3 to 5"),
         ((2, 4, 2, 9), (6, 4, 3, 3), {}, "the result is empty"),
