@@ -68,7 +68,7 @@ def view(tensor: torch.Tensor) -> View:
 
 
 def derives() -> bool:
-    """Whether tensors may now have derivatives outside their memory.
+    """Return whether tensors may now have derivatives outside their memory.
 
     See `derived`.
     """
@@ -324,8 +324,8 @@ class RecordingPool:
         # A tensor of a single byte shows which pool this thread's allocations come from.
         if self.stream_of(torch.empty(1, dtype=torch.uint8, device=f"cuda:{self._device}").data_ptr()) is None:
             raise CaptureError(
-                "torch's tensors are allocated in another pool than the recording's, whose memory others are given later: record "
-                "outside of torch.cuda.use_mem_pool"
+                "torch allocates tensors in another pool than the recording's, and gives their memory out again later: "
+                "record outside of torch.cuda.use_mem_pool"
             )
 
     def stream_of(self, pointer: int) -> int | None:
@@ -441,7 +441,7 @@ def recording_pool(device: int) -> RecordingPool | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch found no memory."""
+    """Return whether torch found no memory."""
     return isinstance(error, torch.cuda.OutOfMemoryError)
 
 
