@@ -387,9 +387,9 @@ class Driver(Protocol):
         """
 
     def prepare_checksums(self) -> None:
-        """Load and allocate what `checksums` needs on the current device; called inside `relaxed`.
+        """Load and allocate what `checksums` needs on the current device.
 
-        This may wait for the device. `checksums` does it itself where it was not done before.
+        Called inside `relaxed`. This may wait for the device. `checksums` does it itself where it was not done before.
         """
 
     def checksums(self, arrays: Sequence[Any], pointer: int) -> Sums:

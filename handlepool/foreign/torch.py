@@ -401,13 +401,16 @@ class RecordingPool:
 
 
 MOST_SPARE = 2
-"""Pools of closed recordings that are kept for later recordings, for each device.
+"""Most pools of closed recordings that a device keeps for later recordings.
 
 Torch gives a released pool's memory to no other allocation. A process that records and closes without end would take 2 MiB or
 more for each recording, until torch is short of memory.
 """
 _spare: dict[int, list[tuple[int, Any]]] = {}
-"""The kept pools by device. Appends and pops are atomic; two threads that close at once may keep one pool more."""
+"""The kept pools by device.
+
+Appends and pops are atomic. Two threads that close at once may keep one pool more.
+"""
 
 
 def _spare_pool(device: int) -> tuple[int, Any] | None:

@@ -40,7 +40,10 @@ T = TypeVar("T")
 _ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
 
 _NOT_ENTERED, _LEFT, _DEFERRED = None, False, 0
-"""Values of `_thread` for a fork that is not open. The last value is for a fork whose join failed and was deferred."""
+"""Values of `_thread` for a fork that is not open.
+
+The last value is for a fork whose join failed and was deferred.
+"""
 
 
 class Fork:

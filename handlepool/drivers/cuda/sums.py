@@ -16,7 +16,10 @@ from handlepool.drivers.cuda.early import immortal
 from handlepool.drivers.event_pool import Events
 
 _ARRAYS = 8
-"""The number of arrays that a page-locked block has room for; a block for more arrays is a multiple."""
+"""Arrays that a page-locked block has room for.
+
+A block for more arrays is a multiple.
+"""
 _BLOCK = 8 * MOST_BLOCKS * _ARRAYS
 _BLOCKS = 16
 """The number of page-locked blocks that `prepare` allocates."""
