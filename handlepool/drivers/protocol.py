@@ -386,6 +386,12 @@ class Driver(Protocol):
         passed the copy.
         """
 
+    def prepare_checksums(self) -> None:
+        """Load and allocate what `checksums` needs on the current device.
+
+        Called inside `relaxed`. This may wait for the device. `checksums` does it itself where it was not done before.
+        """
+
     def checksums(self, arrays: Sequence[Any], pointer: int) -> Sums:
         """Compute checksums of arrays' bits on a stream; called inside `relaxed`.
 

@@ -39,8 +39,11 @@ T = TypeVar("T")
 
 _ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
 
-_NOT_ENTERED, _LEFT = None, False
-"""Values of `_thread` for a fork that is not open."""
+_NOT_ENTERED, _LEFT, _DEFERRED = None, False, 0
+"""Values of `_thread` for a fork that is not open.
+
+The last value is for a fork whose join failed and was deferred.
+"""
 
 
 class Fork:
@@ -53,6 +56,7 @@ class Fork:
         "_count",
         "_driver",
         "_inherited",
+        "_join",
         "_leases",
         "_once",
         "_ordered",
@@ -63,6 +67,9 @@ class Fork:
         "_stream",
         "_thread",
     )
+
+    # The walk of arguments leaves such objects out.
+    __handlepool_keeps_calls__ = True
 
     _leases: Leases
 
@@ -75,7 +82,7 @@ class Fork:
         # This tells whether the fork is for one map, which no work comes after.
         self._once = once
         # The token of the thread that entered it, `_NOT_ENTERED` or `_LEFT`.
-        self._thread: ThreadToken | bool | None = _NOT_ENTERED
+        self._thread: ThreadToken | int | None = _NOT_ENTERED
 
     def __enter__(self) -> "Fork":
         if self._thread is not _NOT_ENTERED:
@@ -101,6 +108,7 @@ class Fork:
         self._inherited = outer is not None
         leases = Leases if self._ordered else UnorderedLeases
         self._leases = leases(pool, self._count, stream, ordinal, sides, outer)
+        self._join: Join | None = None
         self._thread = thread.token
         return self
 
@@ -433,7 +441,7 @@ class Fork:
         status, leases = self._status, self._leases
         try:
             self._thread = _LEFT
-            join = Join(self._pool, leases, self._stream, self._ordinal)
+            join = self._join = Join(self._pool, leases, self._stream, self._ordinal)
             if error is not None:
                 status.lost(error, ask=False)
             if status.unusable and join.given_up():
@@ -452,9 +460,10 @@ class Fork:
                 leases.order.recover()
             # The fork did not reach its join, or the end of its join.
             if leases.slots or leases.order is not None:
-                join = Join(self._pool, leases, self._stream, self._ordinal)
+                join = self._join = self._join or Join(self._pool, leases, self._stream, self._ordinal)
                 join.fail()
                 defer(join.settle)
+                self._thread = _DEFERRED
             raise
         if error is None:
             if self._inherited:
@@ -466,8 +475,9 @@ class Fork:
         # The fork was not left: its thread ended inside, or an interrupt came during its exit.
         try:
             leases = self._leases
-            if self._thread or leases.slots or leases.order is not None:
-                _defer(_join(self._pool, leases, self._stream, self._ordinal).settle)
+            # After an interrupt behind the exit's `defer` this is a second step of the same join.
+            if self._thread is not _DEFERRED and (self._thread or leases.slots or leases.order is not None):
+                _defer((self._join or _join(self._pool, leases, self._stream, self._ordinal)).settle)
         # The fork was not entered, or an interrupt came meanwhile.
         except AttributeError:
             pass

@@ -44,6 +44,7 @@ def test_g17_a_branch_waits_for_the_operation_that_mutates_what_it_reads(pool, s
     assert (z.get() == 1).all()
 
 
+@pytest.mark.unmeasured
 def test_g17_control_it_does_not_wait_for_what_was_not_declared(pool, stream, kernels, latch, comes_to_pass):
     z, done = written_late_and_read(pool, kernels, latch, ())
     assert comes_to_pass(done)

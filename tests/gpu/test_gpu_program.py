@@ -383,7 +383,7 @@ def test_what_is_met_under_the_capture_for_the_first_time_is_recorded_or_refused
     As where plans and slots were dropped between the two calls. That these give the same work is not looked at here.
     """
     monkeypatch.setattr(sys.modules["handlepool.recording.first_call"], "check_same", lambda *_: None)
-    monkeypatch.setattr(sys.modules["handlepool.recording.first_call"], "_shapes", lambda _: "")
+    monkeypatch.setattr(sys.modules["handlepool.recording.first_call"], "_shapes", lambda *_: "")
     states = ParallelStates(3, pool=pool)
     given = [[random_array(shape, "float32") for shape in ((1, 24, side, side), (40, 24, 3, 3))] for side in (15, 17)]
     calls = hidden(iter(given))

@@ -122,5 +122,7 @@ def test_a_graph_function_may_have_the_node_and_its_stats_are_refused(each_pool)
         return g.sdpa(q, k, v, attn_scale=0.25, generate_stats=stats)[0]
 
     assert arrays.error(attend(q, q, q, stats=False), reference.attention(*[arrays.take(q)] * 3)) < TOLERANCE["float16"]
-    with pytest.raises(GraphNotSupportedError):
-        attend(q, q, q, stats=True)
+    # cuDNN computes the statistics, and the host driver does not.
+    if each_pool.driver.name == "host":
+        with pytest.raises(GraphNotSupportedError):
+            attend(q, q, q, stats=True)

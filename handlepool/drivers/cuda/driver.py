@@ -30,7 +30,7 @@ from handlepool.drivers.cuda import early, failures, fast_launch, planning, shar
 from handlepool.drivers.cuda.edges import Dependencies, libcuda, with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
-from handlepool.drivers.cuda.sums import CudaSums
+from handlepool.drivers.cuda.sums import CudaSums, prepare
 from handlepool.drivers.cuda.throwaway import ThrowawayCapture
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.executable import OperandCopy, SavedPlan
@@ -466,6 +466,9 @@ class CudaDriver:
     def page_locked(self, values: np.ndarray[Any, Any]) -> bool:
         found = runtime.pointerGetAttributes(values.__array_interface__["data"][0])
         return bool(found.type == runtime.memoryTypeHost)
+
+    def prepare_checksums(self) -> None:
+        prepare()
 
     def checksums(self, arrays: Sequence[cupy.ndarray], pointer: int) -> CudaSums:
         device = self.current_device()

@@ -523,6 +523,9 @@ class HostDriver(Controls):
         self._enqueue(self._streams.resolve(pointer), np.copyto, (host,), (array,), "copy to the host")
         return host
 
+    def prepare_checksums(self) -> None:
+        self._note("prepare_checksums")
+
     def checksums(self, arrays: Sequence[Array], pointer: int) -> HostSums:
         self._note("checksums")
         self._forbid("checksums")
