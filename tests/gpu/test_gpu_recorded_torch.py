@@ -1,5 +1,6 @@
 """Recorded functions of torch's tensors, on a GPU. Collected only where torch is installed."""
 
+import gc
 import threading
 
 import pytest
@@ -133,3 +134,15 @@ def test_memory_of_closed_programs_is_used_again(torch, model):
         torch.cuda.synchronize()
         taken.append(torch.cuda.memory_reserved())
     assert taken[-1] == taken[-15]
+
+
+def test_programs_that_the_collector_finds_leave_later_ones_no_destroyed_stream(torch, model):
+    x = torch.randn(2, 8, 6, 6, device="cuda")
+    right = model(x)
+    for _ in range(6):
+        holder = [handlepool.recorded(model, strict=True)]
+        holder.append(holder)
+        for _ in range(3):
+            assert same(torch, holder[0](x), right)
+        del holder
+        gc.collect()
