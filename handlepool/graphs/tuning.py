@@ -175,8 +175,8 @@ def check_gpu(driver: Driver, what: str) -> None:
     """
     if driver.name == "host":
         raise DriverNotAvailableError(
-            f"{what} times plans on a GPU; this is the host driver, which has one plan for each graph, and whose times say "
-            f"nothing about a GPU. Use it where the cuda driver runs"
+            f"{what} times plans on a GPU, and the host driver has one plan for each graph and no times of a GPU. Use "
+            "it with the cuda driver"
         )
 
 
@@ -315,7 +315,7 @@ def _tuned(
 def _pool_of(name: str, states: SideStates | None) -> tuple[PoolInternals, int]:
     """Return the pool to tune on, and the caller's stream."""
     if states is not None and not isinstance(states, SideStates):
-        raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for one stream alone")
+        raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for a single stream")
     pool = current_pool() if states is None else states.pool.internals
     pool.status.check()
     return pool, _check(pool, name)
@@ -329,9 +329,11 @@ def _check(pool: PoolInternals, name: str) -> int:
     driver = pool.driver
     check_gpu(driver, f"{name}.tune")
     if thread.recording is not None:
-        raise CaptureError(f"{name} cannot be tuned inside a recording, where nothing runs that could be timed: tune it before")
+        raise CaptureError(f"{name} cannot be tuned inside a recording, where nothing runs: tune it before")
     if thread.region is not None:
-        raise CaptureError(f"{name} cannot be tuned inside a branch or a task, beside which others run: tune it outside")
+        raise CaptureError(
+            f"{name} cannot be tuned inside a branch or a task, because other work runs at the same time: tune it outside"
+        )
     home = resolve(driver)
     check_foreign(driver, home)
     # The legacy stream cannot be captured.

@@ -27,6 +27,8 @@ def check_activation(name: str, activation: object) -> None:
     ------
     ArgumentError
     """
+    # Only text is compared with the names. Comparing an array with them would give another array, whose truth is an error of
+    # its own.
     text = activation if isinstance(activation, str) else ""
     if activation is None or text in ACTIVATIONS:
         return

@@ -98,6 +98,7 @@ class Stages:
             converted = ConvertedArguments(self.name, self.pool, arrays, outs)
             return converted.prepare(lambda _pool, given, outs, _options, _settings, it: self._prepare(given, outs, it), out, {})
         except Exception as error:
+            # Any call may be the first to report a lost context. Later calls then name the cause.
             self.pool.status.diagnose(error)
             raise
 
@@ -132,6 +133,7 @@ class Stages:
             if key is not None:
                 splits[key] = count
             return self._finish(call, arrays, first, parts[count:], out)
+        # The loop returns or raises when its count is 0.
         raise AssertionError
 
     def _split_key(self, given: tuple[Any, ...]) -> Hashable | None:
@@ -190,7 +192,7 @@ class Stages:
 def _advice(x: DeviceArray, outs: tuple[Any, ...]) -> str:
     """Return the advice for a view that cuDNN cannot plan."""
     if _gaps(outs):
-        return ". out is a view with gaps; leave it out, and copy what is returned: out[...] = it"
+        return ". out is a view with gaps; leave it out, and copy the result: out[...] = result"
     return ". x is a view with gaps; pass a contiguous copy" if _gaps((x,)) else ""
 
 

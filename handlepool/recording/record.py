@@ -181,7 +181,9 @@ def check_recordable(pool: PoolInternals, name: str, lanes: int | None, function
     if not callable(function):
         raise ArgumentError(f"record({shown(function)}): pass a function, and its arguments after it")
     if thread.recording is not None:
-        raise CaptureError(f"{name} cannot be recorded inside a recording: call it there, and it becomes a part of that")
+        raise CaptureError(
+            f"{name} cannot be recorded inside a recording: call it there, and its work becomes part of that recording"
+        )
     if thread.region is not None:
         raise CaptureError(f"{name} cannot be recorded inside a branch or a task: record it outside, and replay it there")
     if lanes is not None and open_order(pool.driver, pool.current_device()) is not None:
