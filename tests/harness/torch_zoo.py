@@ -20,6 +20,8 @@ TIMM = (
     *("fastvit_t8", "mobilenetv4_conv_small", "repghostnet_050", "gmlp_ti16_224", "hrnet_w18_small", "cait_xxs24_224"),
     *("res2net50_26w_4s", "legacy_seresnet18", "skresnet18", "eca_resnet33ts", "inception_v4", "xception41"),
 )
+SIZED = ("xcit_nano_12_p16_224", "levit_128s", "coat_lite_tiny", "edgenext_xx_small", "mobilevit_xxs")
+"""Models of timm whose usual size is theirs alone."""
 SIDES = {"swin_t": 64, "swin_v2_t": 64, "vit_b_32": 224, "inception_v4": 96}
 
 
@@ -40,8 +42,8 @@ def made(name):
         import timm
 
         model = timm.create_model(name, pretrained=False)
-        fixed = getattr(model, "patch_embed", None) is not None or any(str(number) in name for number in (224, 240))
-        side = model.default_cfg["input_size"][-1] if fixed or "vit" in name or "former" in name else side
+        known = model.default_cfg
+        side = known["input_size"][-1] if known.get("fixed_input_size") or name in SIZED else side
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):

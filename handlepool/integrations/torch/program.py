@@ -5,6 +5,7 @@ copy before it.
 """
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -118,7 +119,8 @@ class Program:
         self.times: dict[str, float] = {}
         self._tunes = tune and place.kind == "cuda"
         self._copies = place.operation("copy", _copied) if place.kind == "cuda" else _copied
-        run = partial(_run, self._arrays, Held(self))
+        # The reference is weak, because the recorded function is the program's own: the cycle would only end with a collection.
+        run = partial(_run, self._arrays, Held(weakref.ref(self)))
         run.__name__ = run.__qualname__ = name  # type: ignore[attr-defined]
         self.recorded = handlepool.recorded(run, strict=True, **options)
 
@@ -363,7 +365,7 @@ class Program:
 
 def _run(constants: tuple[Any, ...], program: Held, *inputs: Any) -> tuple[Any, ...]:
     """Run a program: the function that is recorded."""
-    found: tuple[Any, ...] = program.value.run(inputs, constants)
+    found: tuple[Any, ...] = program.value().run(inputs, constants)
     return found
 
 

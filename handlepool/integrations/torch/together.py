@@ -4,6 +4,7 @@ No model is lowered: each lane holds the kernels that torch launches for a model
 whose reads are the model's arguments and weights.
 """
 
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -128,7 +129,7 @@ class Together:
         for number, (model, call) in enumerate(zip(self._models, self._calls, strict=True)):
             nodes.append(place.operation(f"{type(model).__name__}_{number}", partial(_call, Held(call))))
             weights.append(tuple([place.array(each) for each in Weights([model]).tensors]))
-        run = partial(_run, Held(self._check), tuple(nodes), tuple(weights))
+        run = partial(_run, Held(weakref.WeakMethod(self._check)), tuple(nodes), tuple(weights))
         run.__name__ = run.__qualname__ = "together"  # type: ignore[attr-defined]
         self.recorded = handlepool.recorded(run, strict=self._strict, **self._options)
         self._place = place
@@ -194,7 +195,7 @@ def _call(model: Held, weights: Any, args: tuple[Any, ...]) -> Any:
 
 def _run(check: Held, nodes: tuple[Any, ...], weights: tuple[Any, ...], *given: Any) -> tuple[Any, ...]:
     """Call each model as an operation: the function that is recorded."""
-    check.value(given)
+    check.value()(given)
     _, *args = given
     args = args * len(nodes) if len(args) < len(nodes) else args
     return tuple([node(*each) for node, *each in zip(nodes, weights, args, strict=True)])
