@@ -76,7 +76,7 @@ class Graph:
         return model(*[args[place] for place in self._moving])
 
 
-def _is_weight(value: Any) -> bool:
+def _is_weight(value: object) -> bool:
     # Dynamo marks buffers, and tensors of `torch._dynamo.mark_static_address`.
     return isinstance(value, nn.Parameter) or (
         isinstance(value, Tensor) and getattr(value, "_dynamo_static_input_type", None) is not None

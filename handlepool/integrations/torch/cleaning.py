@@ -106,7 +106,7 @@ def free_of_values(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _is_symbol(extent: Any) -> bool:
+def _is_symbol(extent: object) -> bool:
     return not isinstance(extent, int)
 
 

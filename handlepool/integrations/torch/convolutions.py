@@ -11,6 +11,7 @@ import handlepool
 from handlepool.integrations.torch.kernel import (
     Kernel,
     Lowering,
+    Value,
     arguments,
     aten,
     is_tensor,
@@ -53,7 +54,7 @@ def lower_convolutions(lowering: Lowering) -> None:
                 _convolution(lowering, node, x, w, bias, how)
 
 
-def _convolution(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias: Any, how: list[Any]) -> None:
+def _convolution(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias: Value, how: list[Any]) -> None:
     stride, padding, dilation, groups = how
     options = {
         "stride": pair(stride),
@@ -78,13 +79,13 @@ def _kernel(biased: bool, added: bool, activation: str | None, options: dict[str
         names = (("bias", biased), ("add", added))
         return dict(zip([name for name, there in names if there], rest, strict=True))
 
-    def fused(x: Any, w: Any, *rest: Any) -> Any:
+    def fused(x: Value, w: Value, *rest: Value) -> Any:
         return handlepool.conv2d(x, w, activation=activation, **parts(rest), **options, **settings)
 
-    def apart(x: Any, w: Any, *rest: Any) -> Any:
+    def apart(x: Value, w: Value, *rest: Value) -> Any:
         return ALONE[activation or ""](handlepool.conv2d(x, w, **parts(rest), **options, **settings))
 
-    def plain(x: Any, w: Any, *rest: Any) -> Any:
+    def plain(x: Value, w: Value, *rest: Value) -> Any:
         given = parts(rest)
         y = torch.conv2d(x, w, given.get("bias"), **options)
         return PLAIN[activation](y + given["add"] if added else y)
@@ -96,7 +97,7 @@ def _kernel(biased: bool, added: bool, activation: str | None, options: dict[str
     return Kernel(name, ways, plain, (biased, *options.values(), *settings.values()))
 
 
-def _transposed(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias: Any, how: list[Any]) -> None:
+def _transposed(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias: Value, how: list[Any]) -> None:
     stride, padding, beyond, groups, dilation = how
     options = {
         "stride": pair(stride),
@@ -108,10 +109,10 @@ def _transposed(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias:
     settings: dict[str, Any] = {"allow_tf32": tf32()[1], "deterministic": deterministic()}
     filters = lowering.made(_lain, w)
 
-    def run(x: Any, w: Any, *bias: Any) -> Any:
+    def run(x: Value, w: Value, *bias: Value) -> Any:
         return handlepool.conv_transpose2d(x, w, bias=bias[0] if bias else None, **options, **settings)
 
-    def plain(x: Any, w: Any, *bias: Any) -> Any:
+    def plain(x: Value, w: Value, *bias: Value) -> Any:
         return torch.conv_transpose2d(x, w, *(bias or (None,)), **options)
 
     inputs = [x, filters, *([] if bias is None else [bias])]
@@ -191,8 +192,8 @@ def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:
 def affine(steps: Steps, parts: list[Any]) -> tuple[Any, Any]:
     """Return the factor and the summand of each channel, in float64."""
     left: Iterator[Any] = iter(parts)
-    scale: Any = 1.0
-    shift: Any = 0.0
+    scale: Value = 1.0
+    shift: Value = 0.0
     for step in steps:
         if step == "mul":
             factor = next(left).double().reshape(-1)

@@ -11,5 +11,7 @@ class Held:
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Any) -> None:
+    value: Any
+
+    def __init__(self, value: object) -> None:
         self.value = value

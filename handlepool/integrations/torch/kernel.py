@@ -8,6 +8,8 @@ from torch import Tensor, fx
 
 from handlepool.integrations.torch.constants import Constants
 
+Value = Any
+"""A tensor, an array of the driver's in its place, or a traced value of an elementwise function."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 aten = torch.ops.aten
 
@@ -32,7 +34,7 @@ class Kernel:
         As given.
     """
 
-    def __init__(self, name: str, ways: dict[str, Callable[..., Any]], plain: Callable[..., Any], key: Any = None) -> None:
+    def __init__(self, name: str, ways: dict[str, Callable[..., Any]], plain: Callable[..., Any], key: object = None) -> None:
         self.__name__ = self.__qualname__ = name
         self.ways, self.plain, self.key = ways, plain, key
 
@@ -59,7 +61,7 @@ class Lowering:
     def __init__(self, graph: fx.Graph, constants: Constants, kind: str) -> None:
         self.graph, self.constants, self.kind = graph, constants, kind
 
-    def nodes(self, *targets: Any) -> list[fx.Node]:
+    def nodes(self, *targets: object) -> list[fx.Node]:
         """Return the operations of some kinds that are no constants, in order."""
         return [each for each in self.graph.nodes if each.target in targets and self.varies(each)]
 
@@ -67,7 +69,7 @@ class Lowering:
         """Return whether a node is an operation whose value is no constant."""
         return node.op == "call_function" and node not in self.constants
 
-    def constant(self, *nodes: Any) -> bool:
+    def constant(self, *nodes: object) -> bool:
         """Return whether all are constants, or None."""
         return all(each is None or each in self.constants for each in nodes)
 

@@ -10,7 +10,7 @@ from torch import fx
 
 import handlepool
 from handlepool.integrations.torch.convolutions import PLAIN, activation_behind
-from handlepool.integrations.torch.kernel import Kernel, Lowering, arguments, aten, is_tensor, pair, sole_user, value_of
+from handlepool.integrations.torch.kernel import Kernel, Lowering, Value, arguments, aten, is_tensor, pair, sole_user, value_of
 from handlepool.integrations.torch.modes import deterministic, tf32
 
 MOST_PARTS = 32
@@ -27,12 +27,12 @@ def lower_layers(lowering: Lowering) -> None:
             lower(lowering, node)
 
 
-def _emit(lowering: Lowering, name: str, node: fx.Node, inputs: list[Any], run: Callable[..., Any], key: Any = None) -> None:
+def _emit(lowering: Lowering, name: str, node: fx.Node, inputs: list[Any], run: Callable[..., Any], key: object = None) -> None:
     """Put a kernel in the place of a single operation."""
     target, args, kwargs = node.target, node.args, node.kwargs
     order = [*node.all_input_nodes]
 
-    def plain(*values: Any) -> Any:
+    def plain(*values: Value) -> Any:
         given, named = fx.node.map_arg((args, kwargs), dict(zip(inputs, values, strict=True)).__getitem__)
         return target(*given, **named)
 
@@ -51,10 +51,10 @@ def _linear(lowering: Lowering, node: fx.Node) -> None:
     settings = _settings()
     out, activation = activation_behind(node)
 
-    def run(x: Any, w: Any, *bias: Any) -> Any:
+    def run(x: Value, w: Value, *bias: Value) -> Any:
         return handlepool.linear(x, w, bias=bias[0] if bias else None, activation=activation, **settings)
 
-    def plain(x: Any, w: Any, *bias: Any) -> Any:
+    def plain(x: Value, w: Value, *bias: Value) -> Any:
         return PLAIN[activation](functional.linear(x, w, *bias))
 
     name = "linear" if activation is None else f"linear_{activation}"
@@ -247,11 +247,11 @@ def _slice(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     return None
 
 
-def _cut(widths: tuple[int, ...], x: Any) -> Any:
+def _cut(widths: tuple[int, ...], x: Value) -> Any:
     return handlepool.pad(x, widths)
 
 
-def _narrow(start: int, stop: int, x: Any) -> Any:
+def _narrow(start: int, stop: int, x: Value) -> Any:
     return x[:, start:stop].clone(memory_format=torch.preserve_format)
 
 

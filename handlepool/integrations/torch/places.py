@@ -36,10 +36,10 @@ class Place(Protocol):
     def refresh(self, array: Any, tensor: Tensor) -> None:
         """Bring new values of a constant into its array."""
 
-    def tensors(self, values: Any) -> Any:
+    def tensors(self, values: object) -> Any:
         """Return a call's value with tensors in place of arrays."""
 
-    def arrays(self, values: Any) -> Any:
+    def arrays(self, values: object) -> Any:
         """Return a call's arguments with arrays in place of tensors."""
 
     def view(self, function: View, value: Any) -> Any:
@@ -64,11 +64,11 @@ class Cuda:
     def refresh(self, array: Any, tensor: Tensor) -> None:
         """Do nothing: the array is the tensor."""
 
-    def tensors(self, values: Any) -> Any:
+    def tensors(self, values: object) -> Any:
         """Return the values."""
         return values
 
-    def arrays(self, values: Any) -> Any:
+    def arrays(self, values: object) -> Any:
         """Return the values."""
         return values
 
@@ -109,11 +109,11 @@ class Host:
         """Copy the values of a tensor into its array."""
         array[...] = self.array(tensor)
 
-    def tensors(self, values: Any) -> Any:
+    def tensors(self, values: object) -> Any:
         """Return the values as tensors, once they are computed."""
         return torch.utils._pytree.tree_map(self._tensor, values)
 
-    def arrays(self, values: Any) -> Any:
+    def arrays(self, values: object) -> Any:
         """Return copies of the tensors as arrays."""
         return torch.utils._pytree.tree_map(lambda each: self.array(each) if isinstance(each, Tensor) else each, values)
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 import handlepool
 from handlepool import math
 from handlepool.integrations.torch.convolutions import NORM, affine
-from handlepool.integrations.torch.kernel import FLOATS, Kernel, Lowering, arguments, aten, is_tensor, value_of
+from handlepool.integrations.torch.kernel import FLOATS, Kernel, Lowering, Value, arguments, aten, is_tensor, value_of
 
 MOST_ARRAYS = 32
 MOST_OPERATIONS = 64
@@ -18,42 +18,42 @@ MOST_OPERATIONS = 64
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.bool: "bool"}
 
 
-def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
+def _add(x: Value, y: Value, alpha: Value = 1) -> Any:
     return x + (y if alpha == 1 else y * alpha)
 
 
-def _sub(x: Any, y: Any, alpha: Any = 1) -> Any:
+def _sub(x: Value, y: Value, alpha: Value = 1) -> Any:
     return x - (y if alpha == 1 else y * alpha)
 
 
-def _clamp(x: Any, low: Any = None, high: Any = None) -> Any:
+def _clamp(x: Value, low: Value = None, high: Value = None) -> Any:
     x = x if low is None else math.maximum(x, low)
     return x if high is None else math.minimum(x, high)
 
 
-def _gelu(x: Any, approximate: str = "none") -> Any:
+def _gelu(x: Value, approximate: str = "none") -> Any:
     if approximate == "none":
         return math.gelu(x)
     return 0.5 * x * (1 + math.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
-def _leaky(x: Any, slope: Any = 0.01) -> Any:
+def _leaky(x: Value, slope: Value = 0.01) -> Any:
     return math.where(x > 0, x, x * slope)
 
 
-def _elu(x: Any, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Any:
+def _elu(x: Value, alpha: Value = 1, scale: Value = 1, input_scale: Value = 1) -> Any:
     return math.where(x > 0, x * scale, math.expm1(x * input_scale) * (alpha * scale))
 
 
-def _mish(x: Any) -> Any:
+def _mish(x: Value) -> Any:
     return x * math.tanh(math.maximum(x, 0) + math.log1p(math.exp(-math.abs(x))))
 
 
-def _where(condition: Any, x: Any, y: Any) -> Any:
+def _where(condition: Value, x: Value, y: Value) -> Any:
     return math.where(condition, x, y)
 
 
-def _filled(x: Any, mask: Any, value: Any) -> Any:
+def _filled(x: Value, mask: Value, value: Value) -> Any:
     return math.where(mask, value, x)
 
 
@@ -179,7 +179,7 @@ def _plain_affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def _typed(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    def typed(x: Any, scale: Any, shift: Any) -> Any:
+    def typed(x: Value, scale: Value, shift: Value) -> Any:
         return function(x, scale, shift).astype(NAMES[dtype])
 
     return typed
@@ -203,7 +203,7 @@ def _emit(lowering: Lowering, tree: _Tree) -> None:
     inputs, root = tree.inputs, tree.root
     steps = [(each, _function(each), each.args, {**each.kwargs}) for each in order]
 
-    def function(*values: Any) -> Any:
+    def function(*values: Value) -> Any:
         found: dict[fx.Node, Any] = dict(zip(inputs, values, strict=True))
         for node, step, args, kwargs in steps:
             given, named = fx.node.map_arg((args, kwargs), found.__getitem__)
@@ -212,7 +212,7 @@ def _emit(lowering: Lowering, tree: _Tree) -> None:
 
     targets = [(each, each.target, each.args, each.kwargs) for each in order]
 
-    def plain(*values: Any) -> Any:
+    def plain(*values: Value) -> Any:
         found: dict[fx.Node, Any] = dict(zip(inputs, values, strict=True))
         for node, target, args, kwargs in targets:
             given, named = fx.node.map_arg((args, kwargs), found.__getitem__)

@@ -22,7 +22,7 @@ from handlepool.integrations.torch.cleaning import base_of, clean, free_of_value
 from handlepool.integrations.torch.constants import Constants
 from handlepool.integrations.torch.convolutions import lower_convolutions
 from handlepool.integrations.torch.held import Held
-from handlepool.integrations.torch.kernel import Kernel, Lowering, arguments, value_of
+from handlepool.integrations.torch.kernel import Kernel, Lowering, Value, arguments, value_of
 from handlepool.integrations.torch.layers import ALIGNED, lower_layers, lower_slices
 from handlepool.integrations.torch.outputs import Outputs, is_dense
 from handlepool.integrations.torch.places import Place
@@ -281,11 +281,11 @@ class Program:
         """Return whether an array begins where no kernel of the library reads."""
         return any(self._place.pointer(each) % ALIGNED for each in given)
 
-    def _copy(self, value: Any) -> Any:
+    def _copy(self, value: Value) -> Any:
         """Return a value, or an aligned copy of it."""
         return self._copies(value) if self._place.pointer(value) % ALIGNED else value
 
-    def _settle_view(self, step: Step, value: Any) -> Any:
+    def _settle_view(self, step: Step, value: Value) -> Any:
         function, place = step.run, self._place
         look = partial(place.view, function)
         source = value_of(_source(step.node))
@@ -302,7 +302,7 @@ class Program:
         step.run = lambda value: look(lay(value))
         return step.run(value)
 
-    def _lay(self, expected: Tensor, value: Any) -> Callable[[Any], Any]:
+    def _lay(self, expected: Tensor, value: Value) -> Callable[[Any], Any]:
         """Return a function that copies a value into the strides of tracing."""
         shape, strides, dtype = tuple(expected.shape), expected.stride(), expected.dtype
         forms = ((handlepool.to_contiguous, torch.contiguous_format), (handlepool.to_channels_last, torch.channels_last))
@@ -374,11 +374,11 @@ def _without_modes(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False, cache_enabled=False)
 
 
-def _same(value: Any) -> Any:
+def _same(value: Value) -> Any:
     return value
 
 
-def _copied(tensor: Any) -> Any:
+def _copied(tensor: Value) -> Any:
     return tensor.clone() if isinstance(tensor, Tensor) else tensor.copy(order="K")
 
 
@@ -388,18 +388,18 @@ def _lays(node: fx.Node) -> bool:
     return node.target is aten.clone.default and form in (torch.contiguous_format, torch.channels_last)
 
 
-def _lies_so(value: Any, expected: Tensor) -> bool:
+def _lies_so(value: Value, expected: Tensor) -> bool:
     """Return whether a value has the strides of tracing."""
     return all(a == b for extent, a, b in zip(expected.shape, _strides(value), expected.stride(), strict=True) if extent != 1)
 
 
-def _strides(value: Any) -> tuple[int, ...]:
+def _strides(value: Value) -> tuple[int, ...]:
     if isinstance(value, Tensor):
         return value.stride()
     return tuple([step // value.dtype.itemsize for step in value.strides])
 
 
-def _dtype(value: Any) -> str:
+def _dtype(value: Value) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
@@ -432,7 +432,7 @@ def _view(node: fx.Node) -> Callable[[Tensor], Any]:
 def _plain(target: Any, args: Any, kwargs: Any, inputs: Sequence[fx.Node]) -> Callable[..., Any]:
     """Return an operation of torch's as a function of its tensors."""
 
-    def run(*values: Any) -> Any:
+    def run(*values: Value) -> Any:
         given, named = fx.node.map_arg((args, kwargs), dict(zip(inputs, values, strict=True)).__getitem__)
         return target(*given, **named)
 

@@ -64,7 +64,7 @@ class Report(tuple[ProgramReport, ...]):
         return "\n".join(map(str, self)) or "no program yet: call the model"
 
 
-def report(model: Any) -> Report:
+def report(model: object) -> Report:
     """Return which operations of a model became what.
 
     Parameters

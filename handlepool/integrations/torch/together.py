@@ -188,7 +188,7 @@ class Together:
             warn(repr(self), why)
 
 
-def _call(model: Held, weights: Any, args: tuple[Any, ...]) -> Any:
+def _call(model: Held, weights: object, args: tuple[Any, ...]) -> Any:
     """Call a model. Its weights are there to be read."""
     return model.value(*args)
 
@@ -201,11 +201,11 @@ def _run(check: Held, nodes: tuple[Any, ...], weights: tuple[Any, ...], *given: 
     return tuple([node(*each) for node, *each in zip(nodes, weights, args, strict=True)])
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     return (each for each in pytree.tree_leaves(value) if isinstance(each, Tensor))
 
 
-def _geometry(value: Any) -> Any:
+def _geometry(value: object) -> Any:
     """Return a value with the geometry of its arrays in their places, to be hashed."""
     leaves, spec = pytree.tree_flatten(value)
     return repr(spec), tuple([_part(each) for each in leaves])

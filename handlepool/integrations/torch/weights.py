@@ -41,7 +41,7 @@ def _trains(module: nn.Module) -> bool:
     return name not in _INERT and type(module) not in (nn.ReLU, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Hardswish, nn.LayerNorm)
 
 
-def _is_single(key: str, value: Any) -> bool:
+def _is_single(key: str, value: object) -> bool:
     """Return whether an entry is a tensor of one element that a model may read.
 
     Batch norms only count their calls in training.
@@ -188,17 +188,18 @@ class Snapshot:
         return changed
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(one: Any, other: object) -> bool:
     """Return whether values are the same objects in equal containers."""
     if one is other:
         return True
-    if type(one) is not type(other):
+    same: Any = other
+    if type(one) is not type(same):
         return False
     if isinstance(one, dict):
-        return [*one] == [*other] and all(map(_alike, one.values(), other.values()))
+        return [*one] == [*same] and all(map(_alike, one.values(), same.values()))
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    return isinstance(one, _PLAIN) and repr(one) == repr(other)
+        return len(one) == len(same) and all(map(_alike, one, same))
+    return isinstance(one, _PLAIN) and repr(one) == repr(same)
 
 
 def _plain_places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
@@ -216,5 +217,5 @@ def _plain_places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
                     yield from ((method.__globals__, name) for name in names if _is_plain(method.__globals__[name]))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
