@@ -425,6 +425,30 @@ def test_training_is_torchs(block):
     same(ours(x), other.train()(x))
 
 
+def test_a_model_between_two_phases_of_training_keeps_its_programs(block):
+    ours, x = recorded(block), images()
+    ours(x)
+    programs = [*ours.programs]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(12):
+            block.train()
+            ours(x)
+            block.eval()
+            same(ours(x), block(x))
+    assert [*ours.programs] == programs
+
+
+def test_weights_that_are_bound_anew_at_each_call_are_torchs(block):
+    ours, x = recorded(block), images(1, 8, 3, 3)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(11):
+            block.conv.weight = nn.Parameter(torch.randn_like(block.conv.weight))
+            same(ours(x), block(x))
+    assert any("bound anew" in str(each.message) for each in found)
+
+
 def test_gradients_are_torchs(block):
     ours, x = recorded(block), images().requires_grad_()
     same(ours(x), block(x))

@@ -29,6 +29,10 @@ pytree = torch.utils._pytree
 _making = threading.RLock()
 
 
+MOST_RENEWED = 8
+"""The times that a model's weights or attributes may be bound anew. After that torch runs it while they are others."""
+
+
 class RecordedModel:
     """A model with a pool of programs. Made by `recorded`.
 
@@ -40,6 +44,7 @@ class RecordedModel:
         self._model, self._settings = model, settings
         self._programs: OrderedDict[Any, Program | Together | str] = OrderedDict()
         self._said: set[str] = set()
+        self._renewed = 0
         self._renew()
 
     def __repr__(self) -> str:
@@ -93,6 +98,11 @@ class RecordedModel:
             if self._weights.bound() and self._weights.versions.same():
                 return value
         if not self._weights.bound():
+            # A model in training keeps its programs for the time after.
+            self._weights.check()
+            if self._renewed >= MOST_RENEWED:
+                raise NotTaken(f"its weights were bound anew {MOST_RENEWED} times: write new values in place")
+            self._renewed += 1
             self._renew()
             program = None
         elif not self._weights.versions.same():

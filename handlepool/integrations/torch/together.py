@@ -83,6 +83,7 @@ class Together:
                 # The program may have run with weights that were replaced. It changes nothing else, so its values are dropped.
                 if self._same():
                     return values
+                self._weights.check()
                 self._renew()
                 self._begin(args)
         except NotTaken as why:

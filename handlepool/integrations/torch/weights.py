@@ -138,7 +138,7 @@ class Weights:
         ------
         NotTaken
         """
-        if any(self._training):
+        if any(space["training"] for space in self._spaces):
             raise NotTaken("it is in training mode: call its eval()")
         for each in self.tensors:
             if type(each) not in (Tensor, nn.Parameter, nn.Buffer) or each.layout is not torch.strided:
