@@ -40,7 +40,7 @@ PLAIN: dict[str | None, Callable[[Tensor], Tensor]] = {
 ALONE = {name: getattr(handlepool.ops, name) for name in PLAIN if name}
 _OVER_ELEMENTS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 Steps = tuple[Any, ...]
-"""How channels are scaled and shifted: ("norm", epsilon), "mul" or "add", in order."""
+"""Scales and shifts of channels: ("norm", epsilon), "mul" or "add"."""
 
 
 def lower_convolutions(lowering: Lowering) -> None:
@@ -120,7 +120,10 @@ def _transposed(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias:
 
 
 def _scaling(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, Steps, list[Any]]:
-    """Return the end of the constant scales and shifts of channels behind a node, with their kinds and constants."""
+    """Find the constant scales and shifts of channels behind a node.
+
+    Return the last node, with the kinds and the constants.
+    """
     steps: list[Any] = []
     parts: list[Any] = []
     while (user := sole_user(node)) is not None:

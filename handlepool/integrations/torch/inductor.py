@@ -9,7 +9,9 @@ from torch import nn
 
 
 def compiled(model: nn.Module) -> Callable[..., Any]:
-    """Return a module compiled by Inductor, with its weights built into the kernels.
+    """Return a module compiled by Inductor.
+
+    Its weights are built into the kernels.
 
     Each call compiles anew, because a compiled function does not see changed weights.
     """

@@ -15,7 +15,7 @@ from handlepool.integrations.torch.modes import deterministic, tf32
 
 MOST_PARTS = 32
 ALIGNED = 16
-"""The library's kernels read arrays that begin at multiples of so many bytes."""
+"""Bytes whose multiples are addresses for the library's kernels."""
 functional = torch.nn.functional
 
 
@@ -194,7 +194,10 @@ def _upsample(lowering: Lowering, node: fx.Node) -> None:
 
 
 def _shuffle(lowering: Lowering, node: fx.Node) -> None:
-    """Lower a view of five axes, a swap of the two for channels, and a view of four."""
+    """Lower the views that shuffle channels.
+
+    These are a view of five axes, a swap of its two for channels, and a view of four axes.
+    """
     x, shape = node.args
     if not is_tensor(x, 4) or len(shape) != 5 or value_of(node).shape[2] * value_of(node).shape[1] != value_of(x).shape[1]:
         return
@@ -217,7 +220,7 @@ def _shuffle(lowering: Lowering, node: fx.Node) -> None:
 
 
 def lower_slices(lowering: Lowering) -> None:
-    """Copy slices of channels that begin where no kernel of the library reads, in one launch each."""
+    """Copy misaligned slices of channels, in one launch each."""
     for node in [*lowering.graph.nodes]:
         part = _slice(node) if lowering.varies(node) and is_tensor(node, 4) else None
         if part is None or not any(isinstance(user.target, Kernel) for user in node.users):
@@ -232,7 +235,7 @@ def lower_slices(lowering: Lowering) -> None:
 
 
 def _slice(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Return the source, the begin and the end of a slice of channels."""
+    """Return the source, begin and end of a slice of channels."""
     if node.target is aten.slice.Tensor:
         source, axis, start, _, step = arguments(node)
         if axis == 1 and step == 1 and is_tensor(source, 4):

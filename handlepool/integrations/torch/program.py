@@ -34,7 +34,7 @@ aten = torch.ops.aten
 HANDLEPOOL, TORCH, VIEW, COPY = "handlepool", "torch", "view", "copy"
 _REFUSALS = (ArgumentError, ArrayTypeError, GraphNotSupportedError, TraceError, NotTaken)
 _quickest: dict[Any, str] = {}
-"""The quickest way of each kernel that was timed, by its name, options and geometry."""
+"""The quickest way of each timed kernel, by name, options and geometry."""
 
 
 @dataclass(eq=False, slots=True)
@@ -409,7 +409,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Return the tensor that a view is of, through operations with several results."""
+    """Return the tensor of a view, through operations with several results."""
     source = node.all_input_nodes[0]
     return source if isinstance(value_of(source), Tensor) else _source(source)
 
