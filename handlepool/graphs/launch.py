@@ -447,16 +447,11 @@ class GraphCall(Call):
             pieces = self._pieces = reads, writes
         return pieces
 
-    def then(self, make: "Callable[[Any], GraphCall]") -> "GraphCall":
-        """Add a call that writes this call's result in place.
-
-        ``make`` gets the result in the driver's form.
-        """
-        call = make(self.result)
+    def then(self, call: "GraphCall") -> None:
+        """Add a call that writes this call's result in place."""
         self._more += (call,)
         self._pieces = None
         self.operands += call.operands
-        return self
 
 
 def by_keyword(function: F) -> F:

@@ -29,7 +29,7 @@ from handlepool.graphs.operand_forms import stepped_channels_last
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Settings, normalise
 from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate, check_activation
-from handlepool.ops.epilogue import Stages, along, finisher, parts_of
+from handlepool.ops.epilogue import Finisher, Stages, along, parts_of
 from handlepool.pool.default import chosen_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
@@ -309,7 +309,7 @@ def conv2d(
         Added to each channel; of any stride that is not negative, beginning at any element.
     add : array, shape (N, K, P, Q), optional
         A residual, added before the activation. It shares no element with ``out``.
-    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last. "gelu" uses the exact formula.
     out : array, shape (N, K, P, Q), optional
         Takes the result. Its strides decide the layout, and may have gaps as the strides of ``x``. Without ``out``
@@ -528,4 +528,4 @@ _plain, _summed = (
 
 Each pair has a function without copies of operands, then a function with copies.
 """
-_finish = finisher("conv2d", axis=1)
+_finish = Finisher.of("conv2d", axis=1)

@@ -84,10 +84,10 @@ class Entry(Generic[P]):
         self.shortcuts: dict[Hashable, Shortcut | None] = {}
 
 
-class Recollection(dict[Hashable, int]):
-    """Numbers by key; a full table forgets all of them."""
+class Recollection(dict[Hashable, Any]):
+    """Values by key; a full table forgets all of them."""
 
-    def __setitem__(self, key: Hashable, value: int) -> None:
+    def __setitem__(self, key: Hashable, value: Any) -> None:
         if len(self) >= MOST_RECOLLECTED:
             self.clear()
         super().__setitem__(key, value)
@@ -112,8 +112,9 @@ class PlanCache(Generic[P]):
         key may stand for several plans, so each function of its list is tried. Read without the lock.
     tick : callable
         Returns the time: a number that grows from call to call.
-    fused_stage_counts : Recollection
-        Number of an operation's stages that one plan can fuse, where that is not all of them. Refused plans tell the number.
+    fused_parts : Recollection
+        The parts of an operation's epilogue that its plan contains, where that is not the default. Refused plans and
+        measurements tell the parts.
     recent : Entry or None
         The entry whose shortcut was used last. A repeated use need not set its time again.
     """
@@ -124,7 +125,7 @@ class PlanCache(Generic[P]):
         self._counts: dict[int, Counter[str]] = defaultdict(Counter)
         self.shortcuts: dict[Hashable, list[Shortcut]] = {}
         self.tick = count().__next__
-        self.fused_stage_counts = Recollection()
+        self.fused_parts = Recollection()
         self.recent: Entry[Any] | None = None
         self._dropped = False
         self._plans: dict[int, dict[Hashable, Entry[P]]] = {}
@@ -291,7 +292,7 @@ class PlanCache(Generic[P]):
     def _clear(self) -> None:
         self._plans.clear()
         self.shortcuts.clear()
-        self.fused_stage_counts.clear()
+        self.fused_parts.clear()
         self.recent = None
 
     def clear(self) -> None:
@@ -308,7 +309,7 @@ class PlanCache(Generic[P]):
                     self._forget(plans, key)
             for refused in [refused for refused in list(self._refusals) if match(refused[1])]:
                 self._refusals.pop(refused, None)
-            self.fused_stage_counts.clear()
+            self.fused_parts.clear()
 
     def count_copies(self, plan: P) -> None:
         """Count the operands that a launch of a plan copied."""

@@ -57,7 +57,7 @@ def expected(arrays, x, w, rest, **options):
     return reference.conv2d(arrays.take(x), arrays.take(w), **{k: arrays.take(v) for k, v in rest.items()}, **options)
 
 
-@pytest.mark.parametrize("kind", [None, "relu", "gelu"])
+@pytest.mark.parametrize("kind", [None, "relu", "gelu", "hardswish"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -78,6 +78,8 @@ FUSED = {
     ("NCHW", True, False, "relu"): 1,
     ("NCHW", False, True, None): 2,
     ("NCHW", False, False, "gelu"): 2,
+    ("NHWC", True, False, "hardswish"): 2,  # cuDNN has no node for it
+    ("NHWC", True, True, "hardsigmoid"): 2,
 }
 
 
@@ -149,7 +151,7 @@ def test_what_was_refused_once_is_not_asked_for_at_each_call(make_pool, monkeypa
 
 def test_splits_are_forgotten_where_there_are_too_many(limits):
     limits(MOST_RECOLLECTED=3)
-    splits = PlanCache().fused_stage_counts
+    splits = PlanCache().fused_parts
     for number in range(4):
         splits[number] = number
     assert dict(splits) == {3: 3}

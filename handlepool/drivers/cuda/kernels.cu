@@ -31,6 +31,10 @@ HELPER float activated(float x) {
     return x * normcdff(x);
 #elif SWISH
     return x / (1 + expf(-x));
+#elif HARDSIGMOID
+    return x <= -3 ? 0 : x >= 3 ? 1 : (x + 3) / 6;  // NaN stays
+#elif HARDSWISH
+    return x * (x <= -3 ? 0 : x >= 3 ? 1 : (x + 3) / 6);
 #else
     return x;
 #endif

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from handlepool.drivers.host.convolution import Array
-from handlepool.drivers.host.pointwise import OPERATIONS
+from handlepool.drivers.host.pointwise import activated
 from handlepool.drivers.kernel import Affine, NetworkKernel, Normalise, Pad, Resample, Shuffle
 
 Compute = Callable[[Sequence[Array], Array], None]
@@ -68,7 +68,7 @@ def _affine(kernel: Affine) -> Compute:
         mean, variance, *rest = (each.astype(np.float32).reshape(along) for each in parameters)
         result = (x.astype(np.float32) - mean) / np.sqrt(variance + np.float32(kernel.eps))
         result = _scaled(result, rest, kernel.weighted)
-        y[...] = result if kernel.activation is None else OPERATIONS[kernel.activation]({}, result)
+        y[...] = activated(kernel.activation, result)
 
     return compute
 
