@@ -28,7 +28,7 @@ import compiled
 import kernels
 import numpy as np
 from common import CLOCKS, Ratios, pool_on_a_stream, print_table, publish, regions, summary, write
-from nets import NETWORKS, Parameters
+from nets import MODERN, NETWORKS, Parameters
 from nets.kinds import Reference, Torch, forked
 from nets.parameters import channels_last
 from operations import Noted
@@ -92,7 +92,7 @@ class Network:
     def __init__(self, driver: Any, name: str, options: Any) -> None:
         self.driver = driver
         self.name = name
-        self.run = NETWORKS[name]
+        self.run = (NETWORKS | MODERN)[name]
         self.p = Parameters(driver.asarray, options.dtype, options.thin)
         shape = options.batch, 3, options.side, options.side
         images = np.random.default_rng(1).standard_normal(shape, np.float32).astype(options.dtype)
@@ -307,7 +307,13 @@ def network_arguments(description: str | None) -> argparse.ArgumentParser:
     parser = arguments(description)
     parser.add_argument("--calls", type=positive, default=5, help="runs in one sample (default: %(default)s)")
     whole = [name for name in NETWORKS if name != TRIAL]
-    parser.add_argument("--network", nargs="+", choices=NETWORKS, default=whole, help=f"(default: all but {TRIAL})")
+    parser.add_argument(
+        "--network",
+        nargs="+",
+        choices=NETWORKS | MODERN,
+        default=whole,
+        help=f"(default: all but {TRIAL}, and none of {', '.join(MODERN)})",
+    )
     parser.add_argument(
         "--lanes", type=side_streams, nargs="+", default=[1, 2, 4, 8, 16], help="also of tuning (default: %(default)s)"
     )
