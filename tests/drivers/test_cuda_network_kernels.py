@@ -84,6 +84,7 @@ def test_few_rows_have_many_threads_each_and_many_rows_few():
 
     assert threads(197, 768) == (1, 128, 1)
     assert threads(64 * 197, 768) == (4, 32, 3)
+    assert threads(12 * 197, 197) == (4, 32, 7)  # a warp a row, without barriers
     assert threads(56 * 56 * 8, 96) == (32, 4, 3)
 
 

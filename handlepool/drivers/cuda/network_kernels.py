@@ -29,6 +29,8 @@ Below that number of packs of rows, packs become smaller rather than fewer.
 """
 PACKS_EACH = 4
 """Packs of a row for each thread, where there are enough rows."""
+WARP = 32
+"""Threads that join their numbers without a barrier for the block."""
 ROW_RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 """Types by their size in bytes."""
@@ -96,11 +98,20 @@ def _counted(axes: Axes, pack: int, rank: int, packed: bool = True) -> list[int]
     return [*extents, *[1] * more, *(step for each in zip(*steps, strict=True) for step in each)]
 
 
-def _threads(rows: int, count: int) -> tuple[int, int]:
+def _kept(count: int, shares: int, pack: int) -> int:
+    """Return the packs of a row that a thread keeps in registers, or 0 where they are too many."""
+    each = -(-count // shares)
+    return each if each <= MOST_EACH and each * pack <= MOST_KEPT else 0
+
+
+def _threads(rows: int, count: int, pack: int) -> tuple[int, int]:
     """Return rows of a block and threads of a row.
 
     Packs lie in rows here.
     """
+    # A row of a single warp needs no barriers.
+    if rows * WARP >= kernels.PLENTY and count > WARP * PACKS_EACH and _kept(count, WARP, pack):
+        return max(1, kernels.THREADS // WARP), WARP
     most = min(_power(count), kernels.LARGEST_BLOCK)
     shares = min(_power(-(-count // PACKS_EACH)), most)
     # Few rows leave the GPU idle, so each row gets more threads.
@@ -180,11 +191,10 @@ def _normalise(kernel: Normalise, operands: Sequence[Layout]) -> Launch:
         while pack > 1 and y.size // pack < kernels.PLENTY and elements // pack < LEAST_PACKS:
             pack //= 2
         count = elements // pack
-        lanes, shares = _threads(rows, count)
+        lanes, shares = _threads(rows, count, pack)
     first, other = (outer, inner) if across else (inner, outer)
     weight, bias = _ways(first, other, pack)
     down, within = (kernels.fitting(len(axes), ROW_RANKS) for axes in (outer, inner))
-    each = -(-count // shares)
     macros: Macros = {
         **kernels.type_of(x),
         **_single(x, parameters),
@@ -192,7 +202,7 @@ def _normalise(kernel: Normalise, operands: Sequence[Layout]) -> Launch:
         "ACROSS": int(across),
         "LANES": lanes,
         "SHARES": shares,
-        "EACH": each if each <= MOST_EACH and each * pack <= MOST_KEPT else 0,
+        "EACH": _kept(count, shares, pack),
         "OUTER": down,
         "INNER": within,
         "OPERANDS": len(operands),
