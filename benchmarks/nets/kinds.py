@@ -37,7 +37,8 @@ class Branches:
         )
         self.scaled_dot_product_attention = partial(run, library.scaled_dot_product_attention)
         self.channel_shuffle, self.pad = partial(run, library.channel_shuffle), partial(run, library.pad)
-        self.interpolate2d, self.apply = partial(run, library.interpolate2d), run
+        self.interpolate2d, self.squeeze_excite = partial(run, library.interpolate2d), partial(run, library.squeeze_excite)
+        self.apply = run
 
 
 def forked(states: Any, network: Callable[..., Any], p: Any, x: Any) -> Any:
@@ -107,6 +108,11 @@ class Reference:
     def pad(self, x: Values, pad: Sequence[int]) -> Values:
         """As `handlepool.ops.pad`, where it leaves the first channels out."""
         return x[:, -pad[4] :]
+
+    def squeeze_excite(self, x: Values, w1: Values, b1: Values, w2: Values, b2: Values, *, activation: str, gate: str) -> Values:
+        """As `handlepool.ops.squeeze_excite`."""
+        hidden = self.linear(x.mean((2, 3)), w1, bias=b1, activation=activation)
+        return np.asarray(x * self.linear(hidden, w2, bias=b2, activation=gate)[:, :, None, None])
 
     def interpolate2d(self, x: Values, *, size: tuple[int, int], mode: str) -> Values:
         """As `handlepool.ops.interpolate2d`, bilinearly."""
@@ -243,6 +249,11 @@ class Torch:
     def pad(self, x: Any, pad: Sequence[int]) -> Any:
         """As `handlepool.ops.pad`, where it leaves the first channels out; torch's convolutions take views."""
         return x[:, -pad[4] :]
+
+    def squeeze_excite(self, x: Any, w1: Any, b1: Any, w2: Any, b2: Any, *, activation: str, gate: str) -> Any:
+        """As `handlepool.ops.squeeze_excite`, with torch's own operations."""
+        hidden = self.linear(self.mean2d(x), w1, bias=b1, activation=activation)
+        return x * self.linear(hidden, w2, bias=b2, activation=gate)[:, :, None, None]
 
     def interpolate2d(self, x: Any, *, size: tuple[int, int], mode: str) -> Any:
         """As `handlepool.ops.interpolate2d`."""

@@ -203,6 +203,41 @@ class Resample:
     corners: bool = False
 
 
-NetworkKernel = Normalise | Affine | Pad | Shuffle | Resample
+@dataclass(frozen=True, slots=True)
+class Squeeze:
+    """Sum the pixels of images (N, C, H, W) for each channel, in float32.
+
+    The result is float32 of the shape (N, parts, C). A part has equally many pixels as the others, or fewer if it is the last.
+
+    Attributes
+    ----------
+    parts : int
+    """
+
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Excite:
+    """Scale the channels of images by gates that two layers compute from the channels' means, in float32.
+
+    Operands are the images, the sums of `Squeeze`, the first layer's weights (S, C) and bias (S,), the second layer's weights
+    (C, S) and bias (C,), then the result. Weights and biases have no gaps.
+
+    Attributes
+    ----------
+    activation : str or None
+        Of the first layer.
+    gate : {"sigmoid", "hardsigmoid"}
+        Of the second layer.
+    """
+
+    activation: str | None
+    gate: Literal["sigmoid", "hardsigmoid"]
+
+
+MOST_EXCITED, MOST_SQUEEZED = 8192, 1024
+"""Most channels of images, and most numbers between the two layers, of `Excite`."""
+NetworkKernel = Normalise | Affine | Pad | Shuffle | Resample | Squeeze | Excite
 """Kernels of normalisations, and of copies to other places or sizes."""
 Kernel = Add | Concat | Windows | Depthwise | Elementwise | NetworkKernel

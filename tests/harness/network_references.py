@@ -144,3 +144,14 @@ def attention(q, k, v, attn_mask=None, is_causal=False, scale=None):
     if attn_mask is not None:
         scores = np.where(attn_mask, scores, -np.inf) if attn_mask.dtype == bool else scores + double(attn_mask)
     return softmax(scores) @ v
+
+
+def excited(x, means, w1, b1, w2, b2, activation, gate):
+    """Images by the gates that two layers make of their means."""
+    w1, w2 = (double(each).reshape(each.shape[:2]) for each in (w1, w2))
+    hidden = activated(means @ w1.T + double(b1), activation)
+    return double(x) * activated(hidden @ w2.T + double(b2), gate)[:, :, None, None]
+
+
+def squeeze_excite(x, w1, b1, w2, b2, activation="relu", gate="sigmoid"):
+    return excited(x, double(x).mean((2, 3)), w1, b1, w2, b2, activation, gate)

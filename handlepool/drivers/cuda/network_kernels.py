@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from handlepool.drivers.cuda import kernels
 from handlepool.drivers.cuda.kernels import Axes, Launch, Macros, merged
-from handlepool.drivers.kernel import Affine, NetworkKernel, Normalise, Pad, Resample, Shuffle
+from handlepool.drivers.kernel import Affine, Excite, NetworkKernel, Normalise, Pad, Resample, Shuffle, Squeeze
 from handlepool.tensors.layout import Layout
 
 MOST_KEPT, MOST_EACH = 32, 8
@@ -31,6 +31,13 @@ PACKS_EACH = 4
 """Packs of a row for each thread, where there are enough rows."""
 WARP = 32
 """Threads that join their numbers without a barrier for the block."""
+SQUEEZED_LANES, SQUEEZED_THREADS = 8, 256
+"""Most packs of channels of a block that sums pixels, and its most threads."""
+EXCITED_LANES, EXCITED_THREADS, EXCITED_EACH, EXCITED_BLOCKS = 16, 512, 2, 132
+"""Most packs of channels of a block that gates them, its threads, packs for each thread, and enough blocks.
+
+Each block computes the first layer anew, so more blocks than a GPU has processors cost more than they gain.
+"""
 ROW_RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 """Types by their size in bytes."""
@@ -46,6 +53,10 @@ def plan(kernel: NetworkKernel, operands: Sequence[Layout]) -> Launch:
         return _resample(kernel, *operands)
     if isinstance(kernel, Pad):
         return _pad(kernel, *operands)
+    if isinstance(kernel, Squeeze):
+        return _squeeze(kernel, *operands)
+    if isinstance(kernel, Excite):
+        return _excite(kernel, operands)
     return _shuffle(kernel, *operands)
 
 
@@ -309,3 +320,44 @@ def _resample(kernel: Resample, x: Layout, y: Layout) -> Launch:
     count = y.size // int(macros["PACK"])
     geometry = (*images, count, *y.shape[2:], *map(_bits, kernel.scale))
     return kernels.launch_of("resample", macros, (x, y), geometry, count)
+
+
+def _lanes(channels: int, most: int) -> tuple[int, int]:
+    """Return the blocks for all packs of channels, and how many packs each has."""
+    tiles = -(-channels // most)
+    return tiles, -(-channels // tiles)
+
+
+def _squeeze(kernel: Squeeze, x: Layout, y: Layout) -> Launch:
+    # Packs stay large, because pixels give the threads enough to do.
+    macros, images = kernels.images_of(x, x, kernels.PLENTY * kernels.LARGEST_PACK)
+    tiles, lanes = _lanes(images[0], SQUEEZED_LANES)
+    each = -(-math.prod(x.shape[2:]) // kernel.parts)
+    threads = lanes * max(1, SQUEEZED_THREADS // lanes)
+    macros["MOST"] = SQUEEZED_THREADS
+    blocks = x.shape[0] * tiles
+    geometry = (*images, blocks, lanes, each, kernel.parts)
+    return kernels.launch_of("squeeze", macros, (x, y), geometry, blocks, parts=kernel.parts, threads=threads, a_block=1)
+
+
+def _excite(kernel: Excite, operands: Sequence[Layout]) -> Launch:
+    x, sums, *_, y = operands
+    macros, images = kernels.images_of(x, y, kernels.PLENTY * kernels.LARGEST_PACK)
+    squeezed, pixels = operands[2].shape[0], math.prod(x.shape[2:])
+    tiles, lanes = _lanes(images[0], EXCITED_LANES)
+    blocks = x.shape[0] * tiles
+    parts = min(max(1, EXCITED_BLOCKS // blocks), -(-pixels * lanes // (EXCITED_THREADS * EXCITED_EACH)))
+    each = -(-pixels // parts)
+    macros |= {
+        **kernels.activation_of(kernel.activation),
+        "HARD_GATE": int(kernel.gate == "hardsigmoid"),
+        "OPERANDS": len(operands),
+        "THREADS": EXCITED_THREADS,
+        "LANES": EXCITED_LANES,
+        "CHANNELS": _power(x.shape[1]),
+        "SQUEEZED": _power(squeezed),
+    }
+    geometry = (*images, blocks, lanes, each, sums.shape[1], squeezed)
+    return kernels.launch_of(
+        "excite", macros, operands, geometry, blocks, parts=-(-pixels // each), threads=EXCITED_THREADS, a_block=1
+    )

@@ -10,7 +10,7 @@ import numpy as np
 
 from handlepool.drivers.host.convolution import Array
 from handlepool.drivers.host.pointwise import activated
-from handlepool.drivers.kernel import Affine, NetworkKernel, Normalise, Pad, Resample, Shuffle
+from handlepool.drivers.kernel import Affine, Excite, NetworkKernel, Normalise, Pad, Resample, Shuffle, Squeeze
 
 Compute = Callable[[Sequence[Array], Array], None]
 
@@ -23,6 +23,10 @@ def computation(kernel: NetworkKernel) -> Compute:
         return _affine(kernel)
     if isinstance(kernel, Pad):
         return _pad(kernel)
+    if isinstance(kernel, Squeeze):
+        return _squeeze(kernel)
+    if isinstance(kernel, Excite):
+        return _excite(kernel)
     return _shuffle(kernel) if isinstance(kernel, Shuffle) else _resample(kernel)
 
 
@@ -125,5 +129,27 @@ def _resample(kernel: Resample) -> Compute:
             (1 - h) * values[:, :, row[:, None], columns] + h * values[:, :, row[:, None], beside] for row in (rows, below)
         )
         y[...] = (1 - v[:, None]) * upper + v[:, None] * lower
+
+    return compute
+
+
+def _squeeze(kernel: Squeeze) -> Compute:
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        pixels = xs[0].astype(np.float32).reshape(*xs[0].shape[:2], -1)
+        each = -(-pixels.shape[2] // kernel.parts)
+        parts = [pixels[:, :, part * each : (part + 1) * each].sum(2) for part in range(kernel.parts)]
+        # The output may have an axis of extent 1 behind the channels.
+        y[...] = np.stack(parts, 1).reshape(y.shape)
+
+    return compute
+
+
+def _excite(kernel: Excite) -> Compute:
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        x, sums, w1, b1, w2, b2 = (each.astype(np.float32) for each in xs)
+        means = sums.sum(1) / np.float32(x.shape[2] * x.shape[3])
+        hidden = activated(kernel.activation, means @ w1.reshape(len(w1), -1).T + b1)
+        gates = activated(kernel.gate, hidden @ w2.reshape(len(w2), -1).T + b2)
+        y[...] = x * gates[:, :, None, None]
 
     return compute
