@@ -218,26 +218,45 @@ class Squeeze:
 
 
 @dataclass(frozen=True, slots=True)
-class Excite:
-    """Scale the channels of images by gates that two layers compute from the channels' means, in float32.
+class Layer:
+    """Compute a layer of the means of images, in float32.
 
-    Operands are the images, the sums of `Squeeze`, the first layer's weights (S, C) and bias (S,), the second layer's weights
-    (C, S) and bias (C,), then the result. Weights and biases have no gaps.
+    Operands are the images, whose size alone counts, the sums of `Squeeze`, the weights (S, C) and the bias (S,), without gaps,
+    then the result: float32 of the shape (N, S).
 
     Attributes
     ----------
     activation : str or None
-        Of the first layer.
-    gate : {"sigmoid", "hardsigmoid"}
-        Of the second layer.
     """
 
     activation: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Excite:
+    """Scale the channels of images by gates that two layers compute from the channels' means, in float32.
+
+    Operands are the images, the sums of `Squeeze`, the first layer's weights (S, C) and bias (S,), the second layer's weights
+    (C, S) and bias (C,), then the result. The result of `Layer` may take the place of the sums and of the first layer. Weights
+    and biases have no gaps.
+
+    Attributes
+    ----------
+    gate : {"sigmoid", "hardsigmoid"}
+        Of the second layer.
+    layered : bool
+        Whether the first layer's result is given.
+    activation : str or None
+        Of the first layer.
+    """
+
     gate: Literal["sigmoid", "hardsigmoid"]
+    layered: bool
+    activation: str | None = None
 
 
 MOST_EXCITED, MOST_SQUEEZED = 8192, 1024
 """Most channels of images, and most numbers between the two layers, of `Excite`."""
-NetworkKernel = Normalise | Affine | Pad | Shuffle | Resample | Squeeze | Excite
+NetworkKernel = Normalise | Affine | Pad | Shuffle | Resample | Squeeze | Layer | Excite
 """Kernels of normalisations, and of copies to other places or sizes."""
 Kernel = Add | Concat | Windows | Depthwise | Elementwise | NetworkKernel

@@ -18,7 +18,7 @@ def in_packs(kernel, operands):
         small = {"MOST_BLOCKS": 2, "THREADS": 16, "LANES": 4, "SHARES": 4, "MOST_PIXELS": 2, "LARGEST_BLOCK": 64}
         for name, value in {"PLENTY": 0, **small}.items():
             patch.setattr(kernels, name, value)
-        small = {"SQUEEZED_LANES": 3, "SQUEEZED_THREADS": 16, "EXCITED_LANES": 3, "EXCITED_THREADS": 32}
+        small = {"SQUEEZED_LANES": 3, "SQUEEZED_THREADS": 16, "EXCITED_LANES": 3, "EXCITED_THREADS": 32, "LAYER_THREADS": 64}
         for name, value in {**small, "EXCITED_EACH": 1, "EXCITED_BLOCKS": 8}.items():
             patch.setattr(network_kernels, name, value)
         return kernels.plan(kernel, operands)
@@ -48,7 +48,7 @@ def test_each_variant_computes_the_reference_and_writes_nothing_else(tmp_path):
     assert {each["ACROSS"] for each in macros} == {"0", "1"}
     assert {"0", "1"} < {each["EACH"] for each in macros}
     assert {each["WEIGHT_WAY"] for each in macros} == {"0", "1", "2"}
-    assert {launch.entry for launch in launches} == {"normalise", "affine", "gather", "resample", "squeeze", "excite"}
+    assert {launch.entry for launch in launches} == {"normalise", "affine", "gather", "resample", "squeeze", "layer", "excite"}
     check_all([*CASES, *some], launches, tmp_path)
 
 

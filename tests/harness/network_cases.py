@@ -4,7 +4,7 @@ import numpy as np
 from harness import network_references as reference
 from harness.kernel_cases import TOLERANCE, lying, random_layout, sliced
 
-from handlepool.drivers.kernel import Affine, Excite, Normalise, Pad, Resample, Shuffle, Squeeze
+from handlepool.drivers.kernel import Affine, Excite, Layer, Normalise, Pad, Resample, Shuffle, Squeeze
 from handlepool.tensors.layout import Layout, as_dtype
 
 TINY = 1e-5
@@ -106,7 +106,10 @@ def excitation(x, squeezed, parts, activation, gate, y=None):
     sums = lying((images, parts, channels), "float32", "NCHW")
     weights = [lying((squeezed, channels), dtype, "NCHW"), lying((channels, squeezed), dtype, "NCHW")]
     (w1, w2), b1, b2 = weights, vector(squeezed, dtype), vector(channels, dtype)
-    return Excite(activation, gate), [x, sums, w1, b1, w2, b2, y or x]
+    yield Excite(gate, False, activation), [x, sums, w1, b1, w2, b2, y or x]
+    hidden = lying((images, squeezed), "float32", "NCHW")
+    yield Layer(activation), [x, sums, w1, b1, hidden]
+    yield Excite(gate, True), [x, hidden, w2, b2, y or x]
 
 
 def gatings():
@@ -115,11 +118,11 @@ def gatings():
             x = lying((2, 16, 5, 6), dtype, layout)
             yield Squeeze(1), [x, lying((2, 1, 16), "float32", "NCHW")]
             yield Squeeze(4), [x, lying((2, 4, 16), "float32", "NCHW")]
-            yield excitation(x, 3, 4, "swish", "sigmoid")
+            yield from excitation(x, 3, 4, "swish", "sigmoid")
         x = lying((1, 40, 9, 7), dtype)
         yield Squeeze(3), [x, lying((1, 3, 40), "float32", "NCHW")]
-        yield excitation(x, 10, 1, "relu", "hardsigmoid")
-        yield excitation(sliced((2, 9, 3, 4), dtype, 2), 1, 2, None, "sigmoid", lying((2, 9, 3, 4), dtype))
+        yield from excitation(x, 10, 1, "relu", "hardsigmoid")
+        yield from excitation(sliced((2, 9, 3, 4), dtype, 2), 1, 2, None, "sigmoid", lying((2, 9, 3, 4), dtype))
 
 
 CASES = [*normalisations(), *affines(), *copies(), *resamplings(), *gatings()]
@@ -151,9 +154,11 @@ def expects(shape):
             each = -(-pixels.shape[2] // kernel.parts)
             parts = [pixels[:, :, part * each : (part + 1) * each].sum(2) for part in range(kernel.parts)]
             return np.stack(parts, 1)
-        if isinstance(kernel, Excite):
-            sums, *layers = (each.astype(np.float64) for each in parameters)
-            return reference.excited(x, sums.sum(1) / np.prod(x.shape[2:]), *layers, kernel.activation, kernel.gate)
+        if isinstance(kernel, (Excite, Layer)):
+            given, *layers = (each.astype(np.float64) for each in parameters)
+            means = given.sum(1) / np.prod(x.shape[2:]) if given.ndim == 3 else None
+            hidden = given if means is None else reference.layer(means, *layers[:2], kernel.activation)
+            return hidden if isinstance(kernel, Layer) else reference.excited(x, hidden, *layers[-2:], kernel.gate)
         if isinstance(kernel, Shuffle):
             return reference.channel_shuffle(x, kernel.groups).astype(np.float64)
         if isinstance(kernel, Pad):

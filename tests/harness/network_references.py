@@ -146,12 +146,15 @@ def attention(q, k, v, attn_mask=None, is_causal=False, scale=None):
     return softmax(scores) @ v
 
 
-def excited(x, means, w1, b1, w2, b2, activation, gate):
-    """Images by the gates that two layers make of their means."""
-    w1, w2 = (double(each).reshape(each.shape[:2]) for each in (w1, w2))
-    hidden = activated(means @ w1.T + double(b1), activation)
-    return double(x) * activated(hidden @ w2.T + double(b2), gate)[:, :, None, None]
+def layer(x, w, b, activation):
+    """A layer of rows, whose weights may be filters of 1x1."""
+    return activated(double(x) @ double(w).reshape(w.shape[:2]).T + double(b), activation)
+
+
+def excited(x, hidden, w2, b2, gate):
+    """Images by the gates that the second layer makes."""
+    return double(x) * layer(hidden, w2, b2, gate)[:, :, None, None]
 
 
 def squeeze_excite(x, w1, b1, w2, b2, activation="relu", gate="sigmoid"):
-    return excited(x, double(x).mean((2, 3)), w1, b1, w2, b2, activation, gate)
+    return excited(x, layer(double(x).mean((2, 3)), w1, b1, activation), w2, b2, gate)

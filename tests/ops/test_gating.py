@@ -10,6 +10,7 @@ from harness.scenes import Scene, over_seeds
 
 import handlepool
 from handlepool import ArgumentError, ops, squeeze_excite
+from handlepool.ops import gating
 from handlepool.ops.activations import OWN_ACTIVATIONS
 
 TOLERANCE = {"float16": 1e-3, "bfloat16": 1e-2, "float32": 2e-6}
@@ -26,7 +27,9 @@ def given(arrays, shape=(2, 16, 5, 6), squeezed=3, filters=False):
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("gate", ["sigmoid", "hardsigmoid"])
-def test_it_is_the_reference_and_lies_as_its_input(each_pool, gate, dtype, layout):
+@pytest.mark.parametrize("most", [0, gating.MOST_ANEW], ids=["a launch for each", "two launches"])
+def test_it_is_the_reference_and_lies_as_its_input(each_pool, monkeypatch, most, gate, dtype, layout):
+    monkeypatch.setattr(gating, "MOST_ANEW", most)
     arrays = Arrays(each_pool, dtype, layout)
     for activation in ACTIVATIONS:
         xs = given(arrays, filters=activation == "relu")
@@ -55,14 +58,16 @@ def test_generated_geometries(shape, squeezed, layouts, dtype):
         assert arrays.error(y, expected) < TOLERANCE[dtype]
 
 
-def test_the_result_may_be_the_images_and_no_weights(each_pool):
+@pytest.mark.parametrize("most", [0, gating.MOST_ANEW], ids=["a launch for each", "two launches"])
+def test_the_result_may_be_the_images_and_no_weights(each_pool, monkeypatch, most):
+    monkeypatch.setattr(gating, "MOST_ANEW", most)
     arrays = Arrays(each_pool)
     x, *layers = given(arrays)
     expected = reference.squeeze_excite(*map(arrays.take, (x, *layers)))
     assert squeeze_excite(x, *layers, out=x) is x
     assert arrays.error(x, expected) < TOLERANCE["float32"]
     x, *layers = given(arrays, (1, 4, 2, 2), 4)
-    with pytest.raises(ArgumentError, match="shares memory with argument 4"):
+    with pytest.raises(ArgumentError, match="shares memory with argument"):
         squeeze_excite(x, *layers, out=layers[2].reshape(1, 4, 2, 2))
 
 
@@ -84,7 +89,9 @@ def test_images_without_a_batch_or_channels_give_an_empty_result(each_pool):
     assert squeeze_excite(arrays.random(0, 16, 4, 4), *layers).shape == (0, 16, 4, 4)
 
 
-def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
+@pytest.mark.parametrize("most", [0, gating.MOST_ANEW], ids=["a launch for each", "two launches"])
+def test_bad_input_is_a_typed_error_with_the_numbers(each_pool, monkeypatch, most):
+    monkeypatch.setattr(gating, "MOST_ANEW", most)
     arrays = Arrays(each_pool)
     x, w1, b1, w2, b2 = given(arrays)
     for match, call in {
@@ -126,11 +133,13 @@ def test_g17_control_without_order_it_goes_wrong():
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
-def test_g17_a_recording_has_two_nodes_that_follow_their_data(each_pool, lanes):
+@pytest.mark.parametrize(("most", "nodes"), [(0, 4), (gating.MOST_ANEW, 3)])
+def test_g17_a_recording_has_nodes_that_follow_their_data(each_pool, monkeypatch, most, nodes, lanes):
+    monkeypatch.setattr(gating, "MOST_ANEW", most)
     arrays = Arrays(each_pool)
     xs = given(arrays)
     program = handlepool.record(lambda x, *layers: ops.add(squeeze_excite(x, *layers), x), *xs, lanes=lanes)
     program.replay()
     values = [*map(arrays.take, xs)]
     assert arrays.error(program.outputs, values[0] + reference.squeeze_excite(*values)) < 1e-5
-    assert len(program.explain().nodes) == 3
+    assert len(program.explain().nodes) == nodes

@@ -19,7 +19,7 @@ HELPER float widen(ELEMENT x) { return x; }
 HELPER ELEMENT narrow(float x) { return (ELEMENT)x; }
 #endif
 
-#if ADD || DEPTHWISE || AFFINE || EXCITE
+#if ADD || DEPTHWISE || AFFINE || LAYER || EXCITE
 HELPER float activated(float x) {
 #if RELU
     return x < 0 ? 0 : x;  // NaN stays

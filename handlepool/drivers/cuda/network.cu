@@ -425,6 +425,40 @@ ENTRY void __launch_bounds__(MOST) squeeze(BY_VALUE Pointers operands, BY_VALUE 
 }
 #endif
 
+#if LAYER
+// Packs of channels, and the numbers of parts, of results for each image, of results in all, and of pixels.
+struct Layer {
+    offset_t channels, parts, squeezed, rows, pixels;
+};
+
+// Each warp computes a number of the layer at a time. All threads go round equally often, because they join their numbers.
+ENTRY void __launch_bounds__(THREADS) layer(BY_VALUE Pointers operands, BY_VALUE Layer g) {
+    constexpr int warps = THREADS / 32;
+    const offset_t channels = g.channels * PACK;
+    for (count_t begin = (count_t)blockIdx.x * warps; begin < (count_t)g.rows; begin += (count_t)gridDim.x * warps) {
+        const count_t own = begin + threadIdx.x / 32, row = own < (count_t)g.rows ? own : g.rows - 1;
+        const offset_t n = row / (count_t)g.squeezed, s = row % (count_t)g.squeezed;
+        const float* sums = (const float*)operands.at[1] + n * g.parts * channels;
+        const Pack* weights = (const Pack*)operands.at[2] + s * g.channels;
+        float sum = 0;
+#pragma unroll 4
+        for (offset_t c = threadIdx.x % 32; c < g.channels; c += 32) {
+            const Pack pack = weights[c];
+            float pixels[PACK] = {};
+            for (offset_t part = 0; part < g.parts; ++part)
+#pragma unroll
+                for (int e = 0; e < PACK; ++e) pixels[e] += sums[part * channels + c * PACK + e];
+#pragma unroll
+            for (int e = 0; e < PACK; ++e) sum += widen(pack.of[e]) * (pixels[e] / (float)g.pixels);
+        }
+#pragma unroll
+        for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+        if (threadIdx.x % 32 == 0 && own < (count_t)g.rows)
+            ((float*)operands.at[4])[row] = activated(sum + widen(((const ELEMENT*)operands.at[3])[s]));
+    }
+}
+#endif
+
 #if EXCITE
 // As `Squeeze`, with the pixels of a block, and the numbers between the two layers.
 struct Excite {
@@ -434,15 +468,23 @@ struct Excite {
     offset_t blocks, lanes, each, parts, squeezed;
 };
 
-// Each block computes the first layer for its image, the second layer for its channels, and scales its part of the image.
+// Each block computes the first layer for its image, or reads its result with LAYERED; the second layer for its channels; and
+// scales its part of the image.
 ENTRY void __launch_bounds__(THREADS) excite(BY_VALUE Pointers operands, BY_VALUE Excite g) {
-    __shared__ float means[CHANNELS], hidden[SQUEEZED], gates[LANES * PACK];
+    __shared__ float hidden[SQUEEZED], gates[LANES * PACK];
+#if !LAYERED
+    __shared__ float means[CHANNELS];
+#endif
+    constexpr int second = LAYERED ? 2 : 4;  // the place of the second layer among the operands
     const int thread = threadIdx.x, lanes = g.lanes;
     const count_t tiles = (g.images.channels + lanes - 1) / lanes;
     const offset_t channels = g.images.channels * PACK, pixels = g.images.height * g.images.width;
     const offset_t first = (offset_t)blockIdx.y * g.each, end = first + g.each < pixels ? first + g.each : pixels;
     for (count_t block = blockIdx.x; block < (count_t)g.blocks; block += gridDim.x) {
         const offset_t n = block / tiles, from = block % tiles * lanes;
+#if LAYERED
+        for (offset_t s = thread; s < g.squeezed; s += THREADS) hidden[s] = ((const float*)operands.at[1])[n * g.squeezed + s];
+#else
         const float* sums = (const float*)operands.at[1] + n * g.parts * channels;
         for (offset_t c = thread; c < channels; c += THREADS) {
             float sum = 0;
@@ -467,6 +509,7 @@ ENTRY void __launch_bounds__(THREADS) excite(BY_VALUE Pointers operands, BY_VALU
             for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
             if (thread % 32 == 0 && s < g.squeezed) hidden[s] = activated(sum + widen(((const ELEMENT*)operands.at[3])[s]));
         }
+#endif
         __syncthreads();
         for (int begin = 0; begin < lanes * PACK; begin += THREADS / 8) {
             const int own = begin + thread / 8;
@@ -474,11 +517,11 @@ ENTRY void __launch_bounds__(THREADS) excite(BY_VALUE Pointers operands, BY_VALU
             float sum = 0;
 #pragma unroll 8
             for (offset_t s = thread % 8; s < g.squeezed; s += 8)
-                sum += widen(((const ELEMENT*)operands.at[4])[row * g.squeezed + s]) * hidden[s];
+                sum += widen(((const ELEMENT*)operands.at[second])[row * g.squeezed + s]) * hidden[s];
 #pragma unroll
             for (int offset = 4; offset; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
             if (thread % 8 == 0 && own < lanes * PACK) {
-                sum += widen(((const ELEMENT*)operands.at[5])[row]);
+                sum += widen(((const ELEMENT*)operands.at[second + 1])[row]);
 #if HARD_GATE
                 gates[own] = sum <= -3 ? 0 : sum >= 3 ? 1 : (sum + 3) / 6;  // NaN stays
 #else
@@ -502,7 +545,7 @@ ENTRY void __launch_bounds__(THREADS) excite(BY_VALUE Pointers operands, BY_VALU
             Pack y;
 #pragma unroll
             for (int e = 0; e < PACK; ++e) y.of[e] = narrow(widen(x.of[e]) * gates[lane * PACK + e]);
-            ((Pack*)operands.at[6])[n * g.images.to[0] + c * g.images.to[1] + row * g.images.to[2] + column * g.images.to[3]] = y;
+            ((Pack*)operands.at[second + 2])[n * g.images.to[0] + c * g.images.to[1] + row * g.images.to[2] + column * g.images.to[3]] = y;
         }
         __syncthreads();  // before the next ones overwrite what others still read
     }

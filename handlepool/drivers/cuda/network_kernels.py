@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from handlepool.drivers.cuda import kernels
 from handlepool.drivers.cuda.kernels import Axes, Launch, Macros, merged
-from handlepool.drivers.kernel import Affine, Excite, NetworkKernel, Normalise, Pad, Resample, Shuffle, Squeeze
+from handlepool.drivers.kernel import Affine, Excite, Layer, NetworkKernel, Normalise, Pad, Resample, Shuffle, Squeeze
 from handlepool.tensors.layout import Layout
 
 MOST_KEPT, MOST_EACH = 32, 8
@@ -33,6 +33,8 @@ WARP = 32
 """Threads that join their numbers without a barrier for the block."""
 SQUEEZED_LANES, SQUEEZED_THREADS = 8, 256
 """Most packs of channels of a block that sums pixels, and its most threads."""
+LAYER_THREADS = 128
+"""Threads of a block that computes a layer, of which each warp computes a number."""
 EXCITED_LANES, EXCITED_THREADS, EXCITED_EACH, EXCITED_BLOCKS = 16, 512, 2, 132
 """Most packs of channels of a block that gates them, its threads, packs for each thread, and enough blocks.
 
@@ -55,6 +57,8 @@ def plan(kernel: NetworkKernel, operands: Sequence[Layout]) -> Launch:
         return _pad(kernel, *operands)
     if isinstance(kernel, Squeeze):
         return _squeeze(kernel, *operands)
+    if isinstance(kernel, Layer):
+        return _layer(kernel, operands)
     if isinstance(kernel, Excite):
         return _excite(kernel, operands)
     return _shuffle(kernel, *operands)
@@ -340,16 +344,31 @@ def _squeeze(kernel: Squeeze, x: Layout, y: Layout) -> Launch:
     return kernels.launch_of("squeeze", macros, (x, y), geometry, blocks, parts=kernel.parts, threads=threads, a_block=1)
 
 
+def _layer(kernel: Layer, operands: Sequence[Layout]) -> Launch:
+    x, sums, w, _, y = operands
+    pack = math.gcd(kernels.LARGEST_PACK // w.dtype.itemsize, w.shape[1])
+    macros: Macros = {
+        **kernels.type_of(w),
+        **kernels.activation_of(kernel.activation),
+        "PACK": pack,
+        "OPERANDS": len(operands),
+        "THREADS": LAYER_THREADS,
+    }
+    geometry = (w.shape[1] // pack, sums.shape[1], w.shape[0], y.size, math.prod(x.shape[2:]))
+    return kernels.launch_of("layer", macros, operands, geometry, y.size, threads=LAYER_THREADS, a_block=LAYER_THREADS // WARP)
+
+
 def _excite(kernel: Excite, operands: Sequence[Layout]) -> Launch:
-    x, sums, *_, y = operands
+    x, given, *_, y = operands
     macros, images = kernels.images_of(x, y, kernels.PLENTY * kernels.LARGEST_PACK)
-    squeezed, pixels = operands[2].shape[0], math.prod(x.shape[2:])
+    squeezed, pixels = operands[-3].shape[1], math.prod(x.shape[2:])
     tiles, lanes = _lanes(images[0], EXCITED_LANES)
     blocks = x.shape[0] * tiles
     parts = min(max(1, EXCITED_BLOCKS // blocks), -(-pixels * lanes // (EXCITED_THREADS * EXCITED_EACH)))
     each = -(-pixels // parts)
     macros |= {
         **kernels.activation_of(kernel.activation),
+        "LAYERED": int(kernel.layered),
         "HARD_GATE": int(kernel.gate == "hardsigmoid"),
         "OPERANDS": len(operands),
         "THREADS": EXCITED_THREADS,
@@ -357,7 +376,7 @@ def _excite(kernel: Excite, operands: Sequence[Layout]) -> Launch:
         "CHANNELS": _power(x.shape[1]),
         "SQUEEZED": _power(squeezed),
     }
-    geometry = (*images, blocks, lanes, each, sums.shape[1], squeezed)
+    geometry = (*images, blocks, lanes, each, given.shape[1], squeezed)
     return kernels.launch_of(
         "excite", macros, operands, geometry, blocks, parts=-(-pixels // each), threads=EXCITED_THREADS, a_block=1
     )

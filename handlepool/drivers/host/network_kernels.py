@@ -10,7 +10,7 @@ import numpy as np
 
 from handlepool.drivers.host.convolution import Array
 from handlepool.drivers.host.pointwise import activated
-from handlepool.drivers.kernel import Affine, Excite, NetworkKernel, Normalise, Pad, Resample, Shuffle, Squeeze
+from handlepool.drivers.kernel import Affine, Excite, Layer, NetworkKernel, Normalise, Pad, Resample, Shuffle, Squeeze
 
 Compute = Callable[[Sequence[Array], Array], None]
 
@@ -25,6 +25,8 @@ def computation(kernel: NetworkKernel) -> Compute:
         return _pad(kernel)
     if isinstance(kernel, Squeeze):
         return _squeeze(kernel)
+    if isinstance(kernel, Layer):
+        return _layer(kernel)
     if isinstance(kernel, Excite):
         return _excite(kernel)
     return _shuffle(kernel) if isinstance(kernel, Shuffle) else _resample(kernel)
@@ -144,12 +146,24 @@ def _squeeze(kernel: Squeeze) -> Compute:
     return compute
 
 
+def _layer(kernel: Layer) -> Compute:
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        sums, w, b = (each.astype(np.float32) for each in xs[1:])
+        means = sums.sum(1) / np.float32(xs[0].shape[2] * xs[0].shape[3])
+        found = activated(kernel.activation, means @ w.reshape(len(w), -1).T + b)
+        # The output may have an axis of extent 1 behind the results.
+        y[...] = found.reshape(y.shape)
+
+    return compute
+
+
 def _excite(kernel: Excite) -> Compute:
     def compute(xs: Sequence[Array], y: Array) -> None:
-        x, sums, w1, b1, w2, b2 = (each.astype(np.float32) for each in xs)
-        means = sums.sum(1) / np.float32(x.shape[2] * x.shape[3])
-        hidden = activated(kernel.activation, means @ w1.reshape(len(w1), -1).T + b1)
-        gates = activated(kernel.gate, hidden @ w2.reshape(len(w2), -1).T + b2)
+        x, hidden, *layers, w, b = (each.astype(np.float32) for each in xs)
+        if not kernel.layered:
+            (w1, b1), means = layers, hidden.sum(1) / np.float32(x.shape[2] * x.shape[3])
+            hidden = activated(kernel.activation, means @ w1.reshape(len(w1), -1).T + b1)
+        gates = activated(kernel.gate, hidden @ w.reshape(len(w), -1).T + b)
         y[...] = x * gates[:, :, None, None]
 
     return compute
