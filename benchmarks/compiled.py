@@ -51,6 +51,9 @@ def module_of(torch: Any, network: Callable[..., Any], p: Any) -> Any:
         def norm(self, name: str, channels: int) -> tuple[Any, Any]:
             return self.conv(name, None, channels, 1)
 
+        def scale(self, name: str, channels: int) -> tuple[Any, Any]:
+            return self.conv(name, None, channels, 1)
+
         def tokens(self, name: str, count: int, features: int) -> tuple[Any, Any]:
             return self.conv(name, None, count, 1)
 

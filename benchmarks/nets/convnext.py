@@ -1,10 +1,10 @@
-"""convnext_tiny, as torchvision has it."""
+"""convnext_tiny, as torchvision has it, with its layers of pixels as convolutions of 1x1."""
 
 from typing import Any
 
 import handlepool
 from handlepool import ops as library
-from nets.kinds import apply, permuted
+from nets.kinds import apply
 
 STAGES = ((96, 3), (192, 3), (384, 9), (768, 3))
 """Channels, and how many blocks."""
@@ -27,9 +27,7 @@ def convnext_tiny(p: Any, x: Any, ops: Any = library) -> Any:
             x = ops.conv2d(x, w, bias=b, stride=2)
         for number in range(blocks):
             x = block(p, f"{stage}.{number}", x, ops)
-    x = ops.mean2d(x)
-    w, b = p.norm("norm", x.shape[1])
-    x = ops.layer_norm(x, weight=w, bias=b, eps=EPS)
+    x = normalised(p, "norm", ops.mean2d(x), ops)
     w, b = p.linear("fc", x, 1000)
     return ops.linear(x, w, bias=b)
 
@@ -38,18 +36,16 @@ def block(p: Any, name: str, x: Any, ops: Any) -> Any:
     """Convolve each channel; normalise, widen and narrow each pixel; scale, and add the images that it began with."""
     channels = x.shape[1]
     w, b = p.depthwise(f"{name}.depthwise", x, 7)
-    y = permuted(ops.conv2d(x, w, bias=b, padding=3, groups=channels), 0, 2, 3, 1)
-    w, b = p.norm(f"{name}.norm", channels)
-    y = ops.layer_norm(y, weight=w, bias=b, eps=EPS)
-    w, b = p.matrix(f"{name}.widen", 4 * channels, channels)
-    y = ops.linear(y, w, bias=b, activation="gelu")
-    w, b = p.matrix(f"{name}.narrow", channels, 4 * channels)
-    y = ops.linear(y, w, bias=b)
-    scale, _ = p.norm(f"{name}.scale", channels)
-    return permuted(apply(ops, scaled_sum, y, scale, permuted(x, 0, 2, 3, 1)), 0, 3, 1, 2)
+    y = normalised(p, f"{name}.norm", ops.conv2d(x, w, bias=b, padding=3, groups=channels), ops)
+    w, b = p.filters(f"{name}.widen", 4 * channels, channels, 1)
+    y = ops.conv2d(y, w, bias=b, activation="gelu")
+    w, b = p.filters(f"{name}.narrow", channels, 4 * channels, 1)
+    y = ops.conv2d(y, w, bias=b)
+    scale, _ = p.scale(f"{name}.scale", channels)
+    return apply(ops, scaled_sum, y, scale, x)
 
 
 def normalised(p: Any, name: str, x: Any, ops: Any) -> Any:
-    """Normalise each pixel over its channels."""
+    """Normalise each pixel, or image, over its channels."""
     w, b = p.norm(name, x.shape[1])
-    return permuted(ops.layer_norm(permuted(x, 0, 2, 3, 1), weight=w, bias=b, eps=EPS), 0, 3, 1, 2)
+    return ops.layer_norm(x, axis=1, weight=w, bias=b, eps=EPS)

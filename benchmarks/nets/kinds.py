@@ -20,7 +20,7 @@ def apply(ops: Any, function: Any, *arrays: Any) -> Any:
 
 def permuted(x: Any, *axes: int) -> Any:
     """A view of an array of any library with its axes in another order."""
-    return (getattr(x, "permute", None) or x.transpose)(*axes)
+    return x.permute(*axes) if hasattr(x, "permute") else x.transpose(*axes)
 
 
 class Branches:
@@ -90,10 +90,11 @@ class Reference:
         """The plain function of an elementwise one."""
         return np.asarray(function.__wrapped__(*arrays))
 
-    def layer_norm(self, x: Values, *, weight: Values, bias: Values, eps: float) -> Values:
-        """As `handlepool.ops.layer_norm`, over the last axis."""
-        centred = x - x.mean(-1, keepdims=True)
-        return np.asarray(centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias)
+    def layer_norm(self, x: Values, *, weight: Values, bias: Values, eps: float, axis: int = -1) -> Values:
+        """As `handlepool.ops.layer_norm`."""
+        centred = np.moveaxis(x - x.mean(axis, keepdims=True), axis, -1)
+        found = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * weight + bias
+        return np.moveaxis(found, -1, axis)
 
     def scaled_dot_product_attention(self, q: Values, k: Values, v: Values) -> Values:
         """As `handlepool.ops.scaled_dot_product_attention`, without a mask."""
@@ -233,9 +234,10 @@ class Torch:
         """The plain function of an elementwise one."""
         return function.__wrapped__(*arrays)
 
-    def layer_norm(self, x: Any, *, weight: Any, bias: Any, eps: float) -> Any:
-        """As `handlepool.ops.layer_norm`, over the last axis."""
-        return self._functional.layer_norm(x, weight.shape, weight, bias, eps)
+    def layer_norm(self, x: Any, *, weight: Any, bias: Any, eps: float, axis: int = -1) -> Any:
+        """As `handlepool.ops.layer_norm`."""
+        x = x.movedim(axis, -1)
+        return self._functional.layer_norm(x, weight.shape, weight, bias, eps).movedim(-1, axis)
 
     def scaled_dot_product_attention(self, q: Any, k: Any, v: Any) -> Any:
         """As `handlepool.ops.scaled_dot_product_attention`, without a mask."""

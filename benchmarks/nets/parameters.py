@@ -58,6 +58,10 @@ class Parameters:
         """A weight and a bias of each channel."""
         return self._get(name, (channels,))
 
+    def scale(self, name: str, channels: int) -> tuple[Any, Any]:
+        """A number for each channel of images, and a bias."""
+        return self._get(name, (channels, 1, 1))
+
     def tokens(self, name: str, count: int, features: int) -> tuple[Any, Any]:
         """So many rows, and a number."""
         return self._get(name, (1, count, features))
