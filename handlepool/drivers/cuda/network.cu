@@ -165,12 +165,18 @@ ENTRY void __launch_bounds__(LANES * SHARES) normalise(BY_VALUE Pointers operand
 #pragma unroll
         for (int e = 0; e < together; ++e) less[e] /= elements;
 #endif
+#if SOFTMAX && EACH
+        float terms[EACH][PACK];  // an exponential takes longer than to keep it
+#endif
         FOR_EACH_PACK(i) {
             const Pack pack = PACK_AT(i);
 #pragma unroll
             for (int e = 0; e < PACK; ++e) {
-                const float value = widen(pack.of[e]) - less[ACROSS ? e : 0];
-                scale[ACROSS ? e : 0] += SOFTMAX ? expf(value) : value * value;
+                const float value = widen(pack.of[e]) - less[ACROSS ? e : 0], term = SOFTMAX ? expf(value) : value * value;
+                scale[ACROSS ? e : 0] += term;
+#if SOFTMAX && EACH
+                terms[k][e] = term;
+#endif
             }
         }
         join(false, lane, share, parts, scale);
@@ -184,8 +190,12 @@ ENTRY void __launch_bounds__(LANES * SHARES) normalise(BY_VALUE Pointers operand
                 float values[PACK], parameters[PACK];
 #pragma unroll
                 for (int e = 0; e < PACK; ++e) {
+#if SOFTMAX && EACH
+                    values[e] = terms[k][e] * scale[ACROSS ? e : 0];
+#else
                     const float value = widen(pack.of[e]) - less[ACROSS ? e : 0];
                     values[e] = (SOFTMAX ? expf(value) : value) * scale[ACROSS ? e : 0];
+#endif
                 }
 #if WEIGHTED
                 load<WEIGHT_WAY>(weight, offsets[1], g.leap[0], parameters);
