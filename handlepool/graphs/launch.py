@@ -430,6 +430,11 @@ class GraphCall(Call):
         return (self.plan, *[call.plan for call in self._more])
 
     @property
+    def launched(self) -> list[tuple[Plan, tuple[Any, ...]]]:
+        """Plans of all launches, each with its operands."""
+        return [(self.plan, self._own), *[each for call in self._more for each in call.launched]]
+
+    @property
     def allocated(self) -> bool:
         """Whether the outputs are new."""
         return not self._given

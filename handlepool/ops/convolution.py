@@ -431,7 +431,9 @@ def _prepare(
         if "add" in some and applied in ACTIVATIONS and applied not in BEHIND_A_SUM:
             raise GraphNotSupportedError(f"conv2d: {applied} behind a residual was not measured in one plan")
         own = options | {"activation": applied} | ({} if "bias" in some or "add" not in some else {"bias": None})
-        known = key if some == parts else None
+        if some[:2] == ("add", "bias"):
+            own["last"] = "bias"
+        known = key if set(some) == set(parts) else None
         return function.prepare(pool, arrays, out, own, settings, converted, known)
 
     if options["groups"] != 1 and "add" not in parts:
@@ -441,7 +443,7 @@ def _prepare(
         except GraphNotSupportedError:
             pass
     uneven = any(one != other for one, other in options["padding"])
-    return Stages("conv2d", pool, parts, activation, fused, _finish, key, uneven).call(arrays, out)
+    return Stages("conv2d", pool, parts, activation, fused, _finish, key, uneven, reorders=True).call(arrays, out)
 
 
 def _convolution(
@@ -455,14 +457,17 @@ def _convolution(
     groups: int,
     activation: str | None,
     mode: str = "cross_correlation",
+    last: str = "add",
     **how: Any,
 ) -> Any:
     # The frontend reads the groups off the channels, which were checked to agree.
     y = g.conv_fprop(x, w, **parameters(**how), convolution_mode=frontend.convolution_mode(mode))
-    if bias is not None:
+    if bias is not None and last == "add":
         y = g.bias(y, along(bias, 4, 1))
     if add is not None:
         y = g.add(y, add)
+    if bias is not None and last == "bias":
+        y = g.bias(y, along(bias, 4, 1))
     if activation == "tanh":
         # cuDNN's engine for bias and tanh of contiguous arrays takes exp(2 x), and gives NaN from 44.4 on. That engine does
         # not accept this clipping node.
@@ -478,6 +483,7 @@ def _check(
     activation: str | None,
     bias: Any = True,
     mode: str = "cross_correlation",
+    last: str = "add",
     **how: Any,
 ) -> None:
     """Raise for arguments that no convolution takes.

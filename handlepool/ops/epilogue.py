@@ -14,6 +14,7 @@ from handlepool.graphs.arrays import ConvertedArguments
 from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.kernels import Described, KernelFunction
 from handlepool.graphs.launch import GraphCall, check_arrays, misaligned_vectors
+from handlepool.graphs.plan import Plan
 from handlepool.ops.activations import ACTIVATIONS, OWN_ACTIVATIONS, activate
 from handlepool.ops.elementwise import Arguments, describe, summed
 from handlepool.pool.internals import PoolInternals
@@ -113,6 +114,8 @@ class Stages:
         Separates the options of this operation from other options.
     copying : bool
         Whether every form that is known to be right needs copies.
+    reorders : bool
+        Whether a plan may add the residual before the bias.
     """
 
     name: str
@@ -123,6 +126,7 @@ class Stages:
     finish: Finisher
     key: object
     copying: bool = False
+    reorders: bool = False
 
     def call(self, arrays: tuple[Any, ...], out: object) -> GraphCall:
         """Return the call for two factors, the bias and the addend.
@@ -148,7 +152,9 @@ class Stages:
             # A known form skips the fused builds that are refused. The checks of these builds run here instead.
             driver = self.pool.driver
             check_arrays(self.name, driver, driver.current_device(), arrays, outs)
-            return self.prepare(form, arrays, out, converted)
+            call = self.prepare(form, arrays, out, converted)
+            self._note(key, form, call, arrays, outs)
+            return call
         # The longest prefix of the epilogue that fuses is the default, because each unfused part costs a launch.
         for count in range(len(self.parts), -1, -1):
             form = self.parts[:count]
@@ -165,6 +171,7 @@ class Stages:
             if key is not None and count < len(self.parts):
                 # Remember the form, so that later calls skip the refused builds.
                 chosen[key] = form
+            self._note(key, form, call, arrays, outs)
             return call
         raise AssertionError
 
@@ -183,6 +190,13 @@ class Stages:
         factors = (*arrays[:2], *(array for part, array in given.items() if part in form))
         call = self._attempt(form, factors, out, converted)
         return self._finish(call, [given[part] for part in rest if part in given], rest, out) if rest else call
+
+    def _note(self, key: Hashable, form: Form, call: GraphCall, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> None:
+        """Note the site of a call, whose form may be chosen later."""
+        sites, plan = self.pool.plans.sites, call.plan
+        if key is not None and self.parts and id(plan) not in sites:
+            # The site holds the plan, so that its identity stays valid as a key.
+            sites[id(plan)] = EpilogueSite(self, key, plan, form, tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)))
 
     def _key(self, given: tuple[Any, ...]) -> Hashable | None:
         try:
@@ -237,6 +251,43 @@ class Stages:
         for place, array in enumerate(others, first):
             if share(written, Layout.of(array).piece(pointer(array))):
                 raise ArgumentError(f"out= of {self.name} shares memory with argument {place}; pass an array of its own")
+
+
+@dataclass(slots=True)
+class EpilogueSite:
+    """An operation with an epilogue: see `handlepool.graphs.choices.Site`."""
+
+    stages: Stages
+    key: Hashable
+    plan: Plan
+    form: Form
+    inputs: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+
+    def forms(self) -> list[Form]:
+        """Return the prefixes of the epilogue, and the forms that add a residual before the bias."""
+        parts = self.stages.parts
+        found = [parts[:count] for count in range(len(parts), -1, -1)]
+        if parts[:2] == ("bias", "add") and self.stages.reorders:
+            turned = ("add", "bias", *parts[2:])
+            found += [turned[:count] for count in range(len(parts), 1, -1)]
+        return found
+
+    def title(self, form: Form) -> str:
+        """Return a form as text."""
+        behind = [part for part in self.stages.parts if part not in form]
+        return " + ".join((self.stages.name, *form)) + (f"; {' + '.join(behind)} behind it" if behind else "")
+
+    def prepare(self, form: Form, arrays: tuple[Any, ...], out: Any) -> GraphCall:
+        """Return the call in a form."""
+        return self.stages.prepare(form, arrays, out)
+
+    def choose(self, form: Form) -> None:
+        """Take a form for all later calls."""
+        plans = self.stages.pool.plans
+        plans.fused_parts[self.key] = self.form = form
+        # A shortcut would go on to launch the former form.
+        plans.drop_shortcuts(self.stages.key, self.inputs[0].shape)
 
 
 def _advice(x: DeviceArray, outs: tuple[Any, ...]) -> str:

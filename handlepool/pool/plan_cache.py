@@ -115,6 +115,8 @@ class PlanCache(Generic[P]):
     fused_parts : Recollection
         The parts of an operation's epilogue that its plan contains, where that is not the default. Refused plans and
         measurements tell the parts.
+    sites : Recollection
+        By a plan's identity, the other forms of the operation that the plan is of (`handlepool.graphs.choices.Site`).
     recent : Entry or None
         The entry whose shortcut was used last. A repeated use need not set its time again.
     """
@@ -126,6 +128,7 @@ class PlanCache(Generic[P]):
         self.shortcuts: dict[Hashable, list[Shortcut]] = {}
         self.tick = count().__next__
         self.fused_parts = Recollection()
+        self.sites = Recollection()
         self.recent: Entry[Any] | None = None
         self._dropped = False
         self._plans: dict[int, dict[Hashable, Entry[P]]] = {}
@@ -293,6 +296,7 @@ class PlanCache(Generic[P]):
         self._plans.clear()
         self.shortcuts.clear()
         self.fused_parts.clear()
+        self.sites.clear()
         self.recent = None
 
     def clear(self) -> None:
@@ -310,6 +314,21 @@ class PlanCache(Generic[P]):
             for refused in [refused for refused in list(self._refusals) if match(refused[1])]:
                 self._refusals.pop(refused, None)
             self.fused_parts.clear()
+            self.sites.clear()
+
+    def drop_shortcuts(self, key: Hashable, shape: tuple[int, ...]) -> None:
+        """Forget the shortcuts for an option key and the shape of a first array.
+
+        Their operation takes another form from now on. The plans stay.
+        """
+        with self._lock:
+            gone = [shortcut for shortcut in list(self.shortcuts) if isinstance(shortcut, tuple) and shortcut[1:] == (key, shape)]
+            for shortcut in gone:
+                self.shortcuts.pop(shortcut, None)
+                for plans in list(self._plans.values()):
+                    for entry in list(plans.values()):
+                        entry.shortcuts.pop(shortcut, None)
+            self.recent = None
 
     def count_copies(self, plan: P) -> None:
         """Count the operands that a launch of a plan copied."""

@@ -69,6 +69,30 @@ def test_a_residual_is_the_reference(each_pool, dtype, layout, bias, kind):
     assert arrays.error(y, expected(arrays, x, w, rest, padding=1, activation=kind)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("kind", [None, "relu", "swish", "tanh", "hardswish"])
+@pytest.mark.parametrize(("bias", "add"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_g18_each_form_is_the_reference(each_pool, layout, bias, add, kind):
+    arrays = Arrays(each_pool, "float16", layout)
+    x, w, rest = given(arrays, bias, add)
+    wanted = expected(arrays, x, w, rest, padding=1, activation=kind)
+    sites = each_pool.internals.plans.sites
+    conv2d(x, w, padding=1, activation=kind, **rest)
+    (site,), right = sites.values(), []
+    for form in site.forms():
+        try:
+            site.prepare(form, (x, w, *rest.values()), None)
+        except GraphNotSupportedError:
+            continue
+        site.choose(form)
+        right.append(form)
+        for _ in range(3):
+            y = conv2d(x, w, padding=1, activation=kind, **rest)
+            assert arrays.error(y, wanted) < TOLERANCE["float16"], form
+    assert () in right
+    assert (("add", "bias") in right) is (bias and add and layout == "NHWC")
+
+
 FUSED = {
     ("NHWC", True, True, "relu"): 1,
     ("NHWC", False, True, None): 1,
