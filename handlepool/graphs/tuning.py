@@ -4,9 +4,10 @@ Several states run the plans side by side. The quickest plan alone need not be t
 spreads over the whole GPU leaves no room for its neighbours.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from operator import itemgetter
 from time import monotonic
@@ -42,6 +43,13 @@ MOST_CANDIDATES = 10
 """Most candidates of each of the heaviest plans."""
 MOST_TIME = 0.9
 """Share of the total time that the tuned plans cover."""
+MOST_OTHERS = 2
+"""Most alternatives of a plan, among its other candidates."""
+NEARLY = 1.1
+"""Most of the used plan's time that an alternative takes alone.
+
+A plan timed alone does not tell exactly how long it takes in a program.
+"""
 MOST_OF_FORMS = 4
 """Most candidates of each plan of another form."""
 GAIN = 1.03
@@ -230,26 +238,124 @@ def tune_heaviest(
     found: list[Tuning] = []
     try:
         with pool.driver.relaxed(), side_slots(pool, what, 1) as slots:
-            show(f"{len(launched)} plans are timed")
-            weights = [(count * _estimated(pool, plan, slots, pointer), plan) for plan, count in launched if monotonic() < until]
-            left = sum(weight for weight, _ in weights)
-            enough = (1 - MOST_TIME) * left
-            for weight, plan in sorted(weights, key=itemgetter(0), reverse=True):
-                # The remaining plans take too small a share of the time to be worth tuning.
-                if left <= enough or monotonic() > until:
-                    break
-                left -= weight
-                if plan.candidates > 1:
-                    show(f"other plans of {plan.name} are timed")
-                    # A plan that cannot be timed stays in use, and the other plans are still tuned.
-                    with suppress(GraphNotSupportedError, MemoryError):
-                        operands = [_random_operands(pool, plan.inputs, plan.outputs)]
-                        tuning = _tuned(pool, plan, slots, operands, False, pointer, monotonic(), MOST_CANDIDATES, until)
-                        found.append(_with_forms(pool, plan, tuning, slots, pointer, until))
+            for _, plan in _heaviest(pool, launched, slots, pointer, until, show):
+                show(f"other plans of {plan.name} are timed")
+                # A plan that cannot be timed stays in use, and the other plans are still tuned.
+                with suppress(GraphNotSupportedError, MemoryError):
+                    operands = [_random_operands(pool, plan.inputs, plan.outputs)]
+                    tuning = _tuned(pool, plan, slots, operands, False, pointer, monotonic(), MOST_CANDIDATES, until)
+                    found.append(_with_forms(pool, plan, tuning, slots, pointer, until))
     except Exception as error:
         pool.status.diagnose(error)
         raise
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another plan, or another form, for an operation.
+
+    Attributes
+    ----------
+    name : str
+        Of the operation.
+    title : str
+        Of the plan or the form.
+    place : int
+        Equal for alternatives that exclude each other.
+    gain : float
+        Microseconds of all launches of the operation that are saved where each runs alone. It may be negative.
+    make, undo : callable
+        Use it for all later calls, and use the former plan and form again.
+    """
+
+    name: str
+    title: str
+    place: int
+    gain: float
+    make: Callable[[], None]
+    undo: Callable[[], None]
+
+
+def alternatives(
+    pool: PoolInternals,
+    what: str,
+    launched: Sequence[tuple[Plan, int]],
+    pointer: int,
+    seconds: float,
+    show: Callable[[str], object],
+) -> list[Alternative]:
+    """Return the promising alternatives of the heaviest plans, the largest gain first.
+
+    No plan in use is changed. Parameters and errors are those of `tune_heaviest`.
+    """
+    until = monotonic() + seconds
+    found: list[Alternative] = []
+    try:
+        with pool.driver.relaxed(), side_slots(pool, what, 1) as slots:
+            for count, plan in _heaviest(pool, launched, slots, pointer, until, show):
+                show(f"other plans of {plan.name} are timed")
+                # A plan that cannot be timed has no alternatives, and the other plans still have some.
+                with suppress(GraphNotSupportedError, MemoryError):
+                    found += _alternatives_of(pool, plan, count, slots, pointer, until)
+    except Exception as error:
+        pool.status.diagnose(error)
+        raise
+    return sorted(found, key=lambda each: each.gain, reverse=True)
+
+
+def _alternatives_of(
+    pool: PoolInternals, plan: Plan, count: int, slots: list[Slot], pointer: int, until: float
+) -> list[Alternative]:
+    operands = [_random_operands(pool, plan.inputs, plan.outputs)]
+    candidates, plans = _timed(pool, plan, slots, operands, False, pointer, MOST_CANDIDATES, until)[:2]
+    used = next((each for each in candidates if each.engine == plan.engine and not each.skipped), None)
+    if used is None:
+        return []
+    others = sorted((each for each in candidates if not each.skipped and each is not used), key=lambda each: each.time)
+    found = [
+        Alternative(
+            plan.name,
+            f"plan {each.index}, {each.engine}",
+            id(plan),
+            count * (used.time - each.time),
+            plans[each.index].keep,
+            plan.keep,
+        )
+        for each in others[:MOST_OTHERS]
+        if each.time <= NEARLY * used.time
+    ]
+    site: Site | None = pool.plans.sites.get(id(plan))
+    if site is None:
+        return found
+    times, form = form_times(pool, site, used.time, slots, pointer, until), site.form
+    for other, time in times.items():
+        if other != form and form in times and time <= NEARLY * times[form]:
+            gain, undo = count * (times[form] - time), partial(site.choose, form)
+            found.append(Alternative(plan.name, site.title(other), id(plan), gain, partial(site.choose, other), undo))
+    return found
+
+
+def _heaviest(
+    pool: PoolInternals,
+    launched: Sequence[tuple[Plan, int]],
+    slots: list[Slot],
+    pointer: int,
+    until: float,
+    show: Callable[[str], object],
+) -> Iterator[tuple[int, Plan]]:
+    """Yield the plans that take most of the time and have candidates, with their counts of launches, the longest first."""
+    show(f"{len(launched)} plans are timed")
+    weights = [(count * _estimated(pool, plan, slots, pointer), count, plan) for plan, count in launched if monotonic() < until]
+    left = sum(weight for weight, *_ in weights)
+    enough = (1 - MOST_TIME) * left
+    for weight, count, plan in sorted(weights, key=itemgetter(0), reverse=True):
+        # The remaining plans take too small a share of the time to be worth tuning.
+        if left <= enough or monotonic() > until:
+            break
+        left -= weight
+        if plan.candidates > 1:
+            yield count, plan
 
 
 def _estimated(pool: PoolInternals, plan: Plan, slots: list[Slot], pointer: int) -> float:
@@ -306,13 +412,7 @@ def _tuned(
     most: int | None = None,
     until: float = float("inf"),
 ) -> Tuning:
-    # The side streams are not ordered after the current stream, so wait until the operands are complete.
-    pool.driver.synchronize_stream(pointer)
-    rig = TimingRig(pool, slots, operands, concurrent=concurrent)
-    try:
-        candidates, plans = rig.time(plan, most, until)
-    finally:
-        rig.close()
+    candidates, plans, building = _timed(pool, plan, slots, operands, concurrent, pointer, most, until)
     winner = min(candidates, key=lambda each: each.time)
     previous = next((each for each in candidates if each.engine == plan.engine), None)
     if winner.skipped:
@@ -324,7 +424,28 @@ def _tuned(
     else:
         plans[winner.index].keep()
     seconds = monotonic() - start
-    return Tuning(plan.name, len(slots), tuple(candidates), winner, previous, seconds, rig.building, plan.inputs)
+    return Tuning(plan.name, len(slots), tuple(candidates), winner, previous, seconds, building, plan.inputs)
+
+
+def _timed(
+    pool: PoolInternals,
+    plan: Plan,
+    slots: list[Slot],
+    operands: Sequence[tuple[Any, ...]],
+    concurrent: bool,
+    pointer: int,
+    most: int | None = None,
+    until: float = float("inf"),
+) -> tuple[list[PlanCandidate], dict[int, Plan], float]:
+    """Return the candidates of a plan, the timed plans by index, and the seconds of building."""
+    # The side streams are not ordered after the current stream, so wait until the operands are complete.
+    pool.driver.synchronize_stream(pointer)
+    rig = TimingRig(pool, slots, operands, concurrent=concurrent)
+    try:
+        candidates, plans = rig.time(plan, most, until)
+    finally:
+        rig.close()
+    return candidates, plans, rig.building
 
 
 def _with_forms(
