@@ -1,8 +1,8 @@
 """Run the epilogue of a convolution or product: bias, residual, activation.
 
-The epilogue is fused into the plan as far as that is known to be right. One more launch, in place over the result, does the
-rest. Fusion covers a prefix of the epilogue: bias and activation together, the bias alone, or neither.
-`handlepool.graphs.forms` and cuDNN decide which parts fuse.
+An operation has several forms. The plan contains some parts of the epilogue, as far as that is known to be right, and one more
+launch, in place over the result, does the rest. By default the plan contains as many parts as `handlepool.graphs.forms` and
+cuDNN allow: bias and activation together, the bias alone, or neither. A measurement may choose another form.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence

@@ -204,7 +204,11 @@ class Trials:
             rig.arrange(self._lanes)
             before, after = self._samples(against, take.recording)
         except BaseException:
-            take.end()
+            try:
+                with self._driver.relaxed():
+                    self._driver.synchronize_stream(self._pointer)
+            finally:
+                take.end()
             raise
         gains = [one - other for one, other in zip(before, after, strict=True)]
         # Three of four pairs are quicker with the change, and the gain is no noise.

@@ -151,7 +151,13 @@ def _tune_plans(self: "Program", asked: tuple[tuple[int, ...], str, float], anew
         finally:
             show(None)
     if best is not None:
-        self._use("tuned", lambda: self._become(best))
+        try:
+            self._use("tuned", lambda: self._become(best))
+        # Another thread may have closed the program meanwhile.
+        except BaseException:
+            if self._recording is not best.recording:
+                best.end()
+            raise
         tuning = self._use("tuned", lambda: _rig(self, lambda rig: rig.tune(counts, goal, seconds / 4, self._run_on, True)))
     return replace(tuning, plans=tuple(trials.changes))
 
