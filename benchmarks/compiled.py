@@ -11,7 +11,7 @@ from peers import graphed
 WARM_UP = 3
 """Calls until a compiled function replays its own CUDA graph: one compiles, one warms up, one captures."""
 Case = tuple[Callable[[], Any], Callable[[], Any]]
-"""What is timed, and what has its scores."""
+"""A function to time, and a function that returns its scores."""
 
 
 def module_of(torch: Any, network: Callable[..., Any], p: Any) -> Any:

@@ -202,7 +202,7 @@ def repeated(call: Callable[[], Any], times: int) -> Callable[[], Any]:
 
 
 def cases_of(call: Call, driver: Any, torch: Any, options: Any, skipped: list[str]) -> dict[str, Callable[[], object]]:
-    """What is timed, after each gave the right result."""
+    """Return the functions to time, once each gave the right result."""
     own = partial(call.ours, *call.arrays)
     program = handlepool.record(repeated(own, options.times))
     program.replay()

@@ -205,9 +205,10 @@ class Resample:
 
 @dataclass(frozen=True, slots=True)
 class Squeeze:
-    """Sum the pixels of images (N, C, H, W) for each channel, in float32.
+    """Sum the pixels of images for each channel, in float32.
 
-    The result is float32 of the shape (N, parts, C). A part has equally many pixels as the others, or fewer if it is the last.
+    The images are (N, C, H, W). The result is float32 of the shape (N, parts, C). All parts have equally many pixels, except that
+    the last part may have fewer.
 
     Attributes
     ----------
@@ -234,7 +235,9 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Excite:
-    """Scale the channels of images by gates that two layers compute from the channels' means, in float32.
+    """Scale the channels of images by gates, in float32.
+
+    Two layers compute the gates from the channels' means.
 
     Operands are the images, the sums of `Squeeze`, the first layer's weights (S, C) and bias (S,), the second layer's weights
     (C, S) and bias (C,), then the result. The result of `Layer` may take the place of the sums and of the first layer. Weights
@@ -256,7 +259,7 @@ class Excite:
 
 
 MOST_EXCITED, MOST_SQUEEZED = 8192, 1024
-"""Most channels of images, and most numbers between the two layers, of `Excite`."""
+"""Most channels, and numbers between the layers, of `Excite`."""
 NetworkKernel = Normalise | Affine | Pad | Shuffle | Resample | Squeeze | Layer | Excite
 """Kernels of normalisations, and of copies to other places or sizes."""
 Kernel = Add | Concat | Windows | Depthwise | Elementwise | NetworkKernel

@@ -78,11 +78,11 @@ class KernelFunction(GraphFunction[..., Any]):
         def build() -> Plan:
             if len(inputs) >= MOST_OPERANDS:
                 raise ArgumentError(
-                    f"{name}: {len(inputs)} arrays; at most {MOST_OPERANDS - 1} are taken at once. Do it in two steps: the "
-                    f"result of the first {MOST_OPERANDS - 1}, and then that with the others"
+                    f"{name}: {len(inputs)} arrays; one call takes at most {MOST_OPERANDS - 1}. Call it for the first "
+                    f"{MOST_OPERANDS - 1} arrays, then for that result and the remaining arrays"
                 )
             if len(given) > 1:
-                raise ArgumentError(f"{name}: out= holds {len(given)} arrays, and there is one output")
+                raise ArgumentError(f"{name}: out= holds {len(given)} arrays, but the function has one output")
             kernel, output = self._describe(inputs, **options)
             if misaligned and isinstance(kernel, Depthwise):
                 raise GraphNotSupportedError(f"{name}: the bias begins where the kernel of our own does not take it")

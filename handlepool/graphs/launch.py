@@ -192,7 +192,7 @@ def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def of_integers(values: tuple[Any, ...]) -> bool:
-    """Whether a tuple holds only Python integers, or nested tuples of them.
+    """Return whether a tuple holds only Python integers, also when nested.
 
     Such a tuple needs no types in a key, because no equal value of another type exists.
     """
@@ -288,11 +288,11 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
     ``given`` says that the caller gave the outputs, which may overlap with other operands. ``told`` says that a current
     recording already knows of the launch.
     """
-    # A finaliser runs in the thread that it interrupts, so a lock could not keep the two launches apart.
+    # A finalizer runs in the thread that it interrupts, so a lock could not keep the two launches apart.
     if slot.busy:
         raise OwnershipError(
-            f"{plan.name} was called by a finaliser that Python runs while its thread makes another launch on stream "
-            f"{slot.pointer:#x}, whose scratch both would use: do it later"
+            f"{plan.name} was called by a finalizer that Python ran during another launch on stream "
+            f"{slot.pointer:#x}, and both launches would use the same scratch: call it later"
         )
     try:
         slot.busy = True
@@ -492,7 +492,7 @@ def check_arrays(
     vector must be aligned.
     """
     if not arrays:
-        raise ArgumentError(f"{name} was called without arrays")
+        raise ArgumentError(f"{name} was called without arrays; pass its arrays")
     if type(arrays[0]) is not Layout:
         called = partial(operand_name, inputs=len(arrays), outs=len(outs))
         copied = [place for place, array in enumerate(arrays) if len(array.shape) == 1] if vectors else ()

@@ -197,8 +197,8 @@ def check_gpu(driver: Driver, what: str) -> None:
     """
     if driver.name == "host":
         raise DriverNotAvailableError(
-            f"{what} times plans on a GPU; this is the host driver, which has one plan for each graph, and whose times say "
-            f"nothing about a GPU. Use it where the cuda driver runs"
+            f"{what} times plans on a GPU, and the host driver has one plan for each graph and no times of a GPU. Use "
+            "it with the cuda driver"
         )
 
 
@@ -344,7 +344,10 @@ def _heaviest(
     until: float,
     show: Callable[[str], object],
 ) -> Iterator[tuple[int, Plan]]:
-    """Yield the plans that take most of the time and have candidates, with their counts of launches, the longest first."""
+    """Yield the plans that take most of the time, longest first.
+
+    Each comes with its number of launches, and has several candidates.
+    """
     show(f"{len(launched)} plans are timed")
     weights = [(count * _estimated(pool, plan, slots, pointer), count, plan) for plan, count in launched if monotonic() < until]
     left = sum(weight for weight, *_ in weights)
@@ -437,7 +440,10 @@ def _timed(
     most: int | None = None,
     until: float = float("inf"),
 ) -> tuple[list[PlanCandidate], dict[int, Plan], float]:
-    """Return the candidates of a plan, the timed plans by index, and the seconds of building."""
+    """Time the candidates of a plan.
+
+    Return the candidates, the timed plans by index, and the seconds of building.
+    """
     # The side streams are not ordered after the current stream, so wait until the operands are complete.
     pool.driver.synchronize_stream(pointer)
     rig = TimingRig(pool, slots, operands, concurrent=concurrent)
@@ -451,7 +457,7 @@ def _timed(
 def _with_forms(
     pool: PoolInternals, plan: Plan, tuning: Tuning, slots: list[Slot], pointer: int, until: float = float("inf")
 ) -> Tuning:
-    """Time the other forms of a plan's operation, and choose the quickest form.
+    """Choose the quickest form of a plan's operation.
 
     The form in use stays unless the gain is large enough.
     """
@@ -471,7 +477,7 @@ def _with_forms(
 def form_times(
     pool: PoolInternals, site: Site, tuned: float, slots: list[Slot], pointer: int, until: float
 ) -> dict[Hashable, float]:
-    """Return the microseconds of each form of an operation, with its quickest plans.
+    """Return the microseconds of each form, with its quickest plans.
 
     Forms that are refused, far too slow, or behind the time limit, are missing. The quickest plans stay in use. The first plan
     of the form in use takes ``tuned`` microseconds.
@@ -501,7 +507,7 @@ def form_times(
 def _pool_of(name: str, states: SideStates | None) -> tuple[PoolInternals, int]:
     """Return the pool to tune on, and the caller's stream."""
     if states is not None and not isinstance(states, SideStates):
-        raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for one stream alone")
+        raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for a single stream")
     pool = current_pool() if states is None else states.pool.internals
     pool.status.check()
     return pool, _check(pool, name)
@@ -515,9 +521,11 @@ def _check(pool: PoolInternals, name: str) -> int:
     driver = pool.driver
     check_gpu(driver, f"{name}.tune")
     if thread.recording is not None:
-        raise CaptureError(f"{name} cannot be tuned inside a recording, where nothing runs that could be timed: tune it before")
+        raise CaptureError(f"{name} cannot be tuned inside a recording, where nothing runs: tune it before")
     if thread.region is not None:
-        raise CaptureError(f"{name} cannot be tuned inside a branch or a task, beside which others run: tune it outside")
+        raise CaptureError(
+            f"{name} cannot be tuned inside a branch or a task, because other work runs at the same time: tune it outside"
+        )
     home = resolve(driver)
     check_foreign(driver, home)
     # The legacy stream cannot be captured.

@@ -18,7 +18,10 @@ from handlepool.tensors.layout import Layout
 
 ACTIVATIONS = ("relu", "sigmoid", "tanh", "gelu", "swish")
 OWN_ACTIVATIONS = ("hardsigmoid", "hardswish")
-"""Activations without a node in cuDNN. Kernels of our own compute them, as a part of an operation."""
+"""Activations without a node in cuDNN.
+
+Kernels of our own compute them, as a part of an operation.
+"""
 FLOATING_TYPES = ("float16", "bfloat16", "float32")
 
 
@@ -29,6 +32,8 @@ def check_activation(name: str, activation: object) -> None:
     ------
     ArgumentError
     """
+    # Only text is compared with the names. Comparing an array with them would give another array, whose truth is an error of
+    # its own.
     text = activation if isinstance(activation, str) else ""
     if activation is None or text in (*ACTIVATIONS, *OWN_ACTIVATIONS):
         return

@@ -62,6 +62,8 @@ def add(x: ArrayT, *others: object, activation: str | None = None, out: object =
     ArgumentError
         For shapes, types or strides that cannot be taken, and an activation that there is not.
     """
+    # The kernel for sums takes arrays alone. A number, or a value of a function that is being traced, takes the elementwise
+    # path.
     for each in (x, *others):
         if _scalars[type(each)]:
             return cast("ArrayT", _sum(x, *others, activation=activation, out=out, pool=pool))
@@ -115,7 +117,8 @@ def _check(name: str, layouts: tuple[Layout, ...]) -> None:
     for place, layout in enumerate(layouts):
         if layout.dtype != first.dtype:
             raise ArgumentError(
-                f"{name}: argument {place} is {layout.dtype} and argument 0 is {first.dtype}; convert one of them"
+                f"{name}: argument {place} is {layout.dtype} and argument 0 is {first.dtype}; convert one to the type of "
+                "the other"
             )
         check_strides(f"argument {place} of {name}", layout)
 
@@ -135,6 +138,7 @@ def _describe_add(layouts: tuple[Layout, ...], *, activation: str | None) -> Des
                     f"add: argument {place} is of shape {layout.shape} and argument 0 of {first.shape}; they must broadcast to "
                     f"one shape"
                 ) from None
+    # The kernel for sums reads operands of one shape. Operands that broadcast go through an elementwise kernel.
     if any(layout.shape != shape for layout in layouts):
         return describe(summed, "add", layouts, arguments=Arguments("add", (None,) * len(layouts), {"activation": activation}))
     return Add(activation), lying_as(first, first.shape)
@@ -152,8 +156,8 @@ def _describe_concat(layouts: tuple[Layout, ...], *, axis: int) -> Described:
     for place, layout in enumerate(layouts):
         if layout.ndim != rank or _beside(layout, number) != _beside(first, number):
             raise ArgumentError(
-                f"concat: argument {place} is of shape {layout.shape} and argument 0 of {first.shape}; they may differ along "
-                f"axis {number} alone"
+                f"concat: argument {place} has shape {layout.shape} and argument 0 has {first.shape}; they may differ "
+                f"only along axis {number}"
             )
     extent = sum(layout.shape[number] for layout in layouts)
     return Concat(number), lying_as(first, (*first.shape[:number], extent, *first.shape[number + 1 :]))

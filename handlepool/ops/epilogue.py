@@ -22,7 +22,7 @@ from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Layout, share
 
 Form = tuple[str, ...]
-"""The parts of an epilogue that one plan contains, in the order in which it applies them."""
+"""The parts of an epilogue in one plan, in their order there."""
 Prepare = Callable[[Form, bool, tuple[Any, ...], Any, ConvertedArguments | None], GraphCall]
 """Prepare a call with some parts of the epilogue fused.
 
@@ -141,6 +141,7 @@ class Stages:
             converted = ConvertedArguments(self.name, self.pool, arrays, outs)
             return converted.prepare(lambda _pool, given, outs, _options, _settings, it: self._prepare(given, outs, it), out, {})
         except Exception as error:
+            # Any call may be the first to report a lost context. Later calls then name the cause.
             self.pool.status.diagnose(error)
             raise
 
@@ -173,10 +174,11 @@ class Stages:
                 chosen[key] = form
             self._note(key, form, call, arrays, outs)
             return call
+        # The loop returns or raises when its count is 0.
         raise AssertionError
 
     def prepare(self, form: Form, arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None = None) -> GraphCall:
-        """Return the call with the parts of a form in one plan, and the rest behind it.
+        """Return the call in a form.
 
         Raises
         ------
@@ -220,7 +222,7 @@ class Stages:
                 return self.fused(some, False, arrays, out, converted)
             except GraphNotSupportedError:
                 # With copies, only a complete epilogue of views, or no epilogue, is tried.
-                if some and (some != self.parts or not _gaps((*arrays[:2], *_outs(out)))):
+                if some and ({*some} != {*self.parts} or not _gaps((*arrays[:2], *_outs(out)))):
                     raise
         try:
             return self.fused(some, True, arrays, out, converted)
@@ -265,7 +267,7 @@ class EpilogueSite:
     outs: tuple[Layout, ...]
 
     def forms(self) -> list[Form]:
-        """Return the prefixes of the epilogue, and the forms that add a residual before the bias."""
+        """Return the prefixes, and the forms with the residual first."""
         parts = self.stages.parts
         found = [parts[:count] for count in range(len(parts), -1, -1)]
         if parts[:2] == ("bias", "add") and self.stages.reorders:
@@ -293,7 +295,7 @@ class EpilogueSite:
 def _advice(x: DeviceArray, outs: tuple[Any, ...]) -> str:
     """Return the advice for a view that cuDNN cannot plan."""
     if _gaps(outs):
-        return ". out is a view with gaps; leave it out, and copy what is returned: out[...] = it"
+        return ". out is a view with gaps; leave it out, and copy the result: out[...] = result"
     return ". x is a view with gaps; pass a contiguous copy" if _gaps((x,)) else ""
 
 

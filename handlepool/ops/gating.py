@@ -1,4 +1,4 @@
-"""Scale the channels of images by gates that depend on the images: squeeze-and-excite."""
+"""Scale the channels of images by gates: squeeze-and-excite."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from handlepool.tensors.layout import Layout, as_dtype
 
 GATES = ("sigmoid", "hardsigmoid")
 PIXELS_EACH, MOST_PARTS = 256, 64
-"""Least pixels of a part whose sum is taken apart, and most parts.
+"""Least pixels of a part, and most parts.
 
 One part for each image would leave large images of few channels to few blocks.
 """

@@ -163,6 +163,7 @@ class _Product:
             if applied in ACTIVATIONS and applied not in BEHIND_A_PRODUCT:
                 raise GraphNotSupportedError(f"{self.name}: {applied} behind a product was not measured in one plan")
             function = self.copying if copies else self.plain
+            # The shortcut is looked up for the function without copies. A plan with copies must not answer for it.
             known = key if some == parts and not copies else None
             return function.prepare(pool, arrays, out, {"activation": applied}, settings, converted, known)
 
@@ -216,8 +217,8 @@ def _checker(name: str, names: tuple[str, str], transposed: bool) -> Callable[..
         for x, y in zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False):
             if x != y and 1 not in (x, y):
                 raise ArgumentError(
-                    f"{name}: batch axes {a.shape[:-2]} of {one} and {b.shape[:-2]} of {other} do not broadcast; from the last "
-                    f"on, each two must be equal, or one of them 1"
+                    f"{name}: batch axes {a.shape[:-2]} of {one} and {b.shape[:-2]} of {other} do not broadcast; counted from "
+                    "the last axis, two extents must be equal, or one must be 1"
                 )
         for bias in rest:
             check_vector(name, bias, columns, "columns", (one, a.dtype))

@@ -135,7 +135,7 @@ class PlanCache(Generic[P]):
         self._builds: dict[Hashable, _Build[P]] = {}
         # The values are the arguments of the errors.
         self._refusals: OrderedDict[tuple[int, Hashable], tuple[Any, ...]] = OrderedDict()
-        # The lock guards the attributes above. A hit takes no lock. The lock is reentrant, because a finaliser that the
+        # The lock guards the attributes above. A hit takes no lock. The lock is reentrant, because a finalizer that the
         # collector runs inside may use the cache again (guarantee 10). So every section under it stays correct if the
         # dictionaries change between any two of its steps.
         self._lock = threading.RLock()
@@ -208,8 +208,8 @@ class PlanCache(Generic[P]):
                         return self._build(device, key, mine, build)
                     if running.thread is mine.thread:
                         raise ArgumentError(
-                            "a graph function called itself, or was called by a finaliser, with the same arrays while its graph "
-                            "is being built"
+                            "a graph function called itself, or a finalizer called it, with the same arrays during "
+                            "the build of its graph; call it after the build"
                         )
                     with running.lock, self._lock:
                         # An interrupt may have come in the last steps of the build.
@@ -317,7 +317,7 @@ class PlanCache(Generic[P]):
             self.sites.clear()
 
     def drop_shortcuts(self, key: Hashable, shape: tuple[int, ...]) -> None:
-        """Forget the shortcuts for an option key and the shape of a first array.
+        """Forget shortcuts by option key and shape of the first array.
 
         Their operation takes another form from now on. The plans stay.
         """

@@ -122,7 +122,7 @@ class Program(Owned):
         # If `_lent`, each use records its event at once, and a use on another stream waits for the last use alone.
         self._lent = lent
         # The lock admits a single use at a time: CUDA takes no two launches of a graph at once, and a close ends objects that
-        # launches read. The lock is reentrant, because the collector may run a finaliser inside a use. The finaliser finds
+        # launches read. The lock is reentrant, because the collector may run a finalizer inside a use. The finalizer finds
         # `_busy` and is refused, because it could only wait for its own thread.
         self._lock = threading.RLock()
         # `_busy` names the use by the thread that holds the lock: replayed, updated, tuned, timed or closed.
@@ -211,7 +211,7 @@ class Program(Owned):
         CaptureError
             If the stream, or the stream of the last replay, is being captured.
         OwnershipError
-            If the program belongs to another thread (see `hand_over`), and in a finaliser inside another use of the program.
+            If the program belongs to another thread (see `hand_over`), and in a finalizer inside another use of the program.
         PoolClosedError, ForkedProcessError, PoisonedContextError
             After the program or its pool was closed, in a forked child, and after the context failed.
         """
@@ -468,7 +468,7 @@ class Program(Owned):
 
     @contextmanager
     def _refusing(self) -> Iterator[int]:
-        """Refuse other uses of the program; yield the pointer of the current stream.
+        """Refuse other uses of the program; yield the stream's pointer.
 
         User code runs meanwhile, so the lock is not held (guarantee 15). Work that was enqueued here comes before later uses.
         """
@@ -539,8 +539,8 @@ class Program(Owned):
         with self._lock:
             if self._busy is not None:
                 raise OwnershipError(
-                    f"{self._name} is being {self._busy} by this very thread, and this call comes from a finaliser that Python "
-                    f"runs meanwhile: do it later"
+                    f"{self._name} is being {self._busy} by this thread, and this call comes from a finalizer that Python "
+                    "runs in between: call it later"
                 )
 
     def _claim(self) -> None:
@@ -649,7 +649,7 @@ class Program(Owned):
         CaptureError
             If the stream of the last replay is being captured; close the program afterwards.
         OwnershipError
-            In a finaliser inside another use of the program.
+            In a finalizer inside another use of the program.
         """
         self._end(wait=True)
 
@@ -778,8 +778,8 @@ class Program(Owned):
 def capturing(pointer: int) -> CaptureError:
     """Return the error for a stream that is being captured."""
     if thread.recording is not None:
-        return CaptureError("a program cannot be a part of another recording: call the function there that it was recorded from")
+        return CaptureError("a program cannot be part of another recording: call its original function there")
     return CaptureError(
-        f"stream {pointer:#x} is being captured: a program can be neither used in a capture, nor be ordered after the last use "
-        f"there. Use it before the capture, or after"
+        f"stream {pointer:#x} is being captured, and a program can neither run in a capture nor be ordered after "
+        "its last use there. Use it before the capture, or after"
     )

@@ -169,7 +169,9 @@ def _take(
     counted: bool = False,
     between: Callable[[FirstCall], object] | None = None,
 ) -> T:
-    """Call a function for real, then under capture; return the value of ``finish``.
+    """Call a function for real, then under capture.
+
+    Return the value of ``finish``.
 
     ``between`` is called between the two calls. If ``finish`` raises an error, nothing of the recording is left.
     """
@@ -220,7 +222,9 @@ def check_recordable(pool: PoolInternals, name: str, lanes: int | None, function
     if not callable(function):
         raise ArgumentError(f"record({shown(function)}): pass a function, and its arguments after it")
     if thread.recording is not None:
-        raise CaptureError(f"{name} cannot be recorded inside a recording: call it there, and it becomes a part of that")
+        raise CaptureError(
+            f"{name} cannot be recorded inside a recording: call it there, and its work becomes part of that recording"
+        )
     if thread.region is not None:
         raise CaptureError(f"{name} cannot be recorded inside a branch or a task: record it outside, and replay it there")
     if lanes is not None and open_order(pool.driver, pool.current_device()) is not None:

@@ -1,4 +1,4 @@
-"""Choose plans and forms inside a program, by the time of whole replays.
+"""Choose plans inside a program by the time of whole replays.
 
 A node that is timed alone does not tell how long it takes in a program. So each trial records the program's call again with a few
 changes, and its replays take turns with replays of the best recording so far.
@@ -32,7 +32,7 @@ SAMPLES = 15
 LEAST_GAIN = 0.002
 """Share of a replay's time below which a gain counts as noise."""
 SHARE_ALONE = 0.5
-"""Share of the time in which plans are timed alone, to find changes."""
+"""Share of the time for timing plans alone."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,10 @@ class Take:
 
 
 def dispose(recording: "Recording", held: list[Any]) -> None:
-    """Destroy a recording whose launches have ended, and drop the objects that were held for it."""
+    """Destroy a recording whose launches have ended.
+
+    The objects that were held for it are dropped.
+    """
     held.append(recording.kept.take())
     try:
         with on_device(recording.pool.driver, recording.device), recording.pool.driver.relaxed():
@@ -163,7 +166,10 @@ class Trials:
                     do_all([outside.restore, wait, *(partial(destroy, event) for event in take_each(self._events))])
 
     def _batches(self, until: float, show: Callable[[str | None], None]) -> Iterator[list[Alternative]]:
-        """Yield changes to try together; then each alone, if they did not help together."""
+        """Yield changes to try together, then alone.
+
+        Changes that helped together are not tried alone.
+        """
         counted = self._taken(counted=True)
         launched = counted.launched
         counted.end()

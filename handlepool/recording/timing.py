@@ -133,7 +133,10 @@ def tune(
 
 
 def _tune_plans(self: "Program", asked: tuple[tuple[int, ...], str, float], anew: bool) -> LanesTuning:
-    """Tune the lanes, the plans for the lanes that won, and the lanes again if a plan changed."""
+    """Tune the lanes, then the plans for these lanes.
+
+    The lanes are tuned again if a plan changed.
+    """
     counts, goal, seconds = asked
     until = monotonic() + seconds
     if self._again is None:
@@ -211,8 +214,7 @@ def _rig(self: "Program", act: Callable[[LanesRig], T]) -> T:
         self._refuse()
     if recording.lanes is not None and not recording.lanes.exact:
         raise ArgumentError(
-            f"{self._name} cannot be measured or tuned: the driver gives one lane, since it cannot put a node behind others "
-            f"by choice"
+            f"{self._name} cannot be measured or tuned: this driver cannot choose a node's dependencies, so it has a single lane"
         )
     if recording.schedule is None or recording.lanes is None or recording.lanes.limit == 1:
         how = "without lanes, and" if recording.lanes is None else "on one lane alone, and so"

@@ -320,7 +320,7 @@ class LanesRig:
                     self._end()
 
     def arrange(self, lanes: int) -> None:
-        """Have the recording use a number of lanes, by the measured times of its steps."""
+        """Have the recording use a number of lanes, by measured times."""
         recording = self._recording
         captured, former = recording.captured, recording.graph
         assert captured is not None
@@ -471,7 +471,7 @@ def _best(candidates: Sequence[Candidate], results: dict[int, LanesTrial], goal:
 
 
 def clock(driver: Driver, graph: RecordedGraph, pointer: int, replays: int) -> float:
-    """Return the host's microseconds from the launch of a replay to its end."""
+    """Return the host's microseconds from a replay's launch to its end."""
     begin = perf_counter()
     for _ in range(replays):
         graph.launch(pointer)

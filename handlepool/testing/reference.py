@@ -254,6 +254,7 @@ def relative_error(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
     """
     right = np.asarray(expected, np.float64)
     error, norm = (float(np.linalg.norm(part)) for part in (np.asarray(actual, np.float64) - right, right))
+    # Two zeros would divide 0 by 0.
     if error == 0:
         return 0.0
     return error / norm if norm > 0 and np.isfinite(error) else float("inf")

@@ -367,7 +367,7 @@ def test_the_output_goes_where_its_strides_say():
 def test_a_pointwise_operation_that_it_does_not_know_is_named(monkeypatch):
     monkeypatch.delattr(OPERATIONS, "tanh", raising=False)
     monkeypatch.setattr(evaluator, "OPERATIONS", {name: rule for name, rule in OPERATIONS.items() if name != "tanh"})
-    with pytest.raises(GraphNotSupportedError, match=r"'last' \(tanh\): the host driver has no such pointwise operation"):
+    with pytest.raises(GraphNotSupportedError, match=r"'last' \(tanh\): the host driver lacks this pointwise operation"):
         evaluate(lambda g, x: g.tanh(x, name="last"), *arrays((1, 1, 2, 2)))
 
 

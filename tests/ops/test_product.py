@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(arrays, each_pool, what):
 def test_types_are_of_one_kind(arrays, each_pool):
     x, w = arrays.random(4, 8), arrays.random(8, 8)
     half = Arrays(each_pool, "float16").random(8, 8)
-    with pytest.raises(ArgumentError, match="matmul: b is float16 and a is float32; convert one of them"):
+    with pytest.raises(ArgumentError, match="matmul: b is float16 and a is float32; convert one"):
         matmul(x, half)
     with pytest.raises(ArgumentError, match="linear: bias is float16 and x is float32"):
         linear(x, w, bias=half[0])
@@ -285,7 +285,7 @@ def test_what_is_too_large_is_refused_with_the_numbers(arrays, limits):
 def test_float32_without_tf32_is_refused(each_pool, function):
     arrays = Arrays(each_pool)
     a, b = arrays.random(8, 8), arrays.random(8, 8)
-    with pytest.raises(GraphNotSupportedError, match=f"{function.__name__}.*in TF32 alone.*leave allow_tf32=True"):
+    with pytest.raises(GraphNotSupportedError, match=f"{function.__name__}.*in TF32.*leave allow_tf32=True"):
         function(a, b, allow_tf32=False)
     half = Arrays(each_pool, "float16")
     function(half.random(8, 8), half.random(8, 8), allow_tf32=False)

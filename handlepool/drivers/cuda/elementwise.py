@@ -232,13 +232,15 @@ def _pack(axes: Axes, operands: Sequence[Layout]) -> tuple[int, int]:
 
 
 def _flat(axes: Axes, operands: int) -> list[bool]:
-    """Return for each operand whether its elements lie in the order of the axes, without gaps."""
+    """Return for each operand whether it is dense in the axes' order."""
     dense = [math.prod(extent for extent, _ in axes[:axis]) for axis in range(len(axes))]
     return [[each[place] for _, each in axes] == dense for place in range(operands)]
 
 
 def _crossing(axes: Axes, operands: Sequence[Layout]) -> int:
-    """Return the elements of a pack that crosses the ends of the innermost axis, or 0.
+    """Return the size of packs that cross the innermost axis's ends.
+
+    It is 0 where such packs do not fit.
 
     The output is without gaps, and an input that is read by packs makes the rest worth the effort.
     """
@@ -267,7 +269,7 @@ def _source(expression: Expression, operands: Sequence[_Operand], rank: int, loo
 
 
 def _places(rank: int, number: str = "i") -> list[str]:
-    """Return the code that finds the place of an element or a pack along each axis."""
+    """Return the code that finds a place along each axis."""
     if rank == 1:
         return [f"        const offset_t p0 = {number};"]
     lines = [f"        count_t rest = {number};"]
@@ -294,7 +296,7 @@ def _elements(expression: Expression, operands: Sequence[_Operand], pack: int) -
 
 
 def _crossing_elements(expression: Expression, operands: Sequence[_Operand], pack: int, rank: int) -> list[str]:
-    """Return the code of a pack that crosses the ends of the innermost axis.
+    """Return the code of a pack that crosses the innermost axis's ends.
 
     It finds the place of the pack's first element alone, since divisions cost more than steps to the next place.
     """
@@ -317,7 +319,7 @@ def _crossing_elements(expression: Expression, operands: Sequence[_Operand], pac
 
 
 def _value(expression: Expression, inputs: Sequence[_Operand], output: _Operand, pack: int) -> str:
-    """Return the code of an element of the result, as it is stored."""
+    """Return the code of a result's element, ready to store."""
     arguments = [*(each.element(pack) for each in inputs), *(f"n{k}" for k in range(expression.numbers))]
     return TYPES[output.type][2].format(f"value({', '.join(arguments)})")
 

@@ -32,11 +32,11 @@ PACKS_EACH = 4
 WARP = 32
 """Threads that join their numbers without a barrier for the block."""
 SQUEEZED_LANES, SQUEEZED_THREADS = 8, 256
-"""Most packs of channels of a block that sums pixels, and its most threads."""
+"""Most packs of channels, and threads, of a block that sums pixels."""
 LAYER_THREADS = 128
-"""Threads of a block that computes a layer, of which each warp computes a number."""
+"""Threads of a block whose warps each compute a number of a layer."""
 EXCITED_LANES, EXCITED_THREADS, EXCITED_EACH, EXCITED_BLOCKS = 16, 512, 2, 132
-"""Most packs of channels of a block that gates them, its threads, packs for each thread, and enough blocks.
+"""Most packs of a gating block, its threads, packs each, and enough blocks.
 
 Each block computes the first layer anew, so more blocks than a GPU has processors cost more than they gain.
 """
@@ -114,7 +114,10 @@ def _counted(axes: Axes, pack: int, rank: int, packed: bool = True) -> list[int]
 
 
 def _kept(count: int, shares: int, pack: int) -> int:
-    """Return the packs of a row that a thread keeps in registers, or 0 where they are too many."""
+    """Return the packs that a thread keeps in registers.
+
+    It is 0 where they are too many.
+    """
     each = -(-count // shares)
     return each if each <= MOST_EACH and each * pack <= MOST_KEPT else 0
 
@@ -327,7 +330,7 @@ def _resample(kernel: Resample, x: Layout, y: Layout) -> Launch:
 
 
 def _lanes(channels: int, most: int) -> tuple[int, int]:
-    """Return the blocks for all packs of channels, and how many packs each has."""
+    """Return the blocks for all packs of channels, and the packs of each."""
     tiles = -(-channels // most)
     return tiles, -(-channels // tiles)
 
