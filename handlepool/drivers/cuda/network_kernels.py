@@ -34,9 +34,9 @@ WARP = 32
 SQUEEZED_LANES, SQUEEZED_THREADS = 8, 256
 """Most packs of channels, and threads, of a block that sums pixels."""
 LAYER_THREADS = 128
-"""Threads of a block whose warps each compute a number of a layer."""
+"""Threads of a block that computes a layer."""
 EXCITED_LANES, EXCITED_THREADS, EXCITED_EACH, EXCITED_BLOCKS = 16, 512, 2, 132
-"""Most packs of a gating block, its threads, packs each, and enough blocks.
+"""Most packs of a gating block, its threads, their packs, and blocks.
 
 Each block computes the first layer anew, so more blocks than a GPU has processors cost more than they gain.
 """
@@ -330,7 +330,7 @@ def _resample(kernel: Resample, x: Layout, y: Layout) -> Launch:
 
 
 def _lanes(channels: int, most: int) -> tuple[int, int]:
-    """Return the blocks for all packs of channels, and the packs of each."""
+    """Return the blocks for all channels, and the packs of each."""
     tiles = -(-channels // most)
     return tiles, -(-channels // tiles)
 
