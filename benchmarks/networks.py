@@ -5,8 +5,8 @@
     eager, forks            on one stream, and with one fork, in which each call is a branch; eagerly and recorded
     lanes                   recorded with each number of lanes
     tuned                   recorded with 16 lanes, then tuned: `Program.tune` finds the number of lanes
-    plans                   one lane and tuned once more, with the plans that `handlepool.tune` found before: alone for one lane;
-                            on several lanes with these or with the plans that are quickest side by side, whichever takes less
+    plans                   one lane once more, with the plans that `handlepool.tune` found before; and as `inside`
+    inside                  recorded with `plans=True`, and tuned by `Program.tune(plans=True)`
     convolutions            the network's convolutions alone, before that and after it
     torch, torch-graph      eagerly, and in a CUDA graph
     reduce-overhead         torch.compile(mode="reduce-overhead")
@@ -28,7 +28,7 @@ import compiled
 import kernels
 import numpy as np
 from common import CLOCKS, Ratios, pool_on_a_stream, print_table, publish, regions, summary, write
-from nets import NETWORKS, Parameters
+from nets import MODERN, NETWORKS, Parameters
 from nets.kinds import Reference, Torch, forked
 from nets.parameters import channels_last
 from operations import Noted
@@ -40,7 +40,7 @@ import handlepool
 from handlepool import ops
 
 WAYS = (
-    *("eager", "forks", "lanes", "tuned", "plans", "convolutions"),
+    *("eager", "forks", "lanes", "tuned", "plans", "inside", "convolutions"),
     *("torch", "torch-graph", "reduce-overhead", "inductor"),
 )
 ONE, RECORDED_ONE = "one stream", "recorded, one stream"
@@ -84,7 +84,7 @@ class Network:
     errors, seconds, lanes : dict
         By case: the largest relative error of a head, the seconds to make it, and the lanes that tuning chose.
     plans : dict
-        Microseconds of a tuned replay with plans that are quickest alone, and side by side, if both were tried.
+        How many changes of plans were tried inside the program, and how many stayed.
     skipped : list of str
         The cases that could not be made, with the reason.
     """
@@ -92,7 +92,7 @@ class Network:
     def __init__(self, driver: Any, name: str, options: Any) -> None:
         self.driver = driver
         self.name = name
-        self.run = NETWORKS[name]
+        self.run = (NETWORKS | MODERN)[name]
         self.p = Parameters(driver.asarray, options.dtype, options.thin)
         shape = options.batch, 3, options.side, options.side
         images = np.random.default_rng(1).standard_normal(shape, np.float32).astype(options.dtype)
@@ -161,28 +161,22 @@ def add_tuned(network: Network, options: Any) -> None:
 
 
 def add_tuned_with_plans(network: Network, options: Any) -> None:
-    """The same with the plans that are quickest alone, or with those that are quickest side by side, whichever takes less."""
+    """The same with the plans that make whole replays quickest, beginning with those that are quickest alone."""
     name = TUNED + PLANS
 
     def make() -> tuple[Callable[[], Any], Scores]:
-        best = tuned(network, options, name)
-        if (lanes := best[1].winner.got) > 1:
-            tune_plans(network, "handlepool.tune, side by side", states=handlepool.ParallelStates(lanes))
-            other = tuned(network, options, name)
-            alone, together = (getattr(tuning.winner, options.goal) for _, tuning in (best, other))
-            network.plans |= {"alone": alone, "side by side": together}
-            print(f"plans that are quickest alone: {alone:.1f} us; side by side on {lanes} lanes: {together:.1f} us", flush=True)
-            best = other if together < alone else best
-        network.lanes[name] = best[1].winner.got
-        return result_of(best[0])
+        program, tuning = tuned(network, options, name, plans=True)
+        network.plans |= {"changes that stayed": sum(change.kept for change in tuning.plans), "tried": len(tuning.plans)}
+        return result_of(program)
 
     network.add(name, make, (handlepool.HandlePoolError,))
 
 
-def tuned(network: Network, options: Any, name: str) -> tuple[handlepool.Program, Any]:
-    """Return a program of the network, and the result of tuning its lanes."""
-    program = handlepool.record(network.run, network.p, network.x, lanes=LANES_BEFORE)
-    tuning = program.tune(options.lanes, goal=options.goal, seconds=options.seconds)
+def tuned(network: Network, options: Any, name: str, *, plans: bool = False) -> tuple[handlepool.Program, Any]:
+    """Return a program of the network, and the result of tuning it."""
+    program = handlepool.record(network.run, network.p, network.x, lanes=LANES_BEFORE, plans=plans)
+    seconds = options.plan_seconds if plans else options.seconds
+    tuning = program.tune(options.lanes, goal=options.goal, seconds=seconds, plans=plans)
     print(tuning, flush=True)
     network.lanes[name] = tuning.winner.got
     return program, tuning
@@ -309,7 +303,13 @@ def network_arguments(description: str | None) -> argparse.ArgumentParser:
     parser = arguments(description)
     parser.add_argument("--calls", type=positive, default=5, help="runs in one sample (default: %(default)s)")
     whole = [name for name in NETWORKS if name != TRIAL]
-    parser.add_argument("--network", nargs="+", choices=NETWORKS, default=whole, help=f"(default: all but {TRIAL})")
+    parser.add_argument(
+        "--network",
+        nargs="+",
+        choices=NETWORKS | MODERN,
+        default=whole,
+        help=f"(default: all but {TRIAL}, and none of {', '.join(MODERN)})",
+    )
     parser.add_argument(
         "--lanes", type=side_streams, nargs="+", default=[1, 2, 4, 8, 16], help="also of tuning (default: %(default)s)"
     )
@@ -320,6 +320,7 @@ def network_arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--goal", choices=("clock", "device"), default="clock", help="of tuning (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="also time each kernel, of ours and of the strongest peers")
     parser.add_argument("--seconds", type=float, default=5.0, help="of tuning the lanes, at most (default: %(default)s)")
+    parser.add_argument("--plan-seconds", type=float, default=20.0, help="of tuning plans in programs (default: %(default)s)")
     return parser
 
 
@@ -397,6 +398,8 @@ def main() -> int:
                 add_tuned(network, options)
             if {"plans", "convolutions"} & set(options.way):
                 add_tuned_plans(network, torch, options)
+            if "inside" in options.way and "plans" not in options.way and driver.name == "cuda":
+                add_tuned_with_plans(network, options)
             if torch is not None:
                 add_torch(network, torch, options.way)
             samples = regions(network.cases, options.repeats, options.calls, driver, stream)

@@ -10,7 +10,7 @@ import numpy as np
 
 from handlepool.drivers.executable import Executable
 from handlepool.drivers.expression import Elementwise
-from handlepool.drivers.kernel import Add, Affine, Concat, Depthwise, Kernel, Normalise
+from handlepool.drivers.kernel import Add, Affine, Concat, Depthwise, Excite, Kernel, Normalise
 from handlepool.drivers.operands import operand_name
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.empty import WithoutEmpty
@@ -119,8 +119,9 @@ def _in_place(kernel: Kernel, inputs: tuple[Layout, ...], output: Layout) -> tup
     """
     if isinstance(kernel, (Add, Elementwise)):
         return at_their_places(inputs, (output,))
-    if isinstance(kernel, Normalise | Affine):
+    if isinstance(kernel, Normalise | Affine | Excite):
         # The threads that write a row read the whole row first. Every row reads the parameters, so these may not overlap.
+        # Gates depend on the images only through sums that another launch made.
         return (*at_their_places(inputs[:1], (output,)), *(None for _ in inputs[1:]))
     # A depthwise convolution reads the neighbours of an element, so its output may not overlap with an input.
     if not isinstance(kernel, Concat):

@@ -29,7 +29,7 @@ from handlepool.graphs.operand_forms import stepped_channels_last
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Settings, normalise
 from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate, check_activation
-from handlepool.ops.epilogue import Stages, along, finisher, parts_of
+from handlepool.ops.epilogue import Finisher, Stages, along, parts_of
 from handlepool.pool.default import chosen_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
@@ -317,7 +317,7 @@ def conv2d(
         Added to each channel; of any stride that is not negative, beginning at any element.
     add : array, shape (N, K, P, Q), optional
         A residual, added before the activation. It shares no element with ``out``.
-    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last. "gelu" uses the exact formula.
     out : array, shape (N, K, P, Q), optional
         Takes the result. Its strides decide the layout, and may have gaps as the strides of ``x``. Without ``out``
@@ -442,8 +442,10 @@ def _prepare(
             raise GraphNotSupportedError(f"conv2d: {applied} behind a residual was not measured in one plan")
         # By position an addend without a bias would be taken for the bias. The keyword closes that place.
         own = options | {"activation": applied} | ({} if "bias" in some or "add" not in some else {"bias": None})
+        if some[:2] == ("add", "bias"):
+            own["last"] = "bias"
         # The key stands for the whole epilogue. A launch of fewer parts has another plan, so it gets no shortcut by this key.
-        known = key if some == parts else None
+        known = key if set(some) == set(parts) else None
         return function.prepare(pool, arrays, out, own, settings, converted, known)
 
     if options["groups"] != 1 and "add" not in parts:
@@ -455,7 +457,7 @@ def _prepare(
     # cuDNN was not measured with two sides that differ. The form with copies pads both sides by the larger number, and copies
     # the wanted part.
     uneven = any(one != other for one, other in options["padding"])
-    return Stages("conv2d", pool, parts, activation, fused, _finish, key, uneven).call(arrays, out)
+    return Stages("conv2d", pool, parts, activation, fused, _finish, key, uneven, reorders=True).call(arrays, out)
 
 
 def _convolution(
@@ -469,14 +471,17 @@ def _convolution(
     groups: int,
     activation: str | None,
     mode: str = "cross_correlation",
+    last: str = "add",
     **how: Any,
 ) -> Any:
     # The frontend reads the groups off the channels, which were checked to agree.
     y = g.conv_fprop(x, w, **parameters(**how), convolution_mode=frontend.convolution_mode(mode))
-    if bias is not None:
+    if bias is not None and last == "add":
         y = g.bias(y, along(bias, 4, 1))
     if add is not None:
         y = g.add(y, add)
+    if bias is not None and last == "bias":
+        y = g.bias(y, along(bias, 4, 1))
     if activation == "tanh":
         # cuDNN's engine for bias and tanh of contiguous arrays takes exp(2 x), and gives NaN from 44.4 on. That engine does
         # not accept this clipping node.
@@ -492,6 +497,7 @@ def _check(
     activation: str | None,
     bias: Any = True,
     mode: str = "cross_correlation",
+    last: str = "add",
     **how: Any,
 ) -> None:
     """Raise for arguments that no convolution takes.
@@ -543,4 +549,4 @@ _plain, _summed = (
 
 Each pair has a function without copies of operands, then a function with copies.
 """
-_finish = finisher("conv2d", axis=1)
+_finish = Finisher.of("conv2d", axis=1)

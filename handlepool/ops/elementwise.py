@@ -15,9 +15,10 @@ from handlepool._util.protocols import holds_values
 from handlepool.drivers.expression import Elementwise, bits_of
 from handlepool.errors import ArgumentError, TraceError
 from handlepool.graphs.annotations import ArrayT
-from handlepool.graphs.expression import Traced, as_number, trace
+from handlepool.graphs.expression import VOCABULARY, Traced, as_number, trace
 from handlepool.graphs.kernels import Described, KernelFunction, check_strides, dense
 from handlepool.graphs.launch import launches
+from handlepool.ops.activations import check_activation
 from handlepool.pool.context import LAUNCHES, BranchPlace, thread
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.inference import axis_order
@@ -276,6 +277,14 @@ def multiply(x: ArrayT, *others: object, out: object = None, pool: HandlePool | 
         For shapes that do not broadcast, types and strides that cannot be taken, and an ``out`` that does not fit.
     """
     return cast("ArrayT", _product(x, *others, out=out, pool=pool))
+
+
+def summed(x: Any, *others: object, activation: str | None = None) -> Any:
+    """Add traced values, and apply an activation to the sum."""
+    check_activation("add", activation)
+    for other in others:
+        x = x + other
+    return x if activation is None else VOCABULARY["silu" if activation == "swish" else activation](x)
 
 
 def _multiplied(x: Any, *others: object) -> Any:

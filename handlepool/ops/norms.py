@@ -226,7 +226,7 @@ def batch_norm(
         Of the type of x, or float32.
     weight, bias : array, shape (C,), optional
         Of the type of the means.
-    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last. "gelu" uses the exact formula.
     eps, out, pool
         As in `handlepool.layer_norm`.

@@ -55,7 +55,7 @@ def conv_transpose2d(
         Groups of channels that are convolved apart.
     bias : array, shape (K,), optional
         Added to each channel.
-    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last. "gelu" uses the exact formula.
     out : array, shape (N, K, P, Q), optional
         Where the result goes. Without it the result lies as x does.

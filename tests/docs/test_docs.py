@@ -73,9 +73,14 @@ def test_the_examples_of_networks_operations_run(make_driver):
         names = {"handlepool": handlepool, "x": x, "w": w, "products": halves.random(2, 10, 3, 4, 8)}
         names["taken"] = arrays.take
         names |= {name: arrays.random(16) for name in ("weight", "bias", "mean")} | {"variance": arrays.put(np.ones(16))}
-        normalised, moved, transposed, attended = blocks_of("networks.md")
+        normalised, gating, moved, transposed, attended = blocks_of("networks.md")
         exec(normalised, names)
         assert arrays.error(names["total"], networks.softmax(names["taken"](names["y"]), axis=1)) < 1e-5
+        layers = {"w1": (4, 16), "b1": (4,), "w2": (16, 4), "b2": (16,)}
+        names |= {name: arrays.random(*shape) for name, shape in layers.items()}
+        exec(gating, names)
+        expected = networks.squeeze_excite(*(arrays.take(names[each]) for each in ("x", *layers)), "swish")
+        assert arrays.error(names["gated"], expected) < 1e-5
         exec(moved, names)
         assert arrays.error(names["large"], networks.interpolate2d(arrays.take(x), scale_factor=2, mode="bilinear")) < 1e-5
         exec(transposed, names)

@@ -14,9 +14,10 @@ from handlepool.drivers.host import evaluator
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.pointwise import OPERATIONS
 from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.ops import ACTIVATIONS
 from handlepool.tensors import frontend
 from handlepool.tensors.inference import infer
-from handlepool.testing.reference import ACTIVATIONS, conv2d, relative_error
+from handlepool.testing.reference import conv2d, relative_error
 
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 1e-14}
 DTYPES = [np.dtype(name) for name in ("float16", "float32")]

@@ -131,8 +131,11 @@ UNFIT = {
     **{f"bias {shape}": ("bias", of("bias", shape)) for shape in ((5,), (1,), (6, 1))},
     "large filters": ("the result is empty.*pad more, or take a smaller filter", of("w", (6, 4, 9, 3))),
     **{f"{name} 0": (f"{name}=0; it must be an integer, or two, each 1 or more", {name: 0}) for name in ("stride", "dilation")},
-    "activation": ("activation='selu'; it can be relu, sigmoid, tanh, gelu, swish, or None", {"activation": "selu"}),
-    "torch's name": ("activation='silu'; it can be .*swish, which is torch's silu, or None", {"activation": "silu"}),
+    "activation": (
+        "activation='selu'; it can be relu, .*, swish, .*, hardswish, or None",
+        {"activation": "selu"},
+    ),
+    "torch's name": ("activation='silu'; it can be .*, or None; torch's silu is swish", {"activation": "silu"}),
     **{f"limit {n!r}": (f"workspace_limit={n!r}", {"workspace_limit": n}) for n in (-1, 1.5, "1")},
     "no workspace": ("workspace", {"workspace_limit": 0}),
     "gaps": (r"strides.*without gaps.*ascontiguousarray\(x\)", lambda scene: {"x": given(scene, "x", (2, 4, 16, 8))[:, :, ::2]}),

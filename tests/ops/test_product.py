@@ -18,6 +18,7 @@ from handlepool import (
 )
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.errors import GraphNotSupportedError
+from handlepool.ops.activations import OWN_ACTIVATIONS
 from handlepool.testing import reference
 
 
@@ -69,7 +70,7 @@ def test_batches_broadcast(each_pool, dtype, shapes):
     assert y.flags.c_contiguous
 
 
-@pytest.mark.parametrize("kind", [None, *handlepool.ops.ACTIVATIONS])
+@pytest.mark.parametrize("kind", [None, *handlepool.ops.ACTIVATIONS, *OWN_ACTIVATIONS])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("batch", [(), (3,)])
 def test_a_layer_is_what_torch_calls_linear(arrays, batch, biased, kind):
@@ -80,7 +81,7 @@ def test_a_layer_is_what_torch_calls_linear(arrays, batch, biased, kind):
     assert error_of(arrays, y, x, turned(w), bias, kind) < TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("kind", handlepool.ops.ACTIVATIONS)
+@pytest.mark.parametrize("kind", [*handlepool.ops.ACTIVATIONS, *OWN_ACTIVATIONS])
 def test_a_layer_far_from_zero(arrays, kind):
     x, w = arrays.put(np.linspace(-300, 300, 1024).reshape(64, 16)), arrays.put(np.eye(16))
     bias = arrays.random(16)
