@@ -146,6 +146,21 @@ POINTWISE = {
 }
 
 
+@pytest.mark.parametrize("gate", [nn.Sigmoid, nn.Hardsigmoid])
+@pytest.mark.parametrize("inner", [nn.ReLU, nn.SiLU, nn.Identity])
+def test_gates_of_channels_are_one_kernel(gate, inner):
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 2, 1), inner(), nn.Conv2d(2, 8, 1), gate())
+
+        def forward(self, x):
+            return x * self.layers(x) + 1
+
+    ours = check(Gated().eval(), (images(),))
+    assert report(ours)[0].kernels == {"squeeze_excite": 1, "add": 1}
+
+
 class Function(nn.Module):
     def __init__(self, function):
         super().__init__()

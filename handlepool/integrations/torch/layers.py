@@ -54,11 +54,20 @@ def _linear(lowering: Lowering, node: fx.Node) -> None:
     def run(x: Value, w: Value, *bias: Value) -> Any:
         return handlepool.linear(x, w, bias=bias[0] if bias else None, activation=activation, **settings)
 
+    def pixels(x: Value, w: Value, *bias: Value) -> Any:
+        # Rows of features are pixels of one image, and cuDNN has other plans for these.
+        image = x.reshape(-1, x.shape[-1]).T[None, :, :, None]
+        more: dict[str, Any] = {"bias": bias[0] if bias else None, "activation": activation}
+        return handlepool.conv2d(image, w[:, :, None, None], **more, **settings)[0, :, :, 0].T.reshape(*x.shape[:-1], -1)
+
     def plain(x: Value, w: Value, *bias: Value) -> Any:
         return PLAIN[activation](functional.linear(x, w, *bias))
 
     name = "linear" if activation is None else f"linear_{activation}"
-    kernel = Kernel(name, {"fused": run}, plain, (bias is None, *settings.values()))
+    ways: dict[str, Callable[..., Any]] = {"fused": run}
+    if value_of(x).dtype is not torch.float32 and value_of(x).is_contiguous():
+        ways["pixels"] = pixels
+    kernel = Kernel(name, ways, plain, (bias is None, *settings.values()))
     lowering.emit(kernel, [x, w, *([] if bias is None else [bias])], out)
 
 

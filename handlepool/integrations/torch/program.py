@@ -21,6 +21,7 @@ from handlepool.integrations.torch.capture import Captured
 from handlepool.integrations.torch.cleaning import base_of, clean, free_of_values, is_view
 from handlepool.integrations.torch.constants import Constants
 from handlepool.integrations.torch.convolutions import lower_convolutions
+from handlepool.integrations.torch.gates import lower_gates
 from handlepool.integrations.torch.held import Held
 from handlepool.integrations.torch.kernel import Kernel, Lowering, Value, arguments, value_of
 from handlepool.integrations.torch.layers import ALIGNED, lower_layers, lower_slices
@@ -110,7 +111,7 @@ class Program:
             self._constants.fold(graph.graph)
             lowering = Lowering(graph.graph, self._constants, place.kind)
             _bring_to_device(lowering, device)
-            for lower in (lower_convolutions, lower_layers, lower_norms, lower_pointwise, lower_slices):
+            for lower in (lower_gates, lower_convolutions, lower_layers, lower_norms, lower_pointwise, lower_slices):
                 lower(lowering)
         self.steps: list[Step] = []
         self._slots: dict[fx.Node, int] = {}
