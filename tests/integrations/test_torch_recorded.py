@@ -250,6 +250,27 @@ def test_g19_another_weight_is_recorded_anew(block):
     same(ours(x), block(x))
 
 
+def test_g19_an_equal_weight_of_one_element_is_another_weight():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([2.0]))
+
+        def forward(self, x):
+            return x * self.scale
+
+    model, x = Scaled().eval(), torch.randn(3)
+    ours = recorded(model, strict=True)
+    same(ours(x), x * 2)
+    model.scale = nn.Parameter(torch.tensor([2.0]))
+    same(ours(x), x * 2)
+    model.scale.add_(1)
+    same(ours(x), x * 3)
+    model.scale = nn.Parameter(torch.tensor([2.0]))
+    model.scale.add_(3)
+    same(ours(x), x * 5)
+
+
 def test_g19_a_weight_whose_memory_was_replaced_is_recorded_anew(block):
     ours, x = recorded(block, strict=True), images()
     ours(x)

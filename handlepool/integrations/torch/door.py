@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import handlepool
 from handlepool import ArgumentError, CaptureError, HandlePoolError
 from handlepool.integrations.torch.capture import captured
+from handlepool.integrations.torch.inductor import elsewhere
 from handlepool.integrations.torch.modes import modes
 from handlepool.integrations.torch.places import place_for
 from handlepool.integrations.torch.program import Program
@@ -188,7 +189,12 @@ class RecordedModel:
             # The call records the program that is tuned.
             made(leaves)
             made.tune(settings.seconds)
-            if settings.fallback == "inductor" and not kwargs and (peer := self._peer(args)) is not None:
+            if (
+                settings.fallback == "inductor"
+                and not kwargs
+                and not torch.is_autocast_enabled("cuda")
+                and (peer := self._peer(args)) is not None
+            ):
                 times = {"ours": microseconds(made, [leaves]), "inductor": microseconds(peer, [args])}
                 made.times = times
                 if times["inductor"] < times["ours"]:
@@ -200,8 +206,10 @@ class RecordedModel:
         """Return the model by Inductor's kernels, recorded; None where Inductor fails."""
         peer = together(self._model, kernels="inductor", **{**self._settings.options(), "lanes": 1})
         try:
-            for _ in range(3):
-                peer(args)
+            # The device is waited for, because the other thread has another current stream.
+            torch.cuda.synchronize()
+            elsewhere(lambda: [peer(args) for _ in range(3)])
+            torch.cuda.synchronize()
         # A compiler may raise any error. The model then stays with the program.
         except Exception:
             return None

@@ -34,6 +34,8 @@ from handlepool.integrations.torch.ways import quickest
 aten = torch.ops.aten
 HANDLEPOOL, TORCH, VIEW, COPY = "handlepool", "torch", "view", "copy"
 _REFUSALS = (ArgumentError, ArrayTypeError, GraphNotSupportedError, TraceError, NotTaken)
+MOST_TIMED = 4096
+"""The most kernels whose quickest way is remembered."""
 _quickest: dict[Any, str] = {}
 """The quickest way of each timed kernel, by name, options and geometry."""
 
@@ -275,6 +277,8 @@ class Program:
         lies = tuple([(tuple(each.shape), _strides(each), each.dtype, each.data_ptr() % ALIGNED) for each in given])
         key = kernel.__name__, repr(kernel.key), lies
         if key not in _quickest:
+            if len(_quickest) >= MOST_TIMED:
+                _quickest.clear()
             _quickest[key] = quickest(ways, given)[0]
         return _quickest[key]
 
