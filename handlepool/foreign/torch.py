@@ -19,8 +19,8 @@ therefore told to forget the workspaces before and after.
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 import numpy as np
@@ -137,8 +137,8 @@ _elements = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.compl
 """Types by their bytes, which CuPy copies unchanged."""
 
 
-def elements(tensor: torch.Tensor) -> View:
-    """Return a tensor's elements without their type.
+def check_elements(tensor: torch.Tensor) -> int:
+    """Check that a tensor's memory holds its elements; return the address.
 
     Raises
     ------
@@ -153,12 +153,53 @@ def elements(tensor: torch.Tensor) -> View:
         raise ArrayTypeError(f"it is without strided memory ({tensor.layout})")
     if tensor.is_neg() or tensor.is_conj():
         raise ArrayTypeError("its values are not in memory as they are, but negative or conjugate; pass a copy")
-    size = tensor.element_size()
-    pointer = tensor.data_ptr()
+    pointer: int = tensor.data_ptr()
     if not pointer and tensor.numel():
         raise ArrayTypeError("it has no memory")
+    return pointer
+
+
+def elements(tensor: torch.Tensor) -> View:
+    """Return a tensor's elements without their type.
+
+    Raises
+    ------
+    ArgumentError, ArrayTypeError
+        As `check_elements`.
+    """
+    pointer = check_elements(tensor)
+    size = tensor.element_size()
     strides = tuple([step * size for step in tensor.stride()])
     return View(pointer, tuple(tensor.shape), strides, np.dtype(_elements[size]), tensor.get_device(), False, tensor)
+
+
+def prepared(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    back: Sequence[int],
+    relaxed: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[Sequence[torch.Tensor], int, Callable[[], object]], list[torch.Tensor]]:
+    """Return a function that enqueues a program's call over tensors.
+
+    It copies a call's arguments into ``inputs``, launches, and returns new tensors with the values of ``outputs``. Arguments at
+    the places ``back`` get the values of their inputs. Torch's current stream is the stream of the launch. ``relaxed`` is the
+    driver's, for allocations while other threads capture.
+    """
+
+    def run(given: Sequence[torch.Tensor], pointer: int, launch: Callable[[], object]) -> list[torch.Tensor]:
+        # All results are allocated first, so that a lack of memory leaves the program unchanged.
+        with relaxed():
+            made = [torch.empty_like(each, memory_format=torch.preserve_format) for each in outputs]
+        for target, source in zip(inputs, given, strict=True):
+            target.copy_(source)
+        launch()
+        for new, own in zip(made, outputs, strict=True):
+            new.copy_(own)
+        for place in back:
+            given[place].copy_(inputs[place])
+        return made
+
+    return run
 
 
 def empty_like(tensor: torch.Tensor) -> Any:

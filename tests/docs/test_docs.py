@@ -221,6 +221,22 @@ def test_the_examples_with_torch_run(make_driver):
             torch.testing.assert_close(c, names["first"](names["second"](x)), rtol=1e-2, atol=1e-2)
 
 
+def test_the_examples_with_models_of_torch_run(make_driver, monkeypatch):
+    torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
+    if not torch.cuda.is_available():
+        from harness.torch_host import QueuedHost
+
+        monkeypatch.setattr("handlepool.integrations.torch.places._host", QueuedHost)
+    with HandlePool(driver="cuda" if torch.cuda.is_available() else make_driver()) as pool, as_default(pool):
+        names = {}
+        for block in blocks_of("torch-models.md"):
+            exec(block, names)
+        with torch.no_grad():
+            right = names["model"](names["x"])
+        for name in ("y", "first", "second"):
+            torch.testing.assert_close(names[name], right, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
 def test_every_link_leads_somewhere(page):
     text = page.read_text(encoding="utf-8")
