@@ -530,7 +530,7 @@ def test_a_lane_that_could_not_be_begun_is_none_and_what_was_to_be_on_it_is_miss
     made, former = [], type(scene.driver).wait_event
 
     def wait_event(driver, pointer, event):
-        if thread.recording is not None and pointer != thread.recording.lanes._main.pointer:
+        if thread.recording is not None and pointer != thread.recording.lanes.main.pointer:
             made.append(pointer)
             if len(made) == 2:
                 raise ZeroDivisionError
