@@ -27,10 +27,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 _log = logging.getLogger("handlepool")
 
 
-_PLAIN_OPTIONS = (int, bool, str, type(None))
-"""Types of most options."""
-
-
 def hit(
     function: Hashable, pool: PoolInternals, begin: Begin | None, arrays: tuple[Any, ...], out: object, key: tuple[Any, ...]
 ) -> Any:
@@ -183,38 +179,6 @@ def prepared(function: Callable[..., Any], pool: PoolInternals, args: tuple[Any,
 def launch_new(pool: PoolInternals, call: "GraphCall") -> Any:
     """Launch a call on the current stream, or on its own stream."""
     return call.submit(pool.slot(call.stream))
-
-
-def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return a key that identifies options."""
-    types = tuple(map(type, options.values()))
-    return (*options.items(), *types) if tuple not in types else (*options, *typed_key((*options.values(),)))
-
-
-def of_integers(values: tuple[Any, ...]) -> bool:
-    """Whether a tuple holds only Python integers, or nested tuples of them.
-
-    Such a tuple needs no types in a key, because no equal value of another type exists.
-    """
-    for value in values:
-        if type(value) is int:
-            continue
-        if type(value) is not tuple or not of_integers(value):
-            return False
-    return True
-
-
-def typed_key(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a key that differs for equal values of different types.
-
-    The values 1, True and 1.0 are equal, and may mean different things. The key contains the types of the entries of sequences. A
-    list has no hash, so it becomes a tuple.
-    """
-    types = tuple(map(type, values))
-    return types, *[
-        typed_key(tuple(value)) if kind not in _PLAIN_OPTIONS and isinstance(value, (list, tuple)) else value
-        for kind, value in zip(types, values, strict=True)
-    ]
 
 
 def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry[Plan]) -> Shortcut | None:
