@@ -24,6 +24,7 @@ from cuda.bindings import driver as cu
 from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
+from handlepool._util.causes import causes
 from handlepool.drivers.cuda import capture as recorded
 from handlepool.drivers.cuda import early, failures, fast_launch, planning, shared
 from handlepool.drivers.cuda.capture_mode import Relaxed
@@ -311,11 +312,9 @@ class CudaDriver:
     # When something is wrong
 
     def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
-        cause = error
-        while cause is not None:
+        for cause in causes(error):
             if getattr(cause, "status", 0) in _STICKY:
                 return cause
-            cause = cause.__cause__ or cause.__context__
         # cuDNN's errors carry no status of CUDA's, so CUDA itself is asked after a RuntimeError or a MemoryError.
         if ask and (error is None or isinstance(error, (RuntimeError, MemoryError))):
             try:
