@@ -258,14 +258,16 @@ def build(
     pointwise = all(node.node_type.name == "POINTWISE" for node in graph.nodes)
     in_place = at_their_places(drafted.taken(), layouts) if pointwise else ()
     plan = made(executable, in_place=in_place, copies=copies, key=key)
+    # The comparison launches the plan, after which it does not count as untried any more.
+    loaded = executable.untried
     if compare is not None:
         # `conform` has changed the first graph, so draft the graph again.
         original = draft(recipe, request, lambda: builder.new_graph(**own))
         inputs, given = original.operands()
         _measure(name, original, inputs, given, scalar, settings)
         compare(plan, original.graph, [*inputs, *original.outputs])
-    # An untried plan comes from the directory, so it need not be saved again.
-    if index is None and not executable.untried:
+    # A plan from the directory need not be saved again.
+    if index is None and not loaded:
         save(plan, files)
     return plan
 

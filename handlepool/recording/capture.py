@@ -150,6 +150,10 @@ class Recording:
         """
         self._plans[id(plan)] = plan
 
+    def note_empty_call(self) -> None:
+        """Note a call whose result has no elements, and which launches nothing."""
+        self.launches_nothing = True
+
     def engines(self) -> list[str]:
         """Return the engines of the launched plans, in order of first launch."""
         found = [getattr(getattr(plan, "executable", None), "engine", None) for plan in self._plans.values()]

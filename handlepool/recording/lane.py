@@ -191,23 +191,19 @@ class MainStream:
         if self.others is not None:
             self.others.note_short_fork(fork, states, wanted)
 
-    def end_node(self, node: Node, place: str, *, follows_more: bool) -> None:
-        """Make a node that has ended a leaf.
+    def end_node(self, node: Node, place: str, ends: tuple[Any, ...] | None, *, follows_more: bool) -> None:
+        """Make a node that has ended a leaf, and let the stream wait for all leaves.
 
+        A later call of the node waits for ``ends``. They are None where the driver cannot let a stream wait by choice.
         ``follows_more`` says that the node follows more nodes than it did when it began.
         """
         self.last_place, self.others = place, None
         if follows_more:
             self.leaves = {leaf: None for leaf in self.leaves if node.known.get(leaf.track, 0) < leaf.call}
         self.leaves[node] = None
-
-    def wait_for_leaves(self, ends: tuple[Any, ...]) -> None:
-        """Let the stream wait for all leaves.
-
-        A later call of the last leaf waits for ``ends``.
-        """
-        self.deps = (ends if len(self.leaves) == 1 else ends_of(self.leaves)) or self.floor
-        self._driver.set_dependencies(self.pointer, self.deps)
+        if ends is not None:
+            self.deps = (ends if len(self.leaves) == 1 else ends_of(self.leaves)) or self.floor
+            self._driver.set_dependencies(self.pointer, self.deps)
 
     def begin_anew(self, steps: tuple[int, ...], deps: tuple[Any, ...]) -> None:
         """Let later nodes follow some steps, whose nodes are ``deps``.

@@ -504,9 +504,9 @@ class Lanes:
         follows_more = bool(users or self._serial_reason)
         if follows_more:
             lane.follow(users)
-        self.main.end_node(node, place, follows_more=follows_more)
         # Without exact dependencies, the driver cannot tell whether anything was captured.
         if not self.exact:
+            self.main.end_node(node, place, None, follows_more=follows_more)
             return True
         ends = self._ask(lane.pointer) or ()
         # A launch alone gives the main stream no work, so the question to the driver is saved.
@@ -522,7 +522,7 @@ class Lanes:
                 f"that is current inside it"
             )
         self.ends[node.step] = ends = lane.end(ends, more, users)
-        self.main.wait_for_leaves(ends)
+        self.main.end_node(node, place, ends, follows_more=follows_more)
         if self._serial_reason:
             self.steps[node.step] = self.steps[node.step]._replace(why=self._serial_reason)
             self._start_anew(tuple(leaf.step for leaf in self.main.leaves), self.main.deps)
