@@ -8,7 +8,7 @@ import os
 
 import pytest
 from harness import measuring
-from harness.insides import abandoned
+from harness.insides import abandoned, made_default
 from harness.process import as_default, forget_deferred
 from harness.scenes import Scene, Thread
 
@@ -167,7 +167,7 @@ def unused(make_default, monkeypatch):
     make_default(None)
     monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
     yield
-    made = defaults._default
+    made = made_default()
     if made is not None:
         made.internals.is_shared = False
         made.close()

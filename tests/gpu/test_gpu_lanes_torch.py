@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.insides import torch_sleep
 from harness.process import as_default
 
 import handlepool
@@ -116,12 +117,12 @@ def late(torch, ops):
 
     @operation
     def soft(x):
-        torch.cuda._sleep(200_000)
+        torch_sleep(200_000)
         return ops.soft(x)
 
     @operation
     def mixed(x, y):
-        torch.cuda._sleep(200_000)
+        torch_sleep(200_000)
         return ops.mixed(x, y)
 
     return SimpleNamespace(**vars(calm(ops)) | {"soft": soft, "mixed": mixed})
@@ -251,7 +252,7 @@ def crossing(torch):
 
     @operation(mutates=())
     def late(x):
-        torch.cuda._sleep(1_000_000)
+        torch_sleep(1_000_000)
         return x + 1
 
     @operation(mutates=())

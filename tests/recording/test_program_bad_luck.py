@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 from harness.accounts import RESTORES
-from harness.insides import is_free, recording_of
+from harness.insides import inputs_of, is_free, recording_of
 from harness.lines import at_line, interrupt, line_of, some_lines
 from harness.scenes import Scene
 
@@ -30,8 +30,8 @@ STREAMS = {
 USES = {
     "replay": lambda program, x: program.replay(),
     "update": lambda program, x: program.update(x, x),
-    "swap": lambda program, x: program.update(*reversed(program._inputs._positional)),
-    "call": lambda program, x: program(x, x, out=program._inputs._positional[1]),
+    "swap": lambda program, x: program.update(*reversed(inputs_of(program))),
+    "call": lambda program, x: program(x, x, out=inputs_of(program)[1]),
     "close": lambda program, x: program.close(),
 }
 SPARED = (  # where only a tracer can interrupt: nothing is called before, or a lock is freed

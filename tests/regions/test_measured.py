@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 from harness import measuring
+from harness.insides import leases_of
 from harness.scenes import BranchError, CarelessDriver, Scene, Thread, over_seeds
 
 import handlepool
@@ -162,7 +163,7 @@ def are_apart(scene, x):
     with scene.states.fork() as fork:
         for function in (plain, other):
             fork.run(function, scene, x)
-        return scene.driver.calls["wait_event"] == 2 and len(fork._leases.slots) == 2
+        return scene.driver.calls["wait_event"] == 2 and len(leases_of(fork).slots) == 2
 
 
 def test_g7_functions_that_only_read_wait_for_each_other_until_the_answer_is_there_and_never_after(scene):

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from harness import measuring
-from harness.insides import known_writes
+from harness.insides import known_writes, leases_of
 from harness.scenes import BranchError, Scene, over_seeds
 
 import handlepool
@@ -86,7 +86,7 @@ def test_g7_a_function_that_returned_new_arrays_waits_for_no_other_reader_from_i
         with scene.states.fork() as fork:
             for function in (new, other):
                 fork.run(function, scene, x)
-            ordered.append(len(fork._leases.slots) == 1)  # the second goes on where the first has run
+            ordered.append(len(leases_of(fork).slots) == 1)  # the second goes on where the first has run
     assert ordered == [True, False, False]
 
 
