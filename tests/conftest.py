@@ -8,6 +8,7 @@ import os
 
 import pytest
 from harness import measuring
+from harness.controls import CONTROLS
 from harness.insides import abandoned, made_default
 from harness.process import as_default, forget_deferred
 from harness.scenes import Scene, Thread
@@ -59,6 +60,7 @@ def nothing_deferred():
 
 
 LIMITS = {
+    "handlepool.drivers.cuda.kernels": ("PLENTY",),
     "handlepool.drivers.host.scheduler": ("PATIENCE_SECONDS",),
     "handlepool.graphs.operand_forms": ("MOST_COPIED",),
     "handlepool.graphs.timing": ("ROUNDS", "MOST_LAUNCHES"),
@@ -82,6 +84,17 @@ def limits(monkeypatch):
             monkeypatch.setattr(importlib.import_module(homes[name]), name, value)
 
     return limit
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Takes a part of the package away during the test: ``without("barriers")``. See `harness.controls`."""
+
+    def take_away(name):
+        for place, stand_in in CONTROLS[name].items():
+            monkeypatch.setattr(place, stand_in)
+
+    return take_away
 
 
 @pytest.fixture

@@ -368,8 +368,8 @@ def test_g8_a_region_inside_a_region_of_a_pool_that_checks_is_a_part_of_it(check
     assert set(over_seeds(in_two_pools(checks[1]), seeds=range(30), check=checks[0])) == {(11, 12)}
 
 
-def test_g8_control_a_region_that_is_no_part_of_the_outer_one_lets_go_too_early(monkeypatch):
-    monkeypatch.setattr("handlepool.regions.memory.unchecked", lambda driver: driver)
+def test_g8_control_a_region_that_is_no_part_of_the_outer_one_lets_go_too_early(without):
+    without("checked drivers of one device")
     with pytest.raises(ContractError, match="not ordered"):
         over_seeds(in_two_pools(True), control=True, seeds=range(30), check=True)
 

@@ -1789,12 +1789,12 @@ class Freeing(HostDriver):
 
 
 @pytest.mark.parametrize("short", [True, False])
-def test_memory_of_the_host_is_kept_to_the_end_of_its_copy_also_where_the_next_one_fails(monkeypatch, short):
+def test_memory_of_the_host_is_kept_to_the_end_of_its_copy_also_where_the_next_one_fails(without, short):
     def two(x):
         return x + 1, x * 2
 
     if not short:
-        monkeypatch.setattr(worker.DeviceWorker, "_learn", lambda *_: None)
+        without("known items of spreads")
     driver = Freeing(devices=1)
     with current(driver):
         results = handlepool.spread(two, ARRAYS, to="host", in_flight=1, lanes=None)
