@@ -378,6 +378,11 @@ class GraphCall(Call):
         return (self.plan, *[call.plan for call in self._more])
 
     @property
+    def launched(self) -> list[tuple[Plan, tuple[Any, ...]]]:
+        """Plans of all launches, each with its operands."""
+        return [(self.plan, self._own), *[each for call in self._more for each in call.launched]]
+
+    @property
     def allocated(self) -> bool:
         """Whether the outputs are new."""
         return not self._given
@@ -395,16 +400,11 @@ class GraphCall(Call):
             pieces = self._pieces = reads, writes
         return pieces
 
-    def then(self, make: "Callable[[Any], GraphCall]") -> "GraphCall":
-        """Add a call that writes this call's result in place.
-
-        ``make`` gets the result in the driver's form.
-        """
-        call = make(self.result)
+    def then(self, call: "GraphCall") -> None:
+        """Add a call that writes this call's result in place."""
         self._more += (call,)
         self._pieces = None
         self.operands += call.operands
-        return self
 
 
 def by_keyword(function: F) -> F:
@@ -440,7 +440,7 @@ def check_arrays(
     vector must be aligned.
     """
     if not arrays:
-        raise ArgumentError(f"{name} was called without arrays")
+        raise ArgumentError(f"{name} was called without arrays; pass its arrays")
     if type(arrays[0]) is not Layout:
         called = partial(operand_name, inputs=len(arrays), outs=len(outs))
         copied = [place for place, array in enumerate(arrays) if len(array.shape) == 1] if vectors else ()

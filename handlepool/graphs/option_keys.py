@@ -16,7 +16,7 @@ def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def of_integers(values: tuple[Any, ...]) -> bool:
-    """Whether a tuple holds only Python integers, or nested tuples of them.
+    """Return whether a tuple holds only Python integers, also when nested.
 
     Such a tuple needs no types in a key, because no equal value of another type exists.
     """
@@ -47,7 +47,7 @@ def kind_of_option(value: object) -> Any:
 
 
 def identifies(key: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether an option key has a hash, and identifies its options.
+    """Return whether an option key has a hash, and identifies its options.
 
     The key does not show the types of entries in a subclass of tuple.
     """

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import OwnershipError
-from handlepool.order.accesses import Operands
+from handlepool.order.accesses import Accesses, Operands
 from handlepool.order.assumed import AssumedWriter, warn_of_assumed_write
 from handlepool.order.call import Call, PythonCall
 from handlepool.order.recent import Recent
@@ -36,12 +36,6 @@ Orders = dict[tuple[Driver, int, ActiveRecording | None], "DataOrder"]
 The recording is part of the key because captured work cannot wait for work outside of its recording.
 """
 
-
-Accesses = tuple[Sequence[Piece | Token], Sequence[Piece | Token], bool]
-"""Memory that a call reads, memory that it writes, and opacity.
-
-The last entry says whether the call may use any other memory.
-"""
 Outer = tuple[Track | None, list[Accesses]]
 """The enclosing branch's track and its accesses on other streams.
 
@@ -144,6 +138,7 @@ class DataOrder:
         self._uses = _NO_USES
         self._known = self._uses.known
         self._orders = _thread.orders
+        # A pool that checks wraps its driver, and the wrapped driver is the same GPU. So both find the same books.
         self._key = getattr(self.driver, "checked_driver", self.driver), device, thread.recording
 
     def open(self) -> None:
@@ -156,6 +151,8 @@ class DataOrder:
     def __enter__(self) -> None:
         if self.busy:
             raise in_the_middle()
+        # A finalizer may run at any allocation below, and may use a fork of this thread. `busy` lets it be refused instead of
+        # reading books in the middle of a change.
         self.busy = True
 
     def __exit__(self, *_: object) -> None:
@@ -190,6 +187,7 @@ class DataOrder:
             else:
                 self.note_launch(track, call, reads, writes, addresses, operands)
         except BaseException:
+            # The slot was leased before the error. Without a branch nothing would release it before the join.
             fork.undo_start()
             raise
         finally:
@@ -233,6 +231,7 @@ class DataOrder:
 
         The return value is the argument of `end_branch`.
         """
+        # Branches nest, and a generator may interleave them. So the caller keeps the outer state, not a stack of the books.
         outer = self.running, self.foreign_writes
         self.running, self.foreign_writes = track, []
         return outer
@@ -319,6 +318,8 @@ class DataOrder:
 
     def abandon_fork(self, fork: object, tracks: Sequence[Track], home: Track, kept: list[object] | None, stream: object) -> None:
         """Remove a fork whose branches may still use all kept memory."""
+        # A branch that was not joined may still read this memory, and no event tells when it ends. So the memory is never
+        # released.
         abandon(self.kept[:])
         self.leave_fork(fork, tracks, home, kept, stream)
 
@@ -522,6 +523,8 @@ class DataOrder:
         end_tracks(self.events, self.tracks.values(), closed=True)
         if self._uses is not _NO_USES:
             self._uses.close()
+        # Either the join was made, and the caller's stream follows every reader, or `abandon_fork` has kept this memory for
+        # good.
         self.kept.clear()
 
     def forget(self, pointer: int) -> None:
@@ -552,8 +555,8 @@ def in_the_middle() -> OwnershipError:
     The finalizer ran while its own thread was changing the books.
     """
     return OwnershipError(
-        "a finaliser that Python ran while its thread was starting a branch, or ending one, used a fork, a graph function, an "
-        "operation or a program: what orders the branches was in the middle of a change. Do it later, outside of finalisers"
+        "a finalizer used a fork, a graph function, an operation or a program while its thread was starting or "
+        "ending a branch, so the order of the branches was incomplete. Do that work later, outside of finalizers"
     )
 
 
@@ -562,6 +565,7 @@ def open_order(driver: Driver, device: int) -> DataOrder | None:
 
     The books are open while an ordered fork is.
     """
+    # `active` is one list for all threads. It is empty without a region anywhere, which spares most calls the key.
     order = _thread.orders.get((getattr(driver, "checked_driver", driver), device, thread.recording)) if active else None
     return None if order is None or order.closed else order
 
@@ -585,6 +589,7 @@ def _before_plain(driver: Driver, pointer: int, reads: Sequence[Piece], writes: 
 
 def _after_fork() -> None:
     """Clear the child's regions after a process fork (guarantee 13)."""
+    # The events belong to the parent's context. A release would touch that context.
     _thread.orders.clear()
 
 

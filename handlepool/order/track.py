@@ -109,6 +109,7 @@ class Track:
         if not self.known:
             self.known = more
         elif more:
+            # Marks share this dictionary. A change in place would claim waits that an earlier event did not have.
             known = dict(self.known)
             for track, call in more.items():
                 if known.get(track, 0) < call:
@@ -123,6 +124,7 @@ class Track:
         if other is self or self.known.get(other, 0) >= call:
             return True
         home = self.home
+        # A branch starts after its caller's stream, and that stream after its own caller's. So all of these are waited for.
         while home is not None:
             if home is other:
                 return True
@@ -152,6 +154,7 @@ def record_mark(events: Events, track: Track) -> None:
 def follow(events: Events, track: Track, needs: Needs) -> None:
     """Let a stream wait for calls, without repeated waits."""
     for needed, given in needs.items():
+        # The branch's stream may have been joined. Then its caller's stream stands for it, and its own events are released.
         other, call = last(needed, given)
         if not track.waits_for(other, call):
             if other.marked < call:

@@ -227,7 +227,7 @@ class HandlePool:
 
         Later calls raise `PoolClosedError`. Scratch is freed with its handle.
 
-        Any thread may call it at any time, also in a finaliser and inside a branch. It waits for no other thread. A launch, a
+        Any thread may call it at any time, also in a finalizer and inside a branch. It waits for no other thread. A launch, a
         build or a branch that is under way goes on with its handle and scratch. These are destroyed by the next call of its
         thread, by the join, by a miss or a `trim` of another pool, or by another `close` of this pool. The memory of captures
         stays.

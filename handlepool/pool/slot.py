@@ -175,7 +175,7 @@ class Slot:
         self._driver = driver
         self._scratch = scratch
         self.buffer = driver.launch_buffer()
-        # A finaliser that the collector runs inside a launch may not launch on the same slot, because both launches would use
+        # A finalizer that the collector runs inside a launch may not launch on the same slot, because both launches would use
         # buffer and scratch.
         self.busy = False
         # The first workspace is for our own plans, the second for get_workspace. So the scratch that a caller holds never
@@ -250,13 +250,13 @@ class Slot:
         Raises
         ------
         OwnershipError
-            In a finaliser that interrupted another launch on this slot.
+            In a finalizer that interrupted another launch on this slot.
         """
-        # A finaliser runs in the thread that it interrupts, so a lock could not keep the two launches apart.
+        # A finalizer runs in the thread that it interrupts, so a lock could not keep the two launches apart.
         if self.busy:
             raise OwnershipError(
-                f"{name} was called by a finaliser that Python runs while its thread makes another launch on stream "
-                f"{self.pointer:#x}, whose scratch both would use: do it later"
+                f"{name} was called by a finalizer that Python ran during another launch on stream "
+                f"{self.pointer:#x}, and both launches would use the same scratch: call it later"
             )
         try:
             self.busy = True

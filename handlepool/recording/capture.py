@@ -176,8 +176,8 @@ class Recording:
             return
         if pointer == LEGACY_STREAM or driver.capture_id(pointer) != self._capture:
             raise CaptureError(
-                f"{what} on stream {pointer:#x} inside the recording of {self._name}, of which that stream is no part, so that "
-                f"replays would go without it: use the current stream there, and open forks inside the function that is recorded"
+                f"{what} ran on stream {pointer:#x}, which is not part of the recording of {self._name}, so a replay "
+                "would skip it. Use the current stream there, and open forks inside the recorded function"
             )
         if self.lanes is not None:
             self.lanes.in_order(what, pointer, fork)
@@ -341,8 +341,9 @@ class Recording:
         slot = sides.lease()
         if slot is None:
             raise StateBusyError(
-                f"every side stream of device {self.device} is in use, and a recording needs one{_held_by(self)}: record outside "
-                f"of forks, with executors that have fewer workers, and one after the other what is recorded with many lanes"
+                f"every side stream of device {self.device} is in use, and a recording needs one{_held_by(self)}: record "
+                "outside of forks, use executors with fewer workers, and record functions with many lanes one after the "
+                "other"
             )
         self._leased.append(slot)
         try:
@@ -353,8 +354,7 @@ class Recording:
         assert self.graph is not None
         if not self.graph.nodes and not self.launches_nothing:
             raise CaptureError(
-                f"{self._name} gave no work to the current stream or to streams that it forked from that, so there is nothing to "
-                f"replay"
+                f"{self._name} gave no work to the current stream or to streams forked from it, so there is nothing to replay"
             )
         return value
 
@@ -441,8 +441,8 @@ class Recording:
             place = self._allocated_at.get(address)
             where = f"an array that was allocated at {place}" if place else f"device memory at {address:#x}"
             raise CaptureError(
-                f"{self._name} cannot be recorded: it copies from the host into {where}, and every replay would read that host "
-                f"memory again. {REMEDIES}"
+                f"{self._name} cannot be recorded: it copies from the host into {where}, and every replay would read that "
+                f"host memory again. {REMEDIES}"
             )
 
     def _allocated(self, block: object) -> None:

@@ -13,8 +13,8 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.recording.random_numbers import refusal
 
 ADVICE = (
-    "A recorded function gives work to streams and never waits for the GPU: what synchronises, reads values on the host "
-    "(float(y), y.get(), print(y)) or copies from the host belongs before or after it. Pass host data as an argument, or make "
+    "A recorded function gives work to streams and never waits for the GPU. Synchronise, read values on the host "
+    "(float(y), y.get(), print(y)) and copy from the host before it or after it. Pass host data as an argument, or make "
     "it on the device in an operation"
 )
 
@@ -78,13 +78,13 @@ def raise_cause(
             if reached.lanes > 1:
                 took, advice = f"{took}, where 1 lane takes about {reached.on_one_lane:,}", "record it with lanes=1; or "
             raise OutOfMemoryError(
-                f"the recording of {name} finds no memory on device {device} ({error}), at call {reached.calls} of "
-                f"{reached.of}: until there it took {took}. To have enough, {advice}free arrays, close programs, "
-                f"and call HandlePool.trim() and CuPy's free_all_blocks()"
+                f"the recording of {name} found no memory on device {device} ({error}), at call {reached.calls} of "
+                f"{reached.of}, when it had {took}. To have enough, {advice}free arrays, close programs, and call "
+                f"HandlePool.trim() and CuPy's free_all_blocks()"
             ) from error
         if error is None and isinstance(ending, MemoryError):
             raise OutOfMemoryError(
-                f"the graph of {name} finds no memory on device {device} ({ending}): free arrays, close programs, "
+                f"the graph of {name} found no memory on device {device} ({ending}): free arrays, close programs, "
                 f"call HandlePool.trim() and CuPy's free_all_blocks(), and record it again"
             ) from ending
         causes = [pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]

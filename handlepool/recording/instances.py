@@ -10,6 +10,7 @@ they use different streams and there are enough instances, and are right in any 
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -103,8 +104,12 @@ class Instance:
         self._outputs, self._own, self._written, self._reused = outputs, returned.own, written, reused
         self._build = builder(outputs, returned.places)
         self._elements = elements_of(driver, inputs)
-        self._prepared = None
-        if not any(map(is_tensor, [*inputs, *returned.own])):
+        self._prepared: Any = None
+        arrays = [*inputs, *returned.own]
+        if inputs and driver.name == "cuda" and all(map(is_tensor, arrays)):
+            taken = [] if reused else returned.own
+            self._prepared = SimpleNamespace(run=integration().prepared(inputs, taken, written, driver.relaxed))
+        elif not any(map(is_tensor, arrays)):
             self._prepared = Prepared(driver, program.device, inputs, [] if reused else returned.own, written)
 
     def claimable(self, stream: object) -> bool:

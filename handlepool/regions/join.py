@@ -139,8 +139,8 @@ class Join:
             try:
                 if captured and not driver.capture_id(slot.pointer):
                     raise CaptureError(
-                        f"stream {self._pointer:#x} began to be captured inside a fork, after a branch was run: the capture "
-                        f"cannot wait for the branch. Begin it before the fork, or after"
+                        f"a capture of stream {self._pointer:#x} began inside a fork, after a branch had run, and the capture "
+                        "cannot wait for that branch. Begin it before the fork, or after"
                     )
                 if not captured and slot.pointer in branch_regions and driver.is_capturing(slot.pointer):
                     raise _left_capturing(slot.pointer)
@@ -230,6 +230,6 @@ def _left_capturing(pointer: int) -> CaptureError:
     The join would draw the caller's stream into that capture.
     """
     return CaptureError(
-        f"a branch began to capture its stream {pointer:#x} and did not end that: nothing can wait for the branch. End a "
-        f"capture where it was begun, also where something raises in between"
+        f"a branch began to capture its stream {pointer:#x} and did not end the capture, so no stream can wait "
+        "for the branch. End a capture in the branch that began it, also after an error"
     )

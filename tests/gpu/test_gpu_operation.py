@@ -88,7 +88,7 @@ def test_with_checks_arguments_are_compared_after_the_stream_has_run(stream, ker
             kernels.write(y, 1)
 
         with ParallelStates(2, pool=pool).fork() as fork:
-            with pytest.raises(ContractError, match="spin_and_write wrote argument y, which it did not declare"):
+            with pytest.raises(ContractError, match="spin_and_write wrote argument y without declaring it"):
                 fork.run(handlepool.operation(spin_and_write, mutates=()), y)
             fork.run(handlepool.operation(spin_and_write, mutates="y"), y)
         write = handlepool.operation(spin_and_write, mutates="y")

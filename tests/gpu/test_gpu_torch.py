@@ -74,5 +74,5 @@ def test_g17_a_tensor_that_was_written_beside_its_reader_and_not_declared_is_an_
         # The first call is ordered as a writer.
         fork.run(write, y)
         fork.run(read, y)
-        with pytest.raises(handlepool.ContractError, match="wrote argument y, which it did not declare"):
+        with pytest.raises(handlepool.ContractError, match="wrote argument y without declaring it"):
             fork.run(write, y)

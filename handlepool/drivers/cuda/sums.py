@@ -16,7 +16,10 @@ from handlepool.drivers.cuda.early import immortal
 from handlepool.drivers.event_pool import Events
 
 _ARRAYS = 8
-"""The number of arrays that a page-locked block has room for; a block for more arrays is a multiple."""
+"""Arrays that a page-locked block has room for.
+
+A block for more arrays is a multiple.
+"""
 _BLOCK = 8 * MOST_BLOCKS * _ARRAYS
 _BLOCKS = 16
 """The number of page-locked blocks that `prepare` allocates."""
@@ -71,13 +74,13 @@ class CudaSums:
         runtime.eventRecord(self._event, pointer)
 
     def ready(self) -> bool:
-        """As the protocol says."""
+        """Implement the protocol."""
         if self._event is not None and runtime.eventQuery(self._event) == 0:
             self._passed()
         return self._event is None
 
     def wait(self) -> None:
-        """As the protocol says."""
+        """Implement the protocol."""
         if self._event is not None:
             runtime.eventSynchronize(self._event)
             self._passed()
@@ -90,7 +93,7 @@ class CudaSums:
             self._events.release(event)
 
     def values(self) -> list[int]:
-        """As the protocol says."""
+        """Implement the protocol."""
         sums = np.frombuffer(self._memory, np.uint64, sum(count for _, count in self._parts))
         return [int(sums[first : first + count].sum(dtype=np.uint64)) for first, count in self._parts]
 

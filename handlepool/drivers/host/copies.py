@@ -108,7 +108,7 @@ class Copies:
         queue = self._streams.current_queue()
         if queue.capture is not None:
             return None
-        self._streams.scheduler.reach(queue.tail, f"what {queue!r} was given, to compare an array")
+        self._streams.scheduler.reach(queue.tail, f"the work of {queue!r}, to compare an array")
         return np.array(array)
 
     def checksums(self, queue: Queue, arrays: Sequence[Array]) -> HostSums:

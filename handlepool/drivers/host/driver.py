@@ -77,7 +77,7 @@ class HostDriver(Controls):
 
     The next call that waits for a stream or event raises a failure of queued work.
 
-    The finaliser of a stream spoils no capture. `Captures.forbid` describes the calls that do.
+    The finalizer of a stream spoils no capture. `Captures.forbid` describes the calls that do.
     """
 
     name = "host"
@@ -223,7 +223,7 @@ class HostDriver(Controls):
         queue = self._streams.resolve(pointer)
         # A default stream's pointer names a queue of every device.
         if queue.default:
-            raise ContractError(f"stream_device({pointer}): a default stream belongs to whatever device is current")
+            raise ContractError(f"stream_device({pointer}): a default stream belongs to the current device, whichever that is")
         return queue.device
 
     def synchronize_stream(self, pointer: int) -> None:
@@ -577,7 +577,7 @@ class HostDriver(Controls):
         saved: SavedPlan | None = settings.get("saved")
         if saved is not None:
             if saved != executable.save():
-                raise GraphNotSupportedError(f"what was saved of {name} is no plan of it")
+                raise GraphNotSupportedError(f"the saved bytes of {name} are no plan of it")
             executable.untried = True
         return executable
 
