@@ -65,6 +65,7 @@ LIMITS = {
     "handlepool.graphs.operand_forms": ("MOST_COPIED",),
     "handlepool.graphs.timing": ("ROUNDS", "MOST_LAUNCHES"),
     "handlepool.integrations.dask": ("MOST_PROGRAMS", "MOST_FUNCTIONS"),
+    "handlepool.ops.gating": ("MOST_ANEW",),
     "handlepool.pool.plan_cache": ("MOST_RECOLLECTED",),
     "handlepool.recording.lane": ("LEFT_FREE",),
     "handlepool.recording.lanes": ("MOST_NODES",),

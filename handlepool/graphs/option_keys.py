@@ -11,6 +11,7 @@ _PLAIN_OPTIONS = (int, bool, str, type(None))
 
 def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
     """Return a key that identifies options."""
+    # Most options are plain values, whose types are one comparison. Tuples need the types of their entries as well.
     types = tuple(map(type, options.values()))
     return (*options.items(), *types) if tuple not in types else (*options, *typed_key((*options.values(),)))
 

@@ -1,4 +1,4 @@
-"""Ask the open books which calls came since a moment, or run beside.
+"""Ask the open books for calls since a moment, or beside.
 
 A call that wrote more than it declared asks these questions after its end.
 """
@@ -21,6 +21,7 @@ def beside(pool: PoolInternals, writes: Sequence[Piece | Token]) -> bool:
     if order is None:
         return False
     pointer = pool.driver.current_stream(device).ptr
+    # The caller may have chosen a stream that the books do not know. Such a stream waits for no branch.
     track = order.tracks.get(pointer) or Track(pointer)
     with order:
         return not order.waits_for_all(track, writes)
@@ -41,5 +42,6 @@ def written_since(pool: PoolInternals, memory: Piece, since: Needs) -> bool:
     if order is None:
         return False
     with order:
+        # A joined stream stands for its branches, so `last` names the call that ``since`` knows.
         needs = [last(*each) for each in order.conflicts((memory,), ()).items()]
         return any(call > since.get(track, 0) for track, call in needs)

@@ -142,6 +142,7 @@ class PlanCache(Generic[P]):
 
     def use(self, entry: Entry[Any]) -> None:
         """Note the use of an entry by its shortcut."""
+        # Repeated uses of one entry compare `recent` alone, and skip this method.
         self.recent = entry
         entry.used = self.tick()
 

@@ -243,9 +243,10 @@ class Slot:
         check: Callable[[Sequence[int]], None] | None,
         repaired: Callable[["Slot"], "Slot"],
     ) -> None:
-        """Enqueue an executable on the slot's stream, with the slot's handle and scratch.
+        """Enqueue an executable on the slot's stream.
 
-        ``check`` is as in `Executable.launch`. ``repaired`` binds a handle again that was bound to another stream.
+        It uses the slot's handle and scratch. ``check`` is as in `Executable.launch`. ``repaired`` binds a handle again that
+        was bound to another stream.
 
         Raises
         ------
@@ -259,8 +260,10 @@ class Slot:
                 f"{self.pointer:#x}, and both launches would use the same scratch: call it later"
             )
         try:
+            # This assignment comes before the handle is read: see `release_unless_busy`.
             self.busy = True
             handle = self.handle
+            # User code may have bound the handle to another stream.
             if handle.stream is not self.pointer:
                 handle = repaired(self).handle
             size = executable.workspace_size

@@ -533,6 +533,7 @@ class Recording:
         lanes = self.lanes
         if lanes is None:
             return None
+        # Each lane has scratch of its own, and one lane would reuse the memory of earlier calls.
         scratch, got, nbytes = self.scratch_bytes, lanes.leased.got, self.nbytes
         on_one_lane = self._memory.in_order + scratch // max(got, 1) + nbytes - self._memory.nbytes - scratch
         return Progress(len(lanes.calls), len(self._rehearsed), got, nbytes, on_one_lane)

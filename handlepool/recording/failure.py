@@ -20,7 +20,7 @@ ADVICE = (
 
 
 class Progress(NamedTuple):
-    """The calls and the memory of a recording with lanes, at its failure.
+    """The calls and the memory of a recording when it failed.
 
     Attributes
     ----------
@@ -87,6 +87,7 @@ def raise_cause(
                 f"the graph of {name} found no memory on device {device} ({ending}): free arrays, close programs, "
                 f"call HandlePool.trim() and CuPy's free_all_blocks(), and record it again"
             ) from ending
+        # The driver may tell of an invalid capture at the call that invalidated it, or only at the end.
         causes = [pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
         cause = next(filter(None, causes), None)
         # An error that no invalid capture explains is the function's own, so it goes to the caller unchanged.

@@ -176,6 +176,7 @@ class MainStream:
 
         Return None where it was given none since it was made to wait for `deps`.
         """
+        # The stream's dependencies change with any work that it is given, so they tell of work that no caller reported.
         found, known = self._driver.dependencies(self.pointer) or (), self.deps
         # The sequences are compared first, because to make two sets costs more. Neither sequence has a node twice.
         return None if found == known or (len(found) == len(known) and {*found} == {*known}) else found
@@ -192,11 +193,12 @@ class MainStream:
             self.others.note_short_fork(fork, states, wanted)
 
     def end_node(self, node: Node, place: str, ends: tuple[Any, ...] | None, *, follows_more: bool) -> None:
-        """Make a node that has ended a leaf, and let the stream wait for all leaves.
+        """Make an ended node a leaf, and wait for all leaves.
 
         A later call of the node waits for ``ends``. They are None where the driver cannot let a stream wait by choice.
         ``follows_more`` says that the node follows more nodes than it did when it began.
         """
+        # Untracked work that comes from now on lies between this node and the next node.
         self.last_place, self.others = place, None
         if follows_more:
             self.leaves = {leaf: None for leaf in self.leaves if node.known.get(leaf.track, 0) < leaf.call}
@@ -210,11 +212,15 @@ class MainStream:
 
         The stream waits for everything that was recorded so far.
         """
+        # Nothing is known of the memory that untracked work used, so every later node follows that work.
         self.floor = self.deps = deps
         self.floor_steps, self.leaves = steps, {}
 
     def join(self, lanes: Iterable[Lane]) -> None:
-        """Let the stream wait for the streams of lanes, as the end of a capture requires."""
+        """Let the stream wait for all lanes.
+
+        CUDA ends no capture while work of a forked stream is not joined.
+        """
         driver = self._driver
         for lane in lanes:
             if lane.slot is self.slot:

@@ -258,6 +258,7 @@ def writes_outside(driver: Driver, reads: Sequence[Piece | Token], writes: Seque
     """
     if any(not isinstance(memory, Token) for memory in writes):
         return True
+    # A view of an argument is memory that the call was given.
     known = [memory for memory in reads if not isinstance(memory, Token)]
     for value in leaves(result):
         if not isinstance(value, driver.array_types[0]):

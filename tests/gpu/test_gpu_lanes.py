@@ -254,10 +254,10 @@ def test_a_network_takes_at_most_half_as_much_again_as_on_one_lane(lanes, monkey
         assert max(size[which] for size in others) <= 1.5 * one[which], sizes
 
 
-def test_control_googlenet_with_all_memory_kept_takes_more_than_that(lanes, monkeypatch):
+def test_control_googlenet_with_all_memory_kept_takes_more_than_that(lanes, monkeypatch, without):
     function, p, x = network("googlenet", monkeypatch)
     ((_, one),) = sizes_of(function, p, x, (1,))
-    monkeypatch.setattr("handlepool.drivers.cuda.capture.CudaRecordingMemory.set_reuse_policy", lambda memory, *_: False)
+    without("the reuse of memory on a GPU")
     ((_, more),) = sizes_of(function, p, x, (WIDE,))
     assert more > 1.5 * one
 

@@ -3,6 +3,7 @@
 A control shows that a test fails where a guarantee is not kept. The fixture ``without`` puts the stand-ins in place.
 """
 
+from handlepool.pool import context
 from handlepool.pool.slot import Slot
 
 _release = Slot.release_unless_busy
@@ -55,4 +56,21 @@ CONTROLS = {
     "scratch of programs": {"handlepool.pool.workspace.DeviceScratch.keep_recorded": lambda scratch, capture: None},
     "copies of constants": {"handlepool.recording.host_copies.HostCopies._copied": lambda copies, constant: constant},
     "comparison by memory": {"handlepool.recording.rehearsal.share": lambda *_: False},
+    "copies of inputs": {"handlepool.recording.update.Inputs.copied": lambda *_: None},
+    "deferred ends of programs": {"handlepool.recording.program.defer": lambda step: None},
+    "the reuse of memory on a GPU": {
+        "handlepool.drivers.cuda.capture.CudaRecordingMemory.set_reuse_policy": lambda memory, *_: False
+    },
+    "followed readers": {"handlepool.recording.held.HeldTensors.follow": lambda *call: None},
+    "new streams of side slots": {"handlepool.pool.side_streams.SideSlots.replace_stream": lambda sides, slot: None},
+    "the order with torch's stream": {"handlepool.recording.program.in_order": lambda pool, device, pointer, step: step()},
+    "streams of regions": {
+        "handlepool.regions.fork.inherited": lambda *_: context.thread.region,
+        "handlepool.regions.memory._allocator_of": lambda _: context.thread.region.allocator,
+    },
+    "inherited regions": {"handlepool.regions.fork.inherited": lambda *_: None},
+    "relations of arrays": {
+        "handlepool.spreading.worker.copier": lambda driver, value, copy: copy,
+        "handlepool.spreading.worker.relation": lambda driver, value: (),
+    },
 }

@@ -155,8 +155,8 @@ def test_g6_control_a_use_whose_end_is_marked_only_where_it_succeeds_is_caught(m
         test_g6_after_any_call_of_a_use_that_fails_the_next_one_is_ordered("own", "per-thread", "update")
 
 
-def test_g6_control_a_close_that_leaves_nothing_behind_when_it_is_interrupted_is_caught(monkeypatch):
-    monkeypatch.setattr("handlepool.recording.program.defer", lambda step: None)
+def test_g6_control_a_close_that_leaves_nothing_behind_when_it_is_interrupted_is_caught(without):
+    without("deferred ends of programs")
     with pytest.raises(AssertionError):
         test_g6_after_an_interrupt_at_any_line_of_a_use_the_next_one_is_ordered("own", "own", "close")
 

@@ -32,6 +32,7 @@ class Relaxed:
     __slots__ = ("_mode",)
 
     def __enter__(self) -> None:
+        # The call writes the former mode there, and `__exit__` puts it back, so that blocks nest.
         self._mode = mode = c_int(_RELAXED)
         if status := _exchange(byref(mode)):
             check((cu.CUresult(status),))

@@ -181,6 +181,7 @@ def taken(index: object) -> Any:
 @cache
 def signature(function: object) -> inspect.Signature:
     """Return the parameters of one of NumPy's functions."""
+    # Functions written in C have no signature in some versions of NumPy.
     return inspect.signature(BUILT_IN.get(function, function))
 
 
@@ -209,7 +210,7 @@ INDEXING = {getitem: "an index", setitem: "an assignment"}
 """Names of indexing in messages."""
 
 COPIED = frozenset(["set", "copyto", *INDEXING.values()])
-"""Names of work whose NumPy arrays CuPy copies to the device every time."""
+"""Names of work whose NumPy arrays CuPy copies every time."""
 
 BARE = {getitem, setitem, np.copyto, np.einsum}
 """Functions whose rules take the arguments unchanged."""

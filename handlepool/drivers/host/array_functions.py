@@ -111,6 +111,7 @@ def _copied(work: ArrayWork, function: object, args: tuple[Any, ...], kwargs: di
     given = signature(function).bind(*args, **kwargs).arguments
     pattern = np.empty_like(raw_view(given["a"])[0], order=given.get("order", "K"))
     made = work.like(pattern.shape, pattern.dtype, pattern)
+    # The copy is queued, so it reads the values of the array at its turn and not at the call.
     work.queue(np.copyto, [made], [given["a"]], "copy")
     return made
 

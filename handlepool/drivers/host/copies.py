@@ -31,6 +31,7 @@ def enqueue(
     written = [raw_view(array) for array in writes]
     read = [raw_view(array) for array in reads]
     raw = [view for view, _ in (*written, *read)]
+    # The scheduler keeps memory from reuse until its accesses have run, and the race checker compares them.
     touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
     # A listener may remove itself during the loop, so the loop runs over a copy.
     for report in streams.watchers[:]:
@@ -62,6 +63,7 @@ class Copies:
 
     def to_device(self, values: Any) -> HostArray:
         """Return a copy on the current device, in the same layout."""
+        # Values of NumPy are copied now, because the caller may overwrite them. Our arrays are ordered by their streams.
         ours = isinstance(values, HostArray) and work_of(values) is self._work
         source = values if ours else np.array(values, order="K")
 
@@ -74,20 +76,21 @@ class Copies:
         return copy() if ours or watched is None else watched[0](source, copy)
 
     def from_host(self, target: Array, values: np.ndarray[Any, Any], queue: Queue) -> object:
-        """Queue a copy of NumPy's values, and return the array that the work reads."""
+        """Queue a copy of NumPy's values; return the array that is read."""
         # The caller may overwrite its array before the work runs, so the work reads a copy.
         read = np.array(values)
         self.queue(queue, target, read, "copy from the host")
         return read
 
     def onto_host(self, array: Array, queue: Queue) -> np.ndarray[Any, Any]:
-        """Queue a copy into a new array of NumPy's, and return that array."""
+        """Queue a copy into a new NumPy array, and return it."""
+        # The caller synchronises before it reads, so the array may be handed out before the copy has run.
         host = np.empty_like(raw_view(array)[0])
         self.queue(queue, host, array, "copy to the host")
         return host
 
     def to_host(self, array: Array) -> np.ndarray[Any, Any]:
-        """Return a copy, after all work on the current stream of the array's device."""
+        """Return a copy after all work on the device's current stream."""
         home: AbstractContextManager[object] = nullcontext()
         if isinstance(array, HostArray):
             self._work.check(array, "asnumpy")
@@ -102,7 +105,10 @@ class Copies:
         return np.array(raw, order="K")
 
     def unordered(self, array: DeviceArray) -> np.ndarray[Any, Any] | None:
-        """Return a copy that the race checker does not see, or None in a capture."""
+        """Return a copy outside of all order, or None in a capture.
+
+        The race checker does not see it.
+        """
         if isinstance(array, HostArray):
             return self._work.read_unordered(array)
         queue = self._streams.current_queue()

@@ -442,6 +442,7 @@ class StreamTable:
         times = []
         for event in (start, end):
             operation = self.operation_of(event, "elapsed")
+            # CUDA refuses such events as well, so code that passes here passes on a GPU.
             if not event.timing or event.moment is None or not operation.done:
                 raise ContractError(f"elapsed: {event!r} is no timing event that was recorded and has passed")
             times.append(operation.time)
