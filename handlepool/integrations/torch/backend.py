@@ -15,7 +15,9 @@ from handlepool import ArgumentError
 from handlepool.integrations.torch.door import RecordedModel, Settings
 
 _made: "weakref.WeakSet[Graph]" = weakref.WeakSet()
-"""All graphs of this process, for reports. The references are weak, so a graph ends with the code that torch compiled."""
+"""All graphs of this process, for reports.
+
+The references are weak, so a graph ends with the code that torch compiled."""
 
 
 class _Bound(nn.Module):  # type: ignore[misc]
@@ -86,7 +88,9 @@ def _is_weight(value: object) -> bool:
 def handlepool(
     graph: Any, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile a graph of dynamo's: the back end of ``torch.compile(model, backend="handlepool")``.
+    """Compile a graph of dynamo's.
+
+    This is the back end of ``torch.compile(model, backend="handlepool")``.
 
     Parameters
     ----------

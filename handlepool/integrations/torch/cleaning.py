@@ -1,4 +1,4 @@
-"""Drop operations that a functional graph does not need, and tell views from work."""
+"""Drop operations that a functional graph does not need."""
 
 import operator
 from collections.abc import Callable
@@ -83,11 +83,14 @@ _FILLED: dict[Any, Callable[[list[Any]], Any]] = {
     aten.fill.Scalar: lambda args: args[1],
     aten.fill.Tensor: lambda args: args[1],
 }
-"""Operations that take the form of a tensor and no values, with the number that they write."""
+"""Operations that fill the form of a tensor with a number."""
 
 
 def free_of_values(graph: fx.Graph) -> None:
-    """Let operations that read the form of a tensor alone read no tensor, so that their values are constants."""
+    """Make fillings of a tensor's form constants.
+
+    They read the form of the tensor and none of its values.
+    """
     for node in [*graph.nodes]:
         number = _FILLED.get(node.target)
         expected = node.meta.get("val")
@@ -116,7 +119,7 @@ def _active(node: fx.Node) -> bool:
 
 
 def _copies_in_vain(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Return whether a copy has the form of its source, and no caller gets its memory."""
+    """Return whether a copy has its source's form, for no caller."""
     source: Any = node.args[0] if node.args else None
     if node.target is aten.clone.default:
         form = node.kwargs.get("memory_format")

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from handlepool.integrations.torch.constants import Constants
 
 Value = Any
-"""A tensor, an array of the driver's in its place, or a traced value of an elementwise function."""
+"""A tensor, an array of the driver's, or a traced value."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 aten = torch.ops.aten
 
@@ -74,7 +74,10 @@ class Lowering:
         return all(each is None or each in self.constants for each in nodes)
 
     def emit(self, kernel: Kernel, inputs: Iterable[fx.Node], last: fx.Node) -> fx.Node:
-        """Put a kernel in the place of a node, and of the nodes that only led to it."""
+        """Put a kernel in the place of a node.
+
+        Nodes that only led to that node go.
+        """
         with self.graph.inserting_before(last):
             node = self.graph.call_function(kernel, tuple(inputs))
         node.meta["val"] = last.meta["val"]
@@ -83,7 +86,7 @@ class Lowering:
         return node
 
     def remove(self, node: fx.Node) -> None:
-        """Erase a node, and the operations before it that have no further use."""
+        """Erase a node, and operations that only led to it."""
         left = [node]
         while left:
             each = left.pop()
@@ -104,13 +107,13 @@ def value_of(node: fx.Node) -> Any:
 
 
 def is_tensor(node: Any, rank: int | None = None, dtypes: tuple[Any, ...] = FLOATS) -> bool:
-    """Return whether a node's value is a tensor of such types with elements."""
+    """Return whether a node is a tensor with elements of such types."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and value.dtype in dtypes and value.numel() > 0 and (rank is None or value.dim() == rank)
 
 
 def sole_user(node: fx.Node) -> fx.Node | None:
-    """Return the only operation that reads a node, None if there are more."""
+    """Return the only operation that reads a node, or None."""
     (user,) = node.users if len(node.users) == 1 else (None,)
     return user if user is not None and user.op == "call_function" else None
 

@@ -105,7 +105,9 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.where.self: _where,
     aten.masked_fill.Scalar: _filled,
 }
-"""The functions of traced values, by the operation. Arguments and defaults are as those of the operation."""
+"""Functions of traced values, by the operation.
+
+A function has the arguments and defaults of its operation."""
 _TYPED = (aten.to.dtype, aten._to_copy.default)
 
 
@@ -132,7 +134,7 @@ class _Tree:
 
 
 def is_pointwise(lowering: Lowering, node: fx.Node) -> bool:
-    """Return whether an operation may be a part of a kernel over elements."""
+    """Return whether an operation may be in a kernel over elements."""
     if not lowering.varies(node) or not is_tensor(node, dtypes=(*FLOATS, torch.bool)):
         return False
     if any(not is_tensor(each, dtypes=(*FLOATS, torch.bool)) for each in node.all_input_nodes):

@@ -1,4 +1,4 @@
-"""Say what became of a model."""
+"""Report the kernels of a model."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -64,7 +64,7 @@ class Report(tuple[ProgramReport, ...]):
 
 
 def report(model: object) -> Report:
-    """Return which operations of a model became what.
+    """Return the kernels and the operations of a model.
 
     Parameters
     ----------

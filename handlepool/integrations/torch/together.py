@@ -69,6 +69,9 @@ class Together:
             The value of each model, in new tensors that are ready on torch's current stream.
         """
         args = self._split(given)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            # The models' own kernels become a part of the caller's graph.
+            return self._plain(args)
         shared = len(given) < len(self._models)
         try:
             if self._place is None:
@@ -166,7 +169,7 @@ class Together:
             raise _Untried
 
     def _try(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
-        """Call the models by torch, and see whether they write more than new tensors."""
+        """Call the models by torch, and look for writes."""
         key = _geometry(self._given(args, shared))
         written = Versions([*self._weights.tensors, *_tensors(args)])
         values = self._plain(args)
@@ -207,7 +210,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _geometry(value: object) -> Any:
-    """Return a value with the geometry of its arrays in their places, to be hashed."""
+    """Return a value with geometries in place of its arrays."""
     leaves, spec = pytree.tree_flatten(value)
     return repr(spec), tuple([_part(each) for each in leaves])
 

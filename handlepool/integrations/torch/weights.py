@@ -42,7 +42,7 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _is_single(key: str, value: object) -> bool:
-    """Return whether an entry is a tensor of one element that a model may read.
+    """Return whether an entry is a tensor of one element.
 
     Batch norms only count their calls in training.
     """
@@ -132,7 +132,9 @@ class Weights:
             return False
 
     def check(self) -> None:
-        """Raise for modules that run more code than a program repeats, and for weights of other classes.
+        """Raise for modules that no program repeats.
+
+        These run more code than their forward, or have weights of other classes.
 
         Raises
         ------
@@ -171,7 +173,7 @@ class Snapshot:
         self._dicts = [(each, dict(each)) for each in held if type(each) is dict]
 
     def restore(self) -> bool:
-        """Restore what changed; return whether a value did.
+        """Restore the attributes; return whether a value changed.
 
         Torch's export puts equal tuples and lists into the places of the former ones.
         """
@@ -203,7 +205,7 @@ def _alike(one: Any, other: object) -> bool:
 
 
 def _plain_places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the dictionaries and names of the plain values that a module's code may read."""
+    """Yield the places of plain values that a module's code may read."""
     if type(module).__module__.startswith("torch."):
         return
     for key, value in module.__dict__.items():
