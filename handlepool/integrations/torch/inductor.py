@@ -9,7 +9,7 @@ from torch import nn
 
 
 def compiled(model: nn.Module) -> Callable[..., Any]:
-    """Return a module compiled by Inductor, with its weights built into the kernels.
+    """Compile a module with Inductor, with the weights as constants.
 
     Each call compiles anew, because a compiled function does not see changed weights.
     """
@@ -25,9 +25,9 @@ def compiled(model: nn.Module) -> Callable[..., Any]:
 
 
 def elsewhere(make: Callable[[], Any]) -> Any:
-    """Call a function in a thread of its own.
+    """Call a function in a new thread, and return its value.
 
-    Torch runs a compiled graph below autograd, where its compiler traces no other graph.
+    Torch runs a compiled graph below autograd. There, torch's compiler cannot trace another graph in the same thread.
     """
     found: list[Any] = []
     failed: list[BaseException] = []

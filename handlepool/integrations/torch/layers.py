@@ -15,12 +15,15 @@ from handlepool.integrations.torch.modes import deterministic, tf32
 
 MOST_PARTS = 32
 ALIGNED = 16
-"""The library's kernels read arrays that begin at multiples of so many bytes."""
+"""Alignment in bytes.
+
+This library's kernels read only arrays whose address is a multiple of it.
+"""
 functional = torch.nn.functional
 
 
 def lower_layers(lowering: Lowering) -> None:
-    """Lower each operation that the library has."""
+    """Replace each operation that this library also has by its kernel."""
     for node in [*lowering.graph.nodes]:
         lower = _LOWER.get(node.target)
         if lower is not None and lowering.varies(node) and not node._erased and is_tensor(node):
@@ -28,7 +31,7 @@ def lower_layers(lowering: Lowering) -> None:
 
 
 def _emit(lowering: Lowering, name: str, node: fx.Node, inputs: list[Any], run: Callable[..., Any], key: object = None) -> None:
-    """Put a kernel in the place of a single operation."""
+    """Replace a single operation by a kernel."""
     target, args, kwargs = node.target, node.args, node.kwargs
     order = [*node.all_input_nodes]
 
@@ -131,7 +134,7 @@ def _rms_norm(lowering: Lowering, node: fx.Node) -> None:
     x, shape, weight, epsilon = arguments(node)
     if is_tensor(x) and (weight is None or is_tensor(weight)):
         axes = tuple(range(-len(shape), 0))
-        # Torch's default is the step of the type in which it computes.
+        # Torch's default is the machine epsilon of the type.
         small = torch.finfo(value_of(x).dtype).eps if epsilon is None else epsilon
         _normed(lowering, node, (x, weight, None), lambda x, **w: handlepool.rms_norm(x, axis=axes, eps=small, **w))
 
@@ -164,7 +167,7 @@ def _softmax(lowering: Lowering, node: fx.Node) -> None:
 def _attention(lowering: Lowering, node: fx.Node) -> None:
     q, k, v, mask, dropout, causal, scale, grouped = arguments(node)
     given = [q, k, v, *([] if mask is None else [mask])]
-    # A mask of truth values leaves queries without any key to torch, which gives them NaN or zeros.
+    # A boolean mask stays with torch. Such a mask may hide all keys of a query, for which torch returns NaN or zeros.
     if dropout or grouped or not all(is_tensor(each, dtypes=(torch.float16, torch.bfloat16)) for each in given):
         return
     run = lambda q, k, v, *mask: handlepool.scaled_dot_product_attention(  # noqa: E731
@@ -194,7 +197,10 @@ def _upsample(lowering: Lowering, node: fx.Node) -> None:
 
 
 def _shuffle(lowering: Lowering, node: fx.Node) -> None:
-    """Lower a view of five axes, a swap of the two for channels, and a view of four."""
+    """Replace the operations of a channel shuffle by one kernel.
+
+    They are a view that splits the channels into two axes, a swap of these axes, and a view that merges them.
+    """
     x, shape = node.args
     if not is_tensor(x, 4) or len(shape) != 5 or value_of(node).shape[2] * value_of(node).shape[1] != value_of(x).shape[1]:
         return
@@ -217,7 +223,10 @@ def _shuffle(lowering: Lowering, node: fx.Node) -> None:
 
 
 def lower_slices(lowering: Lowering) -> None:
-    """Copy slices of channels that begin where no kernel of the library reads, in one launch each."""
+    """Copy each slice of channels that begins at a misaligned address.
+
+    This library's kernels cannot read such a slice. The copy is one launch.
+    """
     for node in [*lowering.graph.nodes]:
         part = _slice(node) if lowering.varies(node) and is_tensor(node, 4) else None
         if part is None or not any(isinstance(user.target, Kernel) for user in node.users):
@@ -232,7 +241,7 @@ def lower_slices(lowering: Lowering) -> None:
 
 
 def _slice(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Return the source, the begin and the end of a slice of channels."""
+    """Return source, first and end channel of a slice, or None."""
     if node.target is aten.slice.Tensor:
         source, axis, start, _, step = arguments(node)
         if axis == 1 and step == 1 and is_tensor(source, 4):
