@@ -48,7 +48,6 @@ from handlepool.recording.state_kinds import (
     GENERATOR,
     HOLDERS,
     LEGACY_GENERATOR,
-    LIBRARIES,
     LIST,
     MISSING,
     NAMES,
@@ -62,6 +61,7 @@ from handlepool.recording.state_kinds import (
     VALUES,
     WEAK_DICT,
     Kind,
+    is_data,
     is_library,
     is_on_host,
     is_tensor,
@@ -87,22 +87,6 @@ MOST_HOST_BYTES = 64 << 20
 """Bytes of NumPy's arrays, in total, that are compared by their values."""
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic, Enum, range, np.dtype, type)
-_OPEN = frozenset(
-    {
-        "_thread._local",
-        "argparse.Namespace",
-        "collections.ChainMap",
-        "collections.UserDict",
-        "collections.UserList",
-        "functools.cached_property",
-        "functools.partial",
-        "functools.partialmethod",
-        "functools.singledispatchmethod",
-        "queue.Queue",
-        "types.SimpleNamespace",
-    }
-)
-"""Types of the standard library whose instances are a user's data."""
 _ITERABLES: tuple[Any, ...] = (range(0), range(1 << 70), "", "\u00e9", b"", bytearray(), compact_array("b"), {}, np.empty(0))
 _ITERATORS = HOLDERS.union(
     [type(iter(each)) for each in _ITERABLES], [type(iter(int, 1)), type(reversed(range(0))), type(reversed({}))]
@@ -557,7 +541,7 @@ class Walk:
             return
         # The answer for a class is kept, because many objects share a class.
         if kind not in self._data:
-            self._data[kind] = _is_data(kind)
+            self._data[kind] = is_data(kind)
         if self._data[kind]:
             self._enter_attributes(path, value, kind)
 
@@ -578,11 +562,6 @@ _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _PROXIES = (ProxyType, CallableProxyType)
 _EMPTY: dict[Any, Any] = {}
 _VIEWS = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
-_HEAP_TYPE = 1 << 9
-"""Flag in ``__flags__`` of classes that are written in Python.
-
-Classes made by `exec`, whose module is "builtins", also have this flag.
-"""
 _PLAIN_CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict)
 
 
@@ -594,20 +573,3 @@ def names_of(code: CodeType) -> frozenset[str]:
     """
     inner = [names_of(each) for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(code.co_names).union(*inner)
-
-
-def _is_data(kind: type) -> bool:
-    """Return whether objects of a class are a user's data.
-
-    A library's objects are no user's data, nor are objects of a class derived from a library's class. Torch's modules are the
-    exception.
-    """
-    # Torch is looked up and not imported, because a process without torch has no modules of torch's.
-    module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
-    if module is not None and issubclass(kind, module):
-        return True
-    if any(str(base.__module__).partition(".")[0] in LIBRARIES for base in kind.__mro__):
-        return False
-    if not is_library(kind.__module__) or (kind.__module__ == "builtins" and kind.__flags__ & _HEAP_TYPE):
-        return True
-    return any(f"{base.__module__}.{base.__qualname__}" in _OPEN for base in kind.__mro__)

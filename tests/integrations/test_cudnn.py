@@ -12,6 +12,7 @@ from unittest import mock
 import cudnn
 import pytest
 from cudnn import wrapper
+from harness.insides import cudnn_binding, lowered
 from harness.process import as_default
 
 import handlepool
@@ -50,7 +51,7 @@ def binding(monkeypatch):
         "_raw_set_stream": lambda handle, stream: told.append(("bound", handle, stream)),
         "_raw_destroy_handle": lambda handle: told.append(("destroyed", handle)),
     }.items():
-        monkeypatch.setattr(cudnn._pybind_module, name, function)
+        monkeypatch.setattr(cudnn_binding(), name, function)
     return told
 
 
@@ -628,12 +629,12 @@ def test_a_graph_runs_with_what_it_is_given_else_its_own_else_the_current_stream
     with stream:
         alone.execute({}, 88)
         mine = handlepool.get_handle().backend_handle
-    first, second, third, fourth = graph._lowered_graph.launches
+    first, second, third, fourth = lowered(graph).launches
     assert first == (handle.backend_handle, None)
     assert second == (other.backend_handle, None)
     assert third[0] not in (None, first[0])
     assert fourth == (handle.backend_handle, 77)
-    assert alone._lowered_graph.launches == [(mine, 88)]
+    assert lowered(alone).launches == [(mine, 88)]
 
 
 def test_a_graph_that_was_read_runs_on_the_current_stream_or_with_what_execute_is_given(installed, monkeypatch):
@@ -644,19 +645,19 @@ def test_a_graph_that_was_read_runs_on_the_current_stream_or_with_what_execute_i
         def deserialize(self, *given):
             self.given = given
 
-    monkeypatch.setattr(cudnn._pybind_module, "backend_graph", Read)
+    monkeypatch.setattr(cudnn_binding(), "backend_graph", Read)
     handle, stream, other = cudnn.create_handle(), installed.driver.create_stream(), installed.driver.create_stream()
     cudnn.set_stream(handle, stream.ptr)
     graph = cudnn.pygraph()
     graph.deserialize(handle, b"a plan")
-    assert graph._lowered_graph.given == (handle.backend_handle, b"a plan")
+    assert lowered(graph).given == (handle.backend_handle, b"a plan")
     graph._normalize = lambda *_: None
     graph._native_var_pack = lambda tensors, workspace: ({}, workspace)
     with other:
         graph.execute({})
         graph.execute({}, None, handle)
         mine = handlepool.get_handle().backend_handle
-    assert graph._lowered_graph.launches == [(mine, None), (handle.backend_handle, None)]
+    assert lowered(graph).launches == [(mine, None), (handle.backend_handle, None)]
     assert mine != handle.backend_handle
 
 
@@ -667,7 +668,7 @@ def test_a_graph_that_was_made_meanwhile_goes_on_with_the_pool(installed):
     shim.uninstall()
     graph.execute({})
     alone.execute({})
-    assert graph._lowered_graph.launches == alone._lowered_graph.launches == [(handle.backend_handle, None)]
+    assert lowered(graph).launches == lowered(alone).launches == [(handle.backend_handle, None)]
 
 
 def test_a_graph_of_the_frontends_own_handles_is_left_to_it(pool, binding):
@@ -676,7 +677,7 @@ def test_a_graph_of_the_frontends_own_handles_is_left_to_it(pool, binding):
         graph, lowers_with = built(handle)
         graph.execute({}, None, handle)
     assert lowers_with == handle.backend_handle
-    assert graph._lowered_graph.launches == [(handle.backend_handle, None)]
+    assert lowered(graph).launches == [(handle.backend_handle, None)]
 
 
 def test_a_graph_is_not_launched_with_a_destroyed_handle(installed):
@@ -685,7 +686,7 @@ def test_a_graph_is_not_launched_with_a_destroyed_handle(installed):
     cudnn.destroy_handle(handle)
     with pytest.raises(OwnershipError, match=r"was given to cudnn\.destroy_handle"):
         graph.execute({})
-    assert graph._lowered_graph.launches == []
+    assert lowered(graph).launches == []
 
 
 def wrapped(graph, handle="auto", workspace=None):
@@ -710,7 +711,7 @@ def built_wrapped(monkeypatch):
             setattr(made, f"_Graph__{name}", [])
         made._Graph__heuristics, made._Graph__node_count = [], {}
         wrapper.Graph.__exit__(made, None, None, None)
-        return made, graph._lowered_graph.launches
+        return made, lowered(graph).launches
 
     allocated = []
     torch = SimpleNamespace(empty=lambda size, **_: allocated.append(size) or 4242, uint8=None)

@@ -1479,9 +1479,8 @@ def test_one_list_in_two_places_is_right_among_items_of_its_geometry(pool, kind)
     assert [[y.tolist() for y in ys] for ys in got] == [[y.tolist() for y in ys] for ys in expected]
 
 
-def test_control_copies_of_their_own_lose_what_arrays_share(pool, monkeypatch):
-    monkeypatch.setattr(worker, "copier", lambda driver, value, copy: copy)
-    monkeypatch.setattr(worker, "relation", lambda driver, value: ())
+def test_control_copies_of_their_own_lose_what_arrays_share(pool, without):
+    without("relations of arrays")
     items, expected = aliased(pool.driver, "one twice", "numpy", range(3))
     got = [*handlepool.spread(in_place, items, devices=[0], to="host")]
     assert [[y.tolist() for y in ys] for ys in got] != [[y.tolist() for y in ys] for ys in expected]
@@ -1789,12 +1788,12 @@ class Freeing(HostDriver):
 
 
 @pytest.mark.parametrize("short", [True, False])
-def test_memory_of_the_host_is_kept_to_the_end_of_its_copy_also_where_the_next_one_fails(monkeypatch, short):
+def test_memory_of_the_host_is_kept_to_the_end_of_its_copy_also_where_the_next_one_fails(without, short):
     def two(x):
         return x + 1, x * 2
 
     if not short:
-        monkeypatch.setattr(worker.DeviceWorker, "_learn", lambda *_: None)
+        without("known items of spreads")
     driver = Freeing(devices=1)
     with current(driver):
         results = handlepool.spread(two, ARRAYS, to="host", in_flight=1, lanes=None)

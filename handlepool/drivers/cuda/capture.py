@@ -13,6 +13,7 @@ from cupy.cuda.memory import BaseMemory, MemoryPointer, OutOfMemoryError, Unowne
 from handlepool.drivers.captures import Edge
 from handlepool.drivers.cuda import early
 from handlepool.drivers.cuda.rewiring import Rewiring, are_many, ends
+from handlepool.drivers.cuda.status import check_all
 from handlepool.drivers.freed_blocks import FreedBlocks
 
 # CuPy's pool gives out no smaller blocks.
@@ -50,9 +51,7 @@ class CudaGraph:
         self._executable = 0
         self.launch: Callable[[int], None] = _not_ready
         try:
-            status, _, self.nodes = cu.cuGraphGetNodes(pointer)
-            if status != cu.CUresult.CUDA_SUCCESS:
-                raise RuntimeError(f"CUDA driver error: {status.name}")
+            _, self.nodes = check_all(cu.cuGraphGetNodes(pointer))
             if captured:
                 self._edges = _rewiring.make_plain(pointer)
         except BaseException:

@@ -44,23 +44,24 @@ _DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_drop
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node's value lies in the memory of another node's."""
+    """Return whether a node's value shares the memory of its input."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
     return node.op == "call_function" and node.target in VIEWS
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a view is of."""
+    """Return the node that owns the memory of a view."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def clean(graph: fx.Graph, kept: set[fx.Node]) -> None:
-    """Drop copies that only keep memory apart, and operations that do nothing.
+    """Drop operations that do nothing, and needless copies.
 
-    ``kept`` are the nodes whose memory the caller gets. Their copies stay.
+    A copy is needless if it keeps the layout and the type of its source. ``kept`` are the nodes whose memory the caller gets.
+    Copies that give them this memory stay.
     """
     for node in [*graph.nodes]:
         if node.op != "call_function":

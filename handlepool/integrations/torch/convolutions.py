@@ -1,4 +1,4 @@
-"""Lower convolutions with all that follows them in one kernel."""
+"""Lower convolutions, each with the operations that its kernel can fuse."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -168,7 +168,10 @@ def _by_channel(factor: fx.Node, node: fx.Node) -> bool:
 
 
 def _addend(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Take a residual behind a convolution."""
+    """Find a residual that is added after a convolution.
+
+    Return the addition and the residual, or the node itself and None.
+    """
     user = sole_user(node)
     if user is None or user.target is not aten.add.Tensor or user.kwargs or len(user.args) != 2:
         return node, None
@@ -181,10 +184,11 @@ def _addend(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, fx.Node | None]
 
 
 def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:
-    """Take an activation behind a node.
+    """Find an activation after a node.
 
-    An activation before a product or a sum becomes a part of that kernel, which costs nothing there. cuDNN has few plans for
-    a convolution with any other activation than relu.
+    Return the activation's node and name, or the node itself and None. An activation other than relu is left alone where a
+    product or a sum over elements follows. The kernel of that product or sum then computes it at no cost, while cuDNN has few
+    plans for a convolution with it.
     """
     user = sole_user(node)
     if user is None or user.target not in ACTIVATIONS or user.kwargs.get("approximate", "none") != "none":
@@ -195,7 +199,7 @@ def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:
     return user, ACTIVATIONS[user.target]
 
 
-# Constants, in float64 and rounded once
+# Constants: computed in float64, and rounded once
 
 
 def affine(steps: Steps, parts: list[Any]) -> tuple[Any, Any]:

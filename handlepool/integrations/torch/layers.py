@@ -20,7 +20,7 @@ functional = torch.nn.functional
 
 
 def lower_layers(lowering: Lowering) -> None:
-    """Lower each operation that the library has."""
+    """Replace each operation that this library also has by its kernel."""
     for node in [*lowering.graph.nodes]:
         lower = _LOWER.get(node.target)
         if lower is not None and lowering.varies(node) and not node._erased and is_tensor(node):
@@ -28,7 +28,7 @@ def lower_layers(lowering: Lowering) -> None:
 
 
 def _emit(lowering: Lowering, name: str, node: fx.Node, inputs: list[Any], run: Callable[..., Any], key: object = None) -> None:
-    """Put a kernel in the place of a single operation."""
+    """Replace a single operation by a kernel."""
     target, args, kwargs = node.target, node.args, node.kwargs
     order = [*node.all_input_nodes]
 
@@ -140,7 +140,7 @@ def _rms_norm(lowering: Lowering, node: fx.Node) -> None:
     x, shape, weight, epsilon = arguments(node)
     if is_tensor(x) and (weight is None or is_tensor(weight)):
         axes = tuple(range(-len(shape), 0))
-        # Torch's default is the step of the type in which it computes.
+        # Torch's default is the machine epsilon of the type.
         small = torch.finfo(value_of(x).dtype).eps if epsilon is None else epsilon
         _normed(lowering, node, (x, weight, None), lambda x, **w: handlepool.rms_norm(x, axis=axes, eps=small, **w))
 
@@ -173,7 +173,7 @@ def _softmax(lowering: Lowering, node: fx.Node) -> None:
 def _attention(lowering: Lowering, node: fx.Node) -> None:
     q, k, v, mask, dropout, causal, scale, grouped = arguments(node)
     given = [q, k, v, *([] if mask is None else [mask])]
-    # A mask of truth values leaves queries without any key to torch, which gives them NaN or zeros.
+    # A boolean mask stays with torch. Such a mask may hide all keys of a query, for which torch returns NaN or zeros.
     if dropout or grouped or not all(is_tensor(each, dtypes=(torch.float16, torch.bfloat16)) for each in given):
         return
     run = lambda q, k, v, *mask: handlepool.scaled_dot_product_attention(  # noqa: E731

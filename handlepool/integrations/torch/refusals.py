@@ -1,4 +1,4 @@
-"""Leave work to torch, and say so."""
+"""Define the refusals that leave work to torch, and warn of them."""
 
 import sys
 import warnings
