@@ -47,9 +47,9 @@ ALONE: dict[str, Callable[..., Any]] = {
     "swish": handlepool.math.silu,
     "gelu": handlepool.math.gelu,
 }
-"""Activations in a launch of their own.
+"""Activations that may take a launch of their own.
 
-cuDNN has few plans for a convolution with one of them.
+cuDNN has few plans of convolutions with these activations.
 """
 _OVER_ELEMENTS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 Steps = tuple[Any, ...]
