@@ -9,7 +9,9 @@ they use different streams and there are enough instances, and are right in any 
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from handlepool.pool.context import ThreadToken, thread
 from handlepool.recording.capture import Recording
 from handlepool.recording.keys import elements_of
 from handlepool.recording.outputs import Results
-from handlepool.recording.prepared import Prepared, builder
+from handlepool.recording.prepared import builder, prepared
 from handlepool.recording.program import Program
 from handlepool.recording.returned import Returned
 from handlepool.recording.sharing import ALIGNED, groups
@@ -29,7 +31,8 @@ from handlepool.recording.tuning import LanesTuning
 from handlepool.recording.update import Copy, copy_all, piece_of
 from handlepool.tensors.layout import Token, share
 
-_submitted = count()
+submitted = count()
+"""Numbers of calls, in order of submission."""
 
 
 class Instance:
@@ -59,6 +62,10 @@ class Instance:
         Whether no call may lease it, because it is being tuned.
     writes : bool
         Whether arguments are copied back.
+    run : callable or None
+        Enqueues a prepared call. None where tensors are among the arrays.
+    single : bool
+        Whether a call returns its only new array.
     """
 
     __slots__ = (
@@ -69,12 +76,13 @@ class Instance:
         "_lock",
         "_outputs",
         "_own",
-        "_prepared",
         "_reused",
         "_written",
         "away",
         "number",
         "program",
+        "run",
+        "single",
         "stream",
         "writes",
     )
@@ -93,7 +101,7 @@ class Instance:
         self._driver = driver
         self.program = program
         self.stream: Any = driver.current_stream()
-        self.number = next(_submitted)
+        self.number = next(submitted)
         self.away = False
         self.writes = bool(written)
         # The thread and the stream whose result the outputs hold, where outputs are reused.
@@ -103,9 +111,10 @@ class Instance:
         self._outputs, self._own, self._written, self._reused = outputs, returned.own, written, reused
         self._build = builder(outputs, returned.places)
         self._elements = elements_of(driver, inputs)
-        self._prepared = None
+        self.single = not reused and len(returned.own) == 1 and outputs is returned.own[0]
+        self.run: Callable[..., Any] | None = None
         if not any(map(is_tensor, [*inputs, *returned.own])):
-            self._prepared = Prepared(driver, program.device, inputs, [] if reused else returned.own, written)
+            self.run = prepared(driver, inputs, [] if reused else returned.own, written)
 
     def claimable(self, stream: object) -> bool:
         """Return whether its outputs are free for this thread and stream.
@@ -137,20 +146,22 @@ class Instance:
 
     def call(self, arrays: list[Any], stream: object, out: object) -> Any:
         """Enqueue a call on the current stream, and return its value."""
-        self.number, self.stream = next(_submitted), stream
+        self.number, self.stream = next(submitted), stream
         program = self.program
-        made: Sequence[Any]
-        if self._prepared is not None and out is None:
-            made = program._turn(self._prepared.run, arrays)  # noqa: SLF001 - a prepared call of another module
-            return self._build([*(self._own if self._reused else made), *arrays])
+        if self.run is not None and out is None:
+            return self.built(program._turn(self.run, arrays, stream), arrays)  # noqa: SLF001 - a prepared call of another module
         taken = self._own if out is None else self._outputs
         if self._reused and out is None:
             taken = []
         results = Results(self._driver, repr(program), program.device, taken, out)
-        made = program._turn(self._run, arrays, results)  # noqa: SLF001 - as above
-        return made if out is not None else self._build([*(self._own if self._reused else made), *arrays])
+        made = program._turn(partial(self._run, results), arrays, stream)  # noqa: SLF001 - as above
+        return made if out is not None else self.built(made, arrays)
 
-    def _run(self, arrays: list[Any], pointer: int, launch: Callable[[], object], results: Results) -> Any:
+    def built(self, made: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Return a call's value, of its new arrays and its arguments' arrays."""
+        return self._build([*(self._own if self._reused else made), *arrays])
+
+    def _run(self, results: Results, arrays: list[Any], pointer: int, launch: Callable[[], object]) -> Any:
         driver = self._driver
         elements = elements_of(driver, arrays)
         # The inputs are copied in before the launch, and the arguments that are written are copied back after it.
@@ -165,6 +176,38 @@ class Instance:
         copy_all(driver, back)
         copy_all(driver, results.copies)
         return results.value
+
+
+def lease(
+    instances: Sequence[Instance], stream: object, reused: bool, grow: Callable[[], Instance | None] | None = None
+) -> Instance | None:
+    """Return an instance for a call on a stream; None if every instance is away or keeps its outputs.
+
+    Parameters
+    ----------
+    reused : bool
+        Whether the instance also has to keep its outputs for this thread and stream.
+    grow : callable, optional
+        Captures a further instance, which comes before instances that the device still uses.
+    """
+    free = []
+    for instance in instances:
+        if not instance.away and (not reused or instance.claimable(stream)):
+            # An instance on the same stream needs no wait, so it comes first.
+            if instance.stream is stream and (not reused or instance.claim(stream)):
+                return instance
+            free.append(instance)
+    for instance in free:
+        # An idle instance of another stream needs no wait either.
+        if instance.program.idle and (not reused or instance.claim(stream)):
+            return instance
+    if grow is not None and (new := grow()) is not None:
+        free = [new]
+    # A new instance is left, or instances that the device still uses. The call then waits on the device.
+    for instance in sorted(free, key=attrgetter("number")):
+        if not reused or instance.claim(stream):
+            return instance
+    return None
 
 
 def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:

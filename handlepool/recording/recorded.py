@@ -6,9 +6,9 @@ import os
 import threading
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from handlepool._util.arguments import as_integer, at_least, flag
@@ -25,6 +25,7 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.first_call import name_of_call
 from handlepool.recording.guards import VALUE
+from handlepool.recording.hits import MISSED, Hit
 from handlepool.recording.keys import Call, NotRecorded, Reader
 from handlepool.recording.outputs import Results
 from handlepool.recording.program import Program
@@ -50,6 +51,8 @@ MOST_LACKED = 3
 """Recordings that may find too little memory, or too few side streams.
 
 After that such keys run eagerly."""
+MOST_TRIED = 4
+"""The most written-out calls that a call tries; the long way finds any other."""
 MANY_VALUES = 8
 """Keys that may differ in a value before a warning names it."""
 MOST_SEEN = 1024
@@ -100,8 +103,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._takes_out = _has_parameter(function, "out")
         self._reader: Reader | None = None
         self._variants: dict[tuple[Any, ...], list[Variant]] = {}
-        self._order: OrderedDict[Variant, None] = OrderedDict()
-        self._recent: Variant | None = None
+        self._order: dict[Variant, None] = {}
+        # Written-out calls of variants, by the shape of the first argument.
+        self._hits: dict[Any, tuple[Hit, ...]] = {}
         # The lock guards the two tables, which calls read without the lock. No function of the user runs under the lock.
         self._lock = threading.RLock()
         # The dictionary maps a pool to a mark of the call that records now. A single call records at a time, and no other call
@@ -121,10 +125,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
 
         A thread that the child lacks may have held the lock.
         """
-        abandon((self._variants, self._order, self._recent, self._executor, self._reader))
+        abandon((self._variants, self._order, self._hits, self._executor, self._reader))
         self._lock = threading.RLock()
-        self._variants, self._order, self._seen, self._under_way = {}, OrderedDict(), {}, {}
-        self._recent = self._executor = self._reader = None
+        self._variants, self._order, self._hits, self._seen, self._under_way = {}, {}, {}, {}, {}
+        self._executor = self._reader = None
 
     def __repr__(self) -> str:
         return f"<recorded function {self._options.name}, {len(self._order)} keys>"
@@ -143,6 +147,25 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         object
             The value of the function, in new arrays.
         """
+        if not kwargs:
+            try:
+                hits = self._hits.get(args[0].shape, ())  # type: ignore[attr-defined]
+            # There is no argument, or the first argument is no array.
+            except Exception:
+                hits = ()
+            for hit in hits:
+                try:
+                    found = hit(args)
+                # The user may have closed the program, which the long way finds.
+                except PoolClosedError:
+                    break
+                if found is not MISSED:
+                    self._unused = 0
+                    return found
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function the long way, which finds out why there is no hit."""
         out = kwargs.pop("out", None) if kwargs and not self._takes_out else None
         pool = current_pool()
         # A call inside a recording gives its own work, which becomes a part of that recording.
@@ -165,7 +188,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         except Exception as error:
             pool.status.diagnose(error)
             raise
-        # This loop is the hot path: it reads the table without the lock.
+        # The table is read without the lock.
         for variant in self._variants.get(call.key, ()):
             if variant.pool is pool and variant.takes(call):
                 guards = variant.guards
@@ -178,8 +201,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
 
     def _served(self, variant: Variant, call: Call, stream: object, args: object, kwargs: object, out: object) -> Any:
         """Call a program of a variant."""
-        if self._recent is not variant:
-            self._use(variant)
+        self._unused = 0
         grow = None
         if thread.region is None and not active:
             grow = functools.partial(self._grow, variant, args, kwargs, call)
@@ -187,7 +209,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         if instance is None:
             return self._plain(variant.pool, args, kwargs, out)
         try:
-            return variant.run(instance, call, out, ordered=bool(active))
+            found = variant.run(instance, call, out, ordered=bool(active))
+            if out is None and not kwargs:
+                self._keep_hit(variant, args)
+            return found
         except PoolClosedError:
             if variant.pool.status.closed or not instance.program.closed:
                 raise
@@ -283,15 +308,12 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         with self._lock:
             self._variants.setdefault(call.key, []).insert(0, variant)
             self._order[variant] = None
-            self._recent = variant
             self._unused += 1
             if variant.eager is None:
                 self._counts["recorded"] += 1
             dead = [each for each in self._order if each.pool.status.closed or each.pool.status.forked]
-            while len(self._order) > self._options.programs and not dead:
-                dead.append(next(iter(self._order)))
-                if len(self._order) - len(dead) <= self._options.programs:
-                    break
+            if len(self._order) > self._options.programs and not dead:
+                dead.append(min(self._order, key=attrgetter("last")))
         for each in dead:
             if each is not variant:
                 self._drop(each)
@@ -315,12 +337,17 @@ class RecordedFunction(Wrapper, Generic[P, R]):
 
     # The table
 
-    def _use(self, variant: Variant) -> None:
+    def _keep_hit(self, variant: Variant, args: Any) -> None:
+        """Let later calls of a variant take the written-out call."""
+        hit, shape = variant.hit(args), getattr(args[0], "shape", None) if args else None
+        if hit is None or hit in self._hits.get(shape, ()):
+            return
         with self._lock:
-            self._unused = 0
+            # Another thread may have dropped the variant meanwhile.
             if variant in self._order:
-                self._order.move_to_end(variant)
-                self._recent = variant
+                known = [each for each in self._hits.get(shape, ()) if each is not variant.kept]
+                self._hits[shape] = (hit, *known[: MOST_TRIED - 1])
+                variant.kept = hit
 
     def _drop(self, variant: Variant) -> None:
         """Forget a variant.
@@ -336,8 +363,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                 self._variants[variant.key] = known
             else:
                 self._variants.pop(variant.key, None)
-            if self._recent is variant:
-                self._recent = None
+            if variant.kept is not None:
+                left = {shape: tuple([each for each in hits if each is not variant.kept]) for shape, hits in self._hits.items()}
+                self._hits = {shape: hits for shape, hits in left.items() if hits}
 
     def _count_statics(self, call: Call) -> None:
         """Warn if many keys differ in a single plain value."""

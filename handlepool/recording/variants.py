@@ -6,7 +6,6 @@ The programs are for the weights and values that the function reached.
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any
 
 from handlepool._util.reachable import leaves
@@ -20,7 +19,8 @@ from handlepool.pool.stream import StreamReference
 from handlepool.recording.capture import Recording
 from handlepool.recording.first_call import FirstCall
 from handlepool.recording.guards import Guards, TooMany
-from handlepool.recording.instances import Instance, own_inputs, written_places
+from handlepool.recording.hits import Hit, hit
+from handlepool.recording.instances import Instance, lease, own_inputs, submitted, written_places
 from handlepool.recording.keys import Call, rebuilt_call
 from handlepool.recording.prepared import bounds
 from handlepool.recording.program import Program
@@ -99,6 +99,8 @@ class Variant:
         Guards of the values, or None if the function runs eagerly.
     lanes : int or None
         Number of lanes on which further instances are recorded.
+    kept : callable or None
+        The written-out call that the recorded function tries.
     """
 
     def __init__(self, options: Options, pool: PoolInternals, call: Call) -> None:
@@ -108,6 +110,7 @@ class Variant:
         self.lacking: str | None = None
         self.instances: list[Instance] = []
         self.guards: Guards | None = None
+        self.kept: Hit | None = None
         self.lanes = options.lanes
         self._options = options
         self._held = [_reference(each) for each in call.held]
@@ -116,6 +119,10 @@ class Variant:
         self._memory: Memory | None = None
         self._changed: list[bool | None] = []
         self._reached: list[int] = []
+        self._related = call.related
+        self._written = False
+        self._hit: Hit | None = None
+        self._number = next(submitted)
 
     # Whether it is for a call
 
@@ -146,25 +153,25 @@ class Variant:
 
         ``grow`` captures a further instance, if a capture is possible now.
         """
-        reused = self._options.reused
-        free = []
-        for instance in self.instances:
-            if not instance.away and (not reused or instance.claimable(stream)):
-                # An instance on the same stream needs no wait, so it comes first.
-                if instance.stream is stream and (not reused or instance.claim(stream)):
-                    return instance
-                free.append(instance)
-        for instance in free:
-            # An idle instance of another stream needs no wait either.
-            if instance.program.idle and (not reused or instance.claim(stream)):
-                return instance
-        if grow is not None and len(self.instances) < self._limit and (new := grow()) is not None:
-            free = [new]
-        # A new instance is left, or instances that the device still uses. The call then waits on the device.
-        for instance in sorted(free, key=attrgetter("number")):
-            if not reused or instance.claim(stream):
-                return instance
-        return None
+        return lease(self.instances, stream, self._options.reused, grow if len(self.instances) < self._limit else None)
+
+    def hit(self, args: tuple[Any, ...]) -> Hit | None:
+        """Return the written-out call for such arguments, if there is any.
+
+        None also where arguments share memory, are tensors or are read in place.
+        """
+        options, guards = self._options, self.guards
+        if not self._written and guards is not None:
+            self._written = True
+            if self.instances[0].run is not None and not self._related and not options.in_place:
+                values = self.key[0], self._reached, self.instances, self._limit, guards.holds, options.reused
+                self._hit = hit(self.pool, args, *values)
+        return self._hit
+
+    @property
+    def last(self) -> int:
+        """Return the number of its last call, in order of submission."""
+        return max([self._number, *[each.number for each in self.instances]])
 
     def run(self, instance: Instance, call: Call, out: object, *, ordered: bool) -> Any:
         """Enqueue a call on an instance.
@@ -274,6 +281,7 @@ class Variant:
         except Exception:
             # The existing instances stay in use, and no further capture is tried.
             self._limit = len(self.instances)
+            self._written = False
             return None
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> tuple[list[Any], Arguments]:
@@ -323,7 +331,8 @@ class Variant:
             instance = Instance(driver, program, inputs, outputs, returned, written, reused=options.reused)
             known = [each for each in (*memory.reads, *memory.writes) if not isinstance(each, Token)]
             mine = Ranges([*recording.own, *[each[:2] for each in pieces_of(driver, inputs)]])
-            self._reached = bounds([*pieces, *[each for each in known if not mine.have(each)]])
+            # The written-out call reads the same list.
+            self._reached[:] = bounds([*pieces, *[each for each in known if not mine.have(each)]])
             self._memory = memory
             self.guards = guards
             return instance
