@@ -39,8 +39,8 @@ BOUNDS = {
     "fork, 4 conv2d, join": (270, 150),
     "fork, 4 Python functions, join": (545, 805),
     "map of a graph function over 4": (144, 54),
-    "call of a program": (15, 4),
-    "call of a recorded function": (21, 6),
+    "call of a program": (17, 4),
+    "call of a recorded function": (24, 6),
     "replay": (4, 2),
     "2 items of a spread": (84, 46),
 }
@@ -56,7 +56,7 @@ CUDA_BOUNDS = {
     "fork, 4 conv2d, join": (190, 150),
     "fork, 4 Python functions, join": (560, 805),
     "map of a graph function over 4": (65, 54),
-    "call of a program": (16, 4),
+    "call of a program": (12, 6),
     "call of a recorded function": (23, 8),
     "replay": (4, 2),
     "2 items of a spread": (80, 46),
@@ -186,6 +186,7 @@ def count_cuda() -> dict[str, tuple[int, int]]:
     from harness.no_gpu import NoGpuDriver, World
 
     from handlepool.drivers.cuda import fast_launch as shortcuts
+    from handlepool.drivers.cuda import prepared
 
     def nothing(*_):
         pass
@@ -215,10 +216,12 @@ def count_cuda() -> dict[str, tuple[int, int]]:
             return graph
 
         def recording_memory(self):
-            return SimpleNamespace(allocator=None, nbytes=0, holds=lambda _: False, release=lambda: True, on_allocate=nothing)
+            return SimpleNamespace(allocator=None, nbytes=0, holds=lambda _: True, release=lambda: True, on_allocate=nothing)
 
     with World(driver=Recording()) as world, as_default(world.pool), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shortcuts, "cupy", SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc)))
+        for module in (shortcuts, prepared):
+            patch.setattr(module, "cupy", SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc)))
+        patch.setattr(prepared, "runtime", SimpleNamespace(memcpyAsync=nothing, memcpyDefault=4))
         x, w = (world.array(*shape) for shape in SHAPES)
         program = handlepool.record(world.states.map, conv, [x] * 4, [w] * 4, pool=world.pool)
         found = count_recorded(world.pool, x, w, program)

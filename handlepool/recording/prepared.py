@@ -8,58 +8,15 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
+from handlepool.drivers.prepared import Copies, Run
 from handlepool.drivers.protocol import Driver
 from handlepool.recording.outputs import UNCHANGED, steps_without_gaps
-from handlepool.tensors.graph_types import DeviceArray
-from handlepool.tensors.layout import Piece, one_run
+from handlepool.tensors.layout import Piece
 
 
-def prepared(
-    driver: Driver, inputs: Sequence[Any], outputs: Sequence[Any], back: Sequence[int] = ()
-) -> Callable[[Sequence[Any], int, Callable[[], object]], Sequence[Any]]:
-    """Return a function that enqueues a program's call on a stream, which is current.
-
-    The function is ``run(arrays, pointer, launch)``. Its arrays have the layouts of the inputs. It returns copies of the outputs.
-
-    Parameters
-    ----------
-    driver : Driver
-    inputs : sequence of array
-        The program's own input arrays, which a call writes.
-    outputs : sequence of array
-        The program's own output arrays, each once.
-    back : sequence of int
-        Places of inputs that are copied back into the caller's arrays.
-    """
-    bring = [(each, _copy(driver, each, each.strides)) for each in inputs]
-    lies = [(each.shape, steps_without_gaps(each), each.dtype) for each in outputs]
-    allocate, relaxed = driver.empties(lies), driver.relaxed
-    take = [(each, _copy(driver, each, lie[1])) for each, lie in zip(outputs, lies, strict=True)]
-    returned = [(place, inputs[place], bring[place][1]) for place in back]
-
-    def run(arrays: Sequence[Any], pointer: int, launch: Callable[[], object]) -> Sequence[Any]:
-        with relaxed():
-            made = allocate()
-        # The stream keeps this order: the inputs are copied before the launch, and the outputs after the launch.
-        for array, (target, copy) in zip(arrays, bring, strict=True):
-            copy(target, array, pointer)
-        launch()
-        for result, (output, copy) in zip(made, take, strict=True):
-            copy(result, output, pointer)
-        for place, target, copy in returned:
-            copy(arrays[place], target, pointer)
-        return made
-
-    return run
-
-
-def _copy(driver: Driver, array: DeviceArray, strides: tuple[int, ...]) -> Callable[[Any, Any, int], None]:
-    """Return a function that copies between arrays of the given strides."""
-    if not array.size:
-        return lambda target, source, pointer: None
-    if one_run(array.shape, array.strides, strides, array.dtype.itemsize):
-        return driver.copy_run
-    return lambda target, source, pointer: driver.copy(target, source)
+def prepared(driver: Driver, inputs: Sequence[Any], outputs: Sequence[Any], back: Sequence[int] = ()) -> Run:
+    """Return a function that enqueues a call of the program with these arrays."""
+    return driver.prepared(Copies(inputs, outputs, [steps_without_gaps(each) for each in outputs], back))
 
 
 def bounds(pieces: Sequence[Piece]) -> list[int]:

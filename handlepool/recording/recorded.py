@@ -103,8 +103,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._takes_out = _has_parameter(function, "out")
         self._reader: Reader | None = None
         self._variants: dict[tuple[Any, ...], list[Variant]] = {}
-        self._order: dict[Variant, None] = {}
-        # Written-out calls of variants, by the shape of the first argument.
+        # Each variant with its written-out call, where calls try it.
+        self._order: dict[Variant, Hit | None] = {}
+        # Written-out calls, by the shape of the first argument.
         self._hits: dict[Any, tuple[Hit, ...]] = {}
         # The lock guards the two tables, which calls read without the lock. No function of the user runs under the lock.
         self._lock = threading.RLock()
@@ -345,9 +346,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         with self._lock:
             # Another thread may have dropped the variant meanwhile.
             if variant in self._order:
-                known = [each for each in self._hits.get(shape, ()) if each is not variant.kept]
+                known = [each for each in self._hits.get(shape, ()) if each is not self._order[variant]]
                 self._hits[shape] = (hit, *known[: MOST_TRIED - 1])
-                variant.kept = hit
+                self._order[variant] = hit
 
     def _drop(self, variant: Variant) -> None:
         """Forget a variant.
@@ -355,16 +356,17 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         Its programs end with their last call, when the device has passed that call.
         """
         with self._lock:
-            if self._order.pop(variant, self) is self:
+            if variant not in self._order:
                 return
+            hit = self._order.pop(variant)
             self._counts["closed"] += 1
             known = [each for each in self._variants.get(variant.key, ()) if each is not variant]
             if known:
                 self._variants[variant.key] = known
             else:
                 self._variants.pop(variant.key, None)
-            if variant.kept is not None:
-                left = {shape: tuple([each for each in hits if each is not variant.kept]) for shape, hits in self._hits.items()}
+            if hit is not None:
+                left = {shape: tuple([each for each in hits if each is not hit]) for shape, hits in self._hits.items()}
                 self._hits = {shape: hits for shape, hits in left.items() if hits}
 
     def _count_statics(self, call: Call) -> None:

@@ -99,8 +99,6 @@ class Variant:
         Guards of the values, or None if the function runs eagerly.
     lanes : int or None
         Number of lanes on which further instances are recorded.
-    kept : callable or None
-        The written-out call that the recorded function tries.
     """
 
     def __init__(self, options: Options, pool: PoolInternals, call: Call) -> None:
@@ -110,7 +108,6 @@ class Variant:
         self.lacking: str | None = None
         self.instances: list[Instance] = []
         self.guards: Guards | None = None
-        self.kept: Hit | None = None
         self.lanes = options.lanes
         self._options = options
         self._held = [_reference(each) for each in call.held]

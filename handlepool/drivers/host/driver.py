@@ -36,6 +36,7 @@ from handlepool.drivers.host.sums import HostSums
 from handlepool.drivers.host.testing import Controls
 from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.operands import check_operands, operand_name
+from handlepool.drivers.prepared import Copies, Run, prepared
 from handlepool.drivers.protocol import BeforeUntracked, Bring, ReadHost
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError, GraphNotSupportedError
@@ -441,9 +442,9 @@ class HostDriver(Controls):
         self._note("empty")
         return self._memory.empty(shape, strides, check_type(np.dtype(dtype)))
 
-    def empties(self, lies: Sequence[tuple[Sequence[int], Sequence[int], np.dtype[Any]]]) -> Callable[[], list[HostArray]]:
-        self._note("empties")
-        return lambda: [self.empty(*lie) for lie in lies]
+    def prepared(self, copies: Copies) -> Run:
+        self._note("prepared")
+        return prepared(self, copies)
 
     def asarray(self, values: Any) -> HostArray:
         """Return a copy on the current device, in the same layout.
