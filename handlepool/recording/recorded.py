@@ -303,6 +303,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         if variant.lacking is not None:
             self._lacked += 1
             if self._lacked <= MOST_LACKED:
+                self._counts["eager"] += 1
                 return value
             variant.eager = variant.lacking
         # The tables change together under the lock. Variants are dropped after the lock is released.
@@ -310,8 +311,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             self._variants.setdefault(call.key, []).insert(0, variant)
             self._order[variant] = None
             self._unused += 1
-            if variant.eager is None:
-                self._counts["recorded"] += 1
+            self._counts["recorded" if variant.eager is None else "eager"] += 1
             dead = [each for each in self._order if each.pool.status.closed or each.pool.status.forked]
             if len(self._order) > self._options.programs and not dead:
                 dead.append(min(self._order, key=attrgetter("last")))
