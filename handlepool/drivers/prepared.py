@@ -5,8 +5,11 @@ from typing import Any, NamedTuple
 
 from handlepool.tensors.layout import one_run
 
-Run = Callable[[Sequence[Any], int, Callable[[], object]], Sequence[Any]]
-"""Enqueue a call on the current stream: arrays, the stream's pointer, and the launch. It returns new arrays."""
+Run = Callable[..., Sequence[Any]]
+"""Enqueue a call: ``run(arrays, pointer, launch, begin=None)``.
+
+The pointer is of the stream. It is the current stream where a copy is no single run of bytes. ``begin`` is called after the
+allocations and before the first copy. The value are new arrays, of the current stream's memory."""
 
 
 class Copies(NamedTuple):
@@ -46,10 +49,14 @@ def prepared(driver: Any, copies: Copies) -> Run:
         elif target.size:
             driver.copy(target, source)
 
-    def run(arrays: Sequence[Any], pointer: int, launch: Callable[[], object]) -> Sequence[Any]:
+    def run(
+        arrays: Sequence[Any], pointer: int, launch: Callable[[], object], begin: Callable[[], object] | None = None
+    ) -> Sequence[Any]:
         # All allocations come first, so that a failure leaves the program unchanged.
         with driver.relaxed():
             made = [driver.empty(each.shape, steps, each.dtype) for each, steps in zip(copies.outputs, copies.steps, strict=True)]
+        if begin is not None:
+            begin()
         # The stream keeps this order: the inputs are copied before the launch, and the outputs after the launch.
         for target, array, whole in zip(copies.inputs, arrays, bring, strict=True):
             copy(target, array, whole, pointer)

@@ -12,7 +12,8 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.recording.instances import Instance, lease, submitted
 from handlepool.recording.matching import compared, made, meets
 
-Hit = Callable[[tuple[Any, ...]], Any]
+Hit = Callable[..., Any]
+"""A function of the arguments, and optionally of a stream and of a function that is called before the first copy."""
 
 MISSED: Any = object()
 """The value of a hit for other arguments, or at another moment.
@@ -22,7 +23,7 @@ _PLAIN = (bool, int, str, bytes, type(None))
 """Types whose values equality tells apart, within a type."""
 
 _HIT = """\
-def hit(args):
+def hit(args, stream=None, begin=None):
     try:
         {names}, = args
         if {differ}:
@@ -33,7 +34,8 @@ def hit(args):
     # The long way serves calls in forks and recordings, and on streams that are being captured.
     if active or recordings or status.unusable or current_pool() is not pool{meet}:
         return MISSED
-    stream = current_stream()
+    if stream is None:
+        stream = current_stream(){elsewhere}
     pointer = stream.ptr
     if pointer and is_capturing(pointer) or not holds():
         return MISSED
@@ -102,13 +104,15 @@ def hit(
         begins, ends = (", ".join(f"{end}{name}" for name in arrays) for end in "be")
         meet.append(f"overlap(({begins}), ({ends}))")
     given = f"({', '.join(arrays)},)" if plain else "args"
-    turn = f"instance.program._turn(instance.run, {given}, stream)"
+    turn = f"instance.program._turn(instance.run, {given}, stream, begin)"
     text = _HIT.format(
         names=", ".join(named),
         differ=" or ".join(differ),
         read="; ".join(read),
         meet="".join(f" or {each}" for each in meet),
         claim=" and instance.claim(stream)" if reused else "",
+        # A copy of an array with gaps runs on the current stream, and so does the use of outputs that a stream keeps.
+        elsewhere="" if instances[0].direct and not reused else "\n    else:\n        return MISSED",
         limit=limit,
         reused=reused,
         build=f"{turn}[0]" if instances[0].single else f"instance.built({turn}, {given})",

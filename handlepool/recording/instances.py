@@ -22,7 +22,7 @@ from handlepool.pool.context import ThreadToken, thread
 from handlepool.recording.capture import Recording
 from handlepool.recording.keys import elements_of
 from handlepool.recording.outputs import Results
-from handlepool.recording.prepared import builder, prepared
+from handlepool.recording.prepared import builder, copies_of
 from handlepool.recording.program import Program
 from handlepool.recording.returned import Returned
 from handlepool.recording.sharing import ALIGNED, groups
@@ -66,6 +66,8 @@ class Instance:
         Enqueues a prepared call. None where tensors are among the arrays.
     single : bool
         Whether a call returns its only new array.
+    direct : bool
+        Whether a prepared call may run on a stream that is not current.
     """
 
     __slots__ = (
@@ -79,6 +81,7 @@ class Instance:
         "_reused",
         "_written",
         "away",
+        "direct",
         "number",
         "program",
         "run",
@@ -113,8 +116,10 @@ class Instance:
         self._elements = elements_of(driver, inputs)
         self.single = not reused and len(returned.own) == 1 and outputs is returned.own[0]
         self.run: Callable[..., Any] | None = None
+        self.direct = False
         if not any(map(is_tensor, [*inputs, *returned.own])):
-            self.run = prepared(driver, inputs, [] if reused else returned.own, written)
+            copies = copies_of(inputs, [] if reused else returned.own, written)
+            self.run, self.direct = driver.prepared(copies), all([*map(all, copies.runs())])
 
     def claimable(self, stream: object) -> bool:
         """Return whether its outputs are free for this thread and stream.
@@ -132,6 +137,10 @@ class Instance:
                 return False
             self._keeper = thread.token, stream
             return True
+
+    def move(self, stream: object) -> None:
+        """Prefer the instance for calls on another stream."""
+        self.number, self.stream = next(submitted), stream
 
     def tune(self, lanes: Iterable[int], goal: str, seconds: float) -> LanesTuning:
         """Measure the lanes, as `Program.tune` does.
@@ -161,7 +170,7 @@ class Instance:
         """Return a call's value, of its new arrays and its arguments' arrays."""
         return self._build([*(self._own if self._reused else made), *arrays])
 
-    def _run(self, results: Results, arrays: list[Any], pointer: int, launch: Callable[[], object]) -> Any:
+    def _run(self, results: Results, arrays: list[Any], pointer: int, launch: Callable[[], object], begin: None) -> Any:
         driver = self._driver
         elements = elements_of(driver, arrays)
         # The inputs are copied in before the launch, and the arguments that are written are copied back after it.

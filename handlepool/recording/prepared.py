@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from handlepool.drivers.prepared import Copies, Run
+from handlepool.drivers.prepared import Copies
 from handlepool.drivers.protocol import Driver
 from handlepool.recording.outputs import UNCHANGED, steps_without_gaps
 from handlepool.tensors.layout import Piece
 
 
-def prepared(driver: Driver, inputs: Sequence[Any], outputs: Sequence[Any], back: Sequence[int] = ()) -> Run:
-    """Return a function that enqueues a call of the program with these arrays."""
-    return driver.prepared(Copies(inputs, outputs, [steps_without_gaps(each) for each in outputs], back))
+def copies_of(inputs: Sequence[Any], outputs: Sequence[Any], back: Sequence[int] = ()) -> Copies:
+    """Return the copies of a call of the program with these arrays."""
+    return Copies(inputs, outputs, [steps_without_gaps(each) for each in outputs], back)
 
 
 def bounds(pieces: Sequence[Piece]) -> list[int]:

@@ -29,7 +29,7 @@ from handlepool.recording import timing
 from handlepool.recording.matching import matcher
 from handlepool.recording.outputs import Results
 from handlepool.recording.owner import OWNERS, Owned
-from handlepool.recording.prepared import arrays_once, bounds, builder, prepared
+from handlepool.recording.prepared import arrays_once, bounds, builder, copies_of
 from handlepool.recording.schedule import Arrangement
 from handlepool.recording.tensors import in_order
 from handlepool.recording.update import Copy, Inputs, copy_all, piece_of
@@ -345,10 +345,10 @@ class Program(Owned):
                 return built(self._turn(run, args, self._current_stream()))
         return self._use("called", self._call, args, out, kwargs)
 
-    def _turn(self, run: Callable[..., T], arrays: Sequence[Any], stream: object) -> T:
-        """Use the program once on the current stream; return the value.
+    def _turn(self, run: Callable[..., T], arrays: Sequence[Any], stream: object, begin: object = None) -> T:
+        """Use the program once on a stream; return the value.
 
-        The use is ``run(arrays, pointer, launch)``. It is for prepared calls, which have checked the arrays.
+        The use is ``run(arrays, pointer, launch, begin)``. It is for prepared calls, which have checked the arrays.
         """
         lock = self._lock
         try:
@@ -361,18 +361,18 @@ class Program(Owned):
                     self._busy = "called"
                     # A closed program has no last stream, and `_follow` refuses it.
                     if stream is not self._last or recordings or not (self._bound or self._current_device() == self.device):
-                        self._follow(None)
+                        self._follow(stream)
                     # The owner is set for the same reason as in `_call`.
                     self._user = thread.token
                     pointer = self._pointer
                     if pointer and self._is_capturing(pointer):
                         raise capturing(pointer)
                     if self._last is not None and not self._lent:
-                        return run(arrays, pointer, self._launch)
+                        return run(arrays, pointer, self._launch, begin)
                     # From here this is `_enqueue`, without its call.
                     self._unmarked = True
                     try:
-                        return run(arrays, pointer, self._launch)
+                        return run(arrays, pointer, self._launch, begin)
                     finally:
                         self._mark()
                 finally:
@@ -428,7 +428,7 @@ class Program(Owned):
             # On a machine with a single device the check of the device is skipped.
             device = self.device if driver.device_count() > 1 else None
             match = matcher(driver, inputs, device, bounds([piece_of(driver, each) for each in inputs]))
-            self._prepared = match, prepared(driver, inputs, [*outputs.values()]), built
+            self._prepared = match, driver.prepared(copies_of(inputs, [*outputs.values()])), built
 
     def _beside_torch(self, copies: Sequence[Copy], step: Callable[[], object]) -> Callable[[], object]:
         """Order a step that copies tensors with torch's current stream.

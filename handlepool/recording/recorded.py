@@ -29,11 +29,13 @@ from handlepool.recording.hits import MISSED, Hit
 from handlepool.recording.keys import Call, NotRecorded, Reader
 from handlepool.recording.outputs import Results
 from handlepool.recording.program import Program
+from handlepool.recording.requests import request, takes
 from handlepool.recording.tuning import LanesTuning
 from handlepool.recording.update import copy_all
 from handlepool.recording.variants import Options, Variant
 from handlepool.regions.executor import ParallelStateExecutor
-from handlepool.regions.future import StreamFuture
+from handlepool.regions.future import StreamFuture, Task
+from handlepool.regions.requests import Requests
 from handlepool.tensors.layout import ArraySpec
 
 _made: "weakref.WeakSet[RecordedFunction[..., Any]]" = weakref.WeakSet()
@@ -53,6 +55,8 @@ MOST_LACKED = 3
 After that such keys run eagerly."""
 MOST_TRIED = 4
 """The most written-out calls that a call tries; the long way finds any other."""
+MOST_PENDING = 256
+"""The most calls by `submit` that the GPU has not passed. A further call waits for the oldest."""
 MANY_VALUES = 8
 """Keys that may differ in a value before a warning names it."""
 MOST_SEEN = 1024
@@ -495,30 +499,73 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             self.tune()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> StreamFuture[R]:
-        """Call the function in another thread.
+        """Call the function on a stream of its own.
 
-        The call's work comes after the current stream's work so far.
+        The call comes after the current stream's work so far. It also comes after earlier calls by `submit` of the same client, a
+        thread or a task of asyncio. Calls of several clients overlap on up to ``instances`` streams.
 
-        Arguments that have no program yet are recorded first, by a call in this thread.
+        Arguments that have no program yet are recorded first, by a call in this thread. Up to 256 calls are pending on the GPU. A
+        further call waits for the oldest.
 
         Parameters
         ----------
         *args, **kwargs
-            As in a call.
+            As in a call. Arrays of NumPy are copied to the device through page-locked memory, and then the results are arrays of
+            NumPy too. `ParallelStateExecutor` has options for both.
 
         Returns
         -------
         StreamFuture
-            A future that can be awaited. Its ``result`` is ready on the current stream.
+            A future that can be awaited. Its ``result`` is ready on the current stream, or on the host.
         """
         executor = self._executor
         if executor is None:
             # Another thread may have made the executor meanwhile, so the lock guards a second look.
             with self._lock:
                 executor = self._executor = self._executor or ParallelStateExecutor(
-                    self._options.instances, thread_name_prefix=self._options.name
+                    self._options.instances, max_pending=MOST_PENDING, thread_name_prefix=self._options.name
                 )
         return executor.submit(self, *args, **kwargs)
+
+    def _known(self, args: tuple[Any, ...], stream: Any, begin: Callable[[], None]) -> Any:
+        """Enqueue a known call on a stream, or return `MISSED`.
+
+        ``begin`` is called once results are allocated, before the call's first copy.
+        """
+        shape = getattr(args[0], "shape", None) if args else None
+        for attempt in range(2):
+            try:
+                for hit in self._hits.get(shape, ()):
+                    found = hit(args, stream, begin)
+                    if found is not MISSED:
+                        self._unused = 0
+                        return found
+            # The user may have closed the program, which the long way finds.
+            except PoolClosedError:
+                break
+            if attempt or not self._widen(args, stream):
+                break
+        return MISSED
+
+    def _widen(self, args: tuple[Any, ...], stream: Any) -> bool:
+        """Capture a further instance for a stream, and return whether a known call is worth another try."""
+        reader, pool = self._reader, current_pool()
+        if reader is None or reader.driver is not pool.driver or active:
+            return False
+        call = reader.read(args, {})
+        for variant in self._variants.get(call.key, ()):
+            if variant.pool is pool and variant.takes(call) and variant.guards is not None and variant.guards.holds():
+                made = self._grow(variant, args, {}, call) if variant.growable(stream) else None
+                if made is not None:
+                    made.move(stream)
+                self._keep_hit(variant, args)
+                return made is not None or not variant.growable(stream)
+        return False
+
+    def _request(
+        self, pool: PoolInternals, requests: Requests, task: Callable[[], Task], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StreamFuture[R] | None:
+        return request(self, pool, requests, task(), args, kwargs) if takes(pool.driver, args, kwargs) else None
 
     def _at_once(self, args: Any, kwargs: Any) -> list[Any]:
         """Record such arguments and return the call's value in a list.

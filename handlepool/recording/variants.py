@@ -152,6 +152,10 @@ class Variant:
         """
         return lease(self.instances, stream, self._options.reused, grow if len(self.instances) < self._limit else None)
 
+    def growable(self, stream: object) -> bool:
+        """Return whether a stream lacks an instance of its own, and may have one."""
+        return len(self.instances) < self._limit and all(each.stream is not stream for each in self.instances)
+
     def hit(self, args: tuple[Any, ...]) -> Hit | None:
         """Return the written-out call for such arguments, if there is any.
 

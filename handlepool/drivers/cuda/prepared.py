@@ -17,7 +17,7 @@ from handlepool.drivers.cuda.fast_launch import BLOCK, MOST_TOGETHER, reach
 from handlepool.drivers.prepared import Copies, Run
 
 _TEXT = """\
-def run(arrays, pointer, launch):
+def run(arrays, pointer, launch, begin=None):
     {arrays}
     mode = c_int({relaxed})
     if status := exchange(byref(mode)):
@@ -29,6 +29,8 @@ def run(arrays, pointer, launch):
     finally:
         if status := exchange(byref(mode)):
             check(status)
+    if begin is not None:
+        begin()
     {copies}
     return ({made})
 """
