@@ -14,11 +14,11 @@ from typing import Any
 
 from network_figures import EAGER, JAX, ONE_LANE, TUNED, Networks, gathered
 
-BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- figures: ([a-z_-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NAMES = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory")
 NETWORKS = {"networks": "networks", "networks-short": "networks", "networks-jax": "networks_jax"}
 """Blocks of networks, and the script of each; of a script there may be several files."""
-SEVERAL_GPUS = ("serving", "sizing")
+SEVERAL_GPUS = ("device_serving", "sizing")
 """Files that a folder has where several GPUs were used; ``devices*.json`` beside them."""
 ONE_DEVICE = "one device, recorded"
 SHORT = (ONE_LANE, TUNED, "torch graph", "Inductor", JAX)
@@ -197,9 +197,9 @@ def devices(every: Results) -> str:
     return text + "\n" + conditions(last)
 
 
-def serving(every: Results) -> str:
+def device_serving(every: Results) -> str:
     """Return requests a second and latencies."""
-    results = every["serving"]
+    results = every["device_serving"]
     rows = [
         (name, *spread(each["requests_a_second"], 0), f"{each['p50']:,.0f}", f"{each['p99']:,.0f}")
         for name, each in results["served"].items()
@@ -230,7 +230,7 @@ WRITERS: dict[str, Callable[[Results], str]] = {
     "wrong": wrong,
     "memory": memory,
     "devices": devices,
-    "serving": serving,
+    "device_serving": device_serving,
     "sizing": sizing,
     "networks": lambda every: networks(every["networks"]),
     "networks-jax": lambda every: networks(every["networks_jax"]),

@@ -69,7 +69,7 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SCRIPTS, *NETWORKS, "devices", "recorded_host", "serving", "sizing"])
+@pytest.mark.parametrize("name", [*SCRIPTS, *NETWORKS, "devices", "recorded_host", "device_serving", "serving", "sizing"])
 def test_a_script_runs_without_a_gpu_and_writes_what_it_found(name, written):
     _, results = written(name)
     assert results["benchmark"] == name
@@ -223,7 +223,7 @@ def test_a_process_that_ends_is_named(module):
 
 
 def test_a_client_that_fails_is_named(module, make_pool, make_default):
-    serving, pool = module("serving"), make_pool()
+    serving, pool = module("device_serving"), make_pool()
     make_default(pool)
     options = SimpleNamespace(network="ensemble", side=9, thin=32, dtype="float32", threads=2)
     server = serving.Server(pool.driver, [0, 1], options)
@@ -240,19 +240,19 @@ def test_a_client_that_fails_is_named(module, make_pool, make_default):
 
 @pytest.mark.slow
 def test_all_devices_goes_on_after_a_part_that_is_cut_off(tmp_path):
-    done = run("all_devices", tmp_path, "--only", "sizing", "serving", "--quick", "--driver", "host", "--limit", "9.5")
+    done = run("all_devices", tmp_path, "--only", "sizing", "device_serving", "--quick", "--driver", "host", "--limit", "9.5")
     assert done.returncode == 1
     assert "sizing: cut off after" in done.stdout
-    assert any(line.split() == ["serving", "not", "begun", "0"] for line in done.stdout.splitlines())
+    assert any(line.split() == ["device_serving", "not", "begun", "0"] for line in done.stdout.splitlines())
     assert "sizing.py" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.slow
 def test_all_devices_writes_what_its_parts_found(tmp_path):
-    done = run("all_devices", tmp_path, "--only", "serving", "--quick", "--driver", "host")
+    done = run("all_devices", tmp_path, "--only", "device_serving", "--quick", "--driver", "host")
     assert done.returncode == 0, done.stdout
     assert "a process for each device" in done.stdout
-    assert json.loads((tmp_path / "serving.json").read_text())["served"]
+    assert json.loads((tmp_path / "device_serving.json").read_text())["served"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
