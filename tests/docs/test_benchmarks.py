@@ -275,12 +275,12 @@ def test_handles_of_each_device_are_as_many_as_the_formula_says(written):
 @pytest.mark.slow
 def test_figures_of_several_gpus_fill_a_page_by_themselves(written, tmp_path):
     folder = written("devices")[0].parent
-    for name in ("serving", "sizing"):
+    for name in ("device_serving", "sizing"):
         written(name)
     page = tmp_path / "page.md"
-    page.write_text("".join(f"<!-- figures: {name} -->\n<!-- end -->\n" for name in ("devices", "serving", "sizing")))
+    page.write_text("".join(f"<!-- figures: {name} -->\n<!-- end -->\n" for name in ("devices", "device_serving", "sizing")))
     shutil.copy(folder / "devices.json", tmp_path)
-    refused(run("tables", tmp_path, page, "--check"), "serving.json")
+    refused(run("tables", tmp_path, page, "--check"), "device_serving.json")
     assert run("tables", folder, page).returncode == 0
     text = page.read_text(encoding="utf-8")
     assert "| 2 devices, times the items of one | 0.2 ms" in text

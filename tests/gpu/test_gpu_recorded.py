@@ -78,8 +78,10 @@ def test_g19_threads_and_geometries_give_the_plain_functions_values_and_memory_i
     sizes = [(h, w) for h in (6, 8, 10, 12) for w in (5, 7, 9, 11, 13)]
     inputs = {(size, value): image(*size, value) for size in sizes for value in range(4)}
     right = {key: network(x) for key, x in inputs.items()}
+    for size in sizes:
+        recorded(inputs[size, 0])
     stream.synchronize()
-    taken = []
+    one_each = recorded.stats().nbytes
 
     def work(number):
         rng = np.random.default_rng(number)
@@ -91,8 +93,8 @@ def test_g19_threads_and_geometries_give_the_plain_functions_values_and_memory_i
     for turn in range(4):
         in_threads(THREADS, work)
         cupy.cuda.Device().synchronize()
-        taken.append(recorded.stats().nbytes)
-        assert turn < 2 or taken[-1] == taken[-2]
+        # A further instance comes only when two calls meet, so their number grows for a while, up to `instances`.
+        assert recorded.stats().nbytes <= 4 * one_each, turn
     stats = recorded.stats()
     assert stats.keys == 20
     assert stats.eager < THREADS * CALLS
