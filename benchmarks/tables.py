@@ -208,6 +208,20 @@ def device_serving(every: Results) -> str:
     return table((head, "requests a second", "quartiles", "p50, µs", "p99, µs"), rows) + "\n" + conditions(results)
 
 
+def serving(every: Results) -> str:
+    """Return throughput and latencies of many clients of one process, by setting."""
+    results = every["serving"]
+    text = ""
+    for setting, ways in results["served"].items():
+        rows = []
+        for name, each in ways.items():
+            more = [f"{each['mib']:,.0f}", "" if each["gpu_percent"] is None else f"{each['gpu_percent']:.0f}"]
+            rows.append((name, *spread(each["requests_a_second"], 0), f"{each['p50']:,.0f}", f"{each['p99']:,.0f}", *more))
+        text += table((setting, "requests a second", "quartiles", "p50, µs", "p99, µs", "MiB", "GPU, %"), rows) + "\n"
+    left = "".join(f"- {line}\n" for line in results["not_timed"])
+    return f"{text}Not timed:\n\n{left}\n{conditions(results)}"
+
+
 def sizing(every: Results) -> str:
     """Return handles and memory of each device beside the formulas."""
     results = every["sizing"]
@@ -231,6 +245,7 @@ WRITERS: dict[str, Callable[[Results], str]] = {
     "memory": memory,
     "devices": devices,
     "device_serving": device_serving,
+    "serving": serving,
     "sizing": sizing,
     "networks": lambda every: networks(every["networks"]),
     "networks-jax": lambda every: networks(every["networks_jax"]),
@@ -258,7 +273,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page would change")
     options = parser.parse_args()
     asked = {name for page in options.pages for _, name, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}
-    others = (*SEVERAL_GPUS, "devices")
+    others = (*SEVERAL_GPUS, "devices", "serving")
     wanted = NAMES if asked - {*others} else ()
     paths = {name: options.folder / f"{name}.json" for name in (*wanted, *(name for name in others if name in asked))}
     every: Results = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
