@@ -42,6 +42,8 @@ PATIENCE = 300
 BOUNDS = {"one": (1 / 1.15, 1 / 1.05), "eight": (1.0, 1 / 1.2)}
 """The most of the throughput of torch's CUDA graph, and of the best peer, over ours."""
 LOADS = (0.5, 0.8)
+WARM_UP = 8
+"""Samples' lengths that each way runs before the first sample."""
 
 
 class Clients:
@@ -179,10 +181,9 @@ class Use:
 
 def ways_of(torch: Any, options: Any, threads: int, models: str) -> dict[str, Callable[[Model, Any], Client]]:
     """Return the ways by name."""
-    ways: dict[str, Any] = {"recorded": recorded(options.lanes, options.instances)}
-    ways["recorded, one lane"] = recorded(1, max(1, min(threads, 16)))
-    ways["submit"] = submitted(options.lanes, options.instances)
-    ways["one thread launches"] = launched(options.lanes, options.instances)
+    instances = options.instances or threads
+    ways: dict[str, Any] = {"recorded": recorded(options.lanes, instances), "recorded, one lane": recorded(1, instances)}
+    ways |= {"submit": submitted(options.lanes, instances), "one thread launches": launched(options.lanes, instances)}
     ways["eager"] = plain
     if torch is not None:
         ways |= {GRAPH: torch_way(torch, "graph"), "torch, Inductor, a graph each": torch_way(torch, "inductor")}
@@ -268,7 +269,7 @@ def measure(
     missing = served.lacks(name, list(ways))
     if not missing:
         return
-    driver = made["driver"]
+    driver, start = made["driver"], monotonic()
     clients: dict[str, Clients] = {}
     memory: dict[str, int] = {}
     for way in missing:
@@ -279,14 +280,21 @@ def measure(
                 model = made.get(each)
                 if model is None:
                     model = made[each] = Model(driver, each, options)
-                makers.append((model, ways[way](model, options)))
+                # Of the models in turn, each client has one.
+                options.clients = len(range(len(makers), threads, len(MODELS[models])))
+                if options.clients:
+                    makers.append((model, ways[way](model, options)))
             clients[way] = Clients(makers, threads)
         except Exception as error:
             served.skip(name, way, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}")
             continue
         memory[way] = before - free_bytes(driver)
+        print(f"{name}: {way} made after {monotonic() - start:.1f} s", flush=True)
     rates: dict[str, list[float]] = {way: [] for way in clients}
     taken: dict[str, list[float]] = {way: [] for way in clients}
+    for each in clients.values():
+        # Recorded functions capture further instances where calls meet.
+        closed(each, WARM_UP * options.seconds)
     for repeat in range(options.repeats + 1):
         for way, each in clients.items():
             with no_collector():
@@ -341,7 +349,7 @@ def main() -> int:
     parser.add_argument("--use", type=float, default=0.8, help="seconds in which the GPU's use is sampled (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no setting begins")
     parser.add_argument("--lanes", type=positive, default=8, help="(default: %(default)s)")
-    parser.add_argument("--instances", type=positive, default=4, help="(default: %(default)s)")
+    parser.add_argument("--instances", type=positive, help="(default: one for each client)")
     parser.add_argument("--side", type=positive, default=224, help="pixels of an image (default: %(default)s)")
     parser.add_argument("--thin", type=positive, default=1, help="divides the channels, for trials (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="(default: %(default)s)")

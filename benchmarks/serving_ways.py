@@ -117,7 +117,9 @@ def recorded(lanes: int, instances: int) -> Callable[[Model, Any], Client]:
 
         @contextmanager
         def client() -> Iterator[Request]:
-            x = model.driver.asarray(model.driver.asnumpy(model.x))
+            # The copy has the layout of the image, channels-last.
+            x = model.driver.empty(model.x.shape, model.x.strides, model.x.dtype)
+            model.driver.copy(x, model.x)
             model.driver.synchronize_stream(model.driver.current_stream().ptr)
             with model.driver.create_stream() as stream:
 
@@ -201,21 +203,16 @@ def on_a_stream(torch: Any) -> Iterator[Any]:
         yield stream
 
 
-_capturing = threading.Lock()
-"""Captures of torch come one after the other, because its allocator records them so."""
-
-
 def graph_each(torch: Any, call: Callable[[Any], Any], x: Any, stream: Any) -> Callable[[Any], Any]:
-    """Return a call of a CUDA graph of torch's, with an input and outputs of its own, captured on this thread's stream."""
-    with _capturing:
-        inp = x.clone(memory_format=torch.preserve_format)
-        for _ in range(3):
-            call(inp)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            out = call(inp)
-        torch.cuda.synchronize()
+    """Return a call of a CUDA graph of torch's, with an input and outputs of its own, captured on a stream."""
+    inp = x.clone(memory_format=torch.preserve_format)
+    for _ in range(2):
+        call(inp)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        out = call(inp)
+    torch.cuda.synchronize()
 
     def replay(x: Any) -> Any:
         inp.copy_(x)
@@ -226,17 +223,25 @@ def graph_each(torch: Any, call: Callable[[Any], Any], x: Any, stream: Any) -> C
 
 
 def torch_way(torch: Any, kind: str) -> Callable[[Model, Any], Client]:
-    """Return a way of torch's: ``eager``, ``graph`` or ``inductor``, the last two with a graph for each client."""
+    """Return a way of torch's: ``eager``, ``graph`` or ``inductor``, the last two with a graph for each client.
+
+    One thread captures all graphs, because a compiled module may be compiled again in another thread.
+    """
 
     def way(model: Model, options: Any) -> Client:
         module, image = model.in_torch(torch)
         call = module if kind != "inductor" else compiled_of(torch, module, image)
+        made: list[tuple[Any, Any]] = []
+        for _ in range(options.clients if kind != "eager" else 0):
+            stream = torch.cuda.Stream()
+            with torch.inference_mode(), torch.cuda.stream(stream):
+                made.append((stream, graph_each(torch, call, image, stream)))
 
         @contextmanager
         def client() -> Iterator[Request]:
-            with on_a_stream(torch) as stream:
+            stream, run = made.pop() if made else (torch.cuda.Stream(), call)
+            with torch.inference_mode(), torch.cuda.stream(stream):
                 x = image.clone(memory_format=torch.preserve_format)
-                run = call if kind == "eager" else graph_each(torch, call, x, stream)
 
                 def request() -> Any:
                     y = run(x)
@@ -277,14 +282,13 @@ def batched(torch: Any) -> Callable[[Model, Any], Client]:
                 graphs = {}
                 for size in BATCHES:
                     inp = image.repeat(size, 1, 1, 1).contiguous(memory_format=torch.channels_last)
-                    with _capturing:
-                        for _ in range(3):
-                            module(inp)
-                        torch.cuda.synchronize()
-                        graph = torch.cuda.CUDAGraph()
-                        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                            out = module(inp)
-                        graphs[size] = inp, graph, out[0] if isinstance(out, (list, tuple)) else out
+                    for _ in range(2):
+                        module(inp)
+                    torch.cuda.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                        out = module(inp)
+                    graphs[size] = inp, graph, out[0] if isinstance(out, (list, tuple)) else out
                 ready.set()
                 while True:
                     taken = [waiting.get()]

@@ -221,6 +221,7 @@ def count_cuda() -> dict[str, tuple[int, int]]:
     with World(driver=Recording()) as world, as_default(world.pool), pytest.MonkeyPatch.context() as patch:
         for module in (shortcuts, prepared):
             patch.setattr(module, "cupy", SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc)))
+        patch.setattr(prepared, "_move", nothing)
         patch.setattr(prepared, "runtime", SimpleNamespace(memcpyAsync=nothing, memcpyDefault=4))
         x, w = (world.array(*shape) for shape in SHAPES)
         program = handlepool.record(world.states.map, conv, [x] * 4, [w] * 4, pool=world.pool)

@@ -104,7 +104,7 @@ def hit(
         begins, ends = (", ".join(f"{end}{name}" for name in arrays) for end in "be")
         meet.append(f"overlap(({begins}), ({ends}))")
     given = f"({', '.join(arrays)},)" if plain else "args"
-    turn = f"instance.program._turn(instance.run, {given}, stream, begin)"
+    turn = f"instance.program._turn(instance.run, {given}, stream, begin, True)"
     text = _HIT.format(
         names=", ".join(named),
         differ=" or ".join(differ),

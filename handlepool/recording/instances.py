@@ -33,6 +33,8 @@ from handlepool.tensors.layout import Token, share
 
 submitted = count()
 """Numbers of calls, in order of submission."""
+RECENT = 64
+"""Calls after which the stream of an instance counts as out of use."""
 
 
 class Instance:
@@ -206,14 +208,18 @@ def lease(
             if instance.stream is stream and (not reused or instance.claim(stream)):
                 return instance
             free.append(instance)
+    free.sort(key=attrgetter("number"))
+    # An idle instance of another stream needs no wait either. Where that stream is in use, its next call would have to take an
+    # instance from another stream in turn, and so on. So a further instance comes before such a one.
+    old = max([each.number for each in instances]) - RECENT
     for instance in free:
-        # An idle instance of another stream needs no wait either.
-        if instance.program.idle and (not reused or instance.claim(stream)):
+        if (grow is None or instance.number < old) and instance.program.idle and (not reused or instance.claim(stream)):
             return instance
-    if grow is not None and (new := grow()) is not None:
-        free = [new]
-    # A new instance is left, or instances that the device still uses. The call then waits on the device.
-    for instance in sorted(free, key=attrgetter("number")):
+    if grow is not None:
+        new = grow()
+        free = [new] if new is not None else sorted(free, key=lambda each: not each.program.idle)
+    # A new instance is left, or the instances whose calls were submitted first. The call may wait on the device.
+    for instance in free:
         if not reused or instance.claim(stream):
             return instance
     return None

@@ -345,10 +345,13 @@ class Program(Owned):
                 return built(self._turn(run, args, self._current_stream()))
         return self._use("called", self._call, args, out, kwargs)
 
-    def _turn(self, run: Callable[..., T], arrays: Sequence[Any], stream: object, begin: object = None) -> T:
+    def _turn(
+        self, run: Callable[..., T], arrays: Sequence[Any], stream: object, begin: object = None, checked: bool = False
+    ) -> T:
         """Use the program once on a stream; return the value.
 
-        The use is ``run(arrays, pointer, launch, begin)``. It is for prepared calls, which have checked the arrays.
+        The use is ``run(arrays, pointer, launch, begin)``. It is for prepared calls, which have checked the arrays. ``checked``
+        tells that the stream was found not to be captured just now.
         """
         lock = self._lock
         try:
@@ -365,7 +368,7 @@ class Program(Owned):
                     # The owner is set for the same reason as in `_call`.
                     self._user = thread.token
                     pointer = self._pointer
-                    if pointer and self._is_capturing(pointer):
+                    if not checked and pointer and self._is_capturing(pointer):
                         raise capturing(pointer)
                     if self._last is not None and not self._lent:
                         return run(arrays, pointer, self._launch, begin)

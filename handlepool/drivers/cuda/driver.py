@@ -12,7 +12,7 @@ import threading
 from array import array as buffer
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from ctypes import byref, c_int
+from ctypes import byref, c_int, c_void_p
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -30,6 +30,7 @@ from handlepool.drivers.cuda import early, failures, planning, shared
 from handlepool.drivers.cuda.edges import Dependencies, libcuda, with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
+from handlepool.drivers.cuda.locked import capture_query, locked
 from handlepool.drivers.cuda.prepared import prepared
 from handlepool.drivers.cuda.sums import CudaSums
 from handlepool.drivers.cuda.throwaway import ThrowawayCapture
@@ -160,10 +161,12 @@ class CudaDriver:
     block_type: type = cupy.cuda.memory.PooledMemory
     current_device: Callable[[], int] = staticmethod(runtime.getDevice)
     current_stream: Callable[..., Stream] = staticmethod(cupy.cuda.get_current_stream)
-    record_event: Callable[[Any, int], None] = staticmethod(runtime.eventRecord)
+    record_event: Callable[[Any, int], None] = staticmethod(
+        locked(_libcuda, "cuEventRecord", (c_void_p, c_void_p), runtime.eventRecord)
+    )
     wait_event: Callable[[int, Any], None] = staticmethod(runtime.streamWaitEvent)
     set_device: Callable[[int], None] = staticmethod(runtime.setDevice)
-    is_capturing: Callable[[int], bool] = staticmethod(runtime.streamIsCapturing)
+    is_capturing: Callable[[int], bool] = staticmethod(capture_query(_libcuda))
     free: Callable[[int], None] = staticmethod(runtime.free)
     destroy_event: Callable[[Any], None] = staticmethod(runtime.eventDestroy)
     device = staticmethod(cupy.cuda.Device)

@@ -5,16 +5,25 @@ the copies.
 """
 
 from collections.abc import Callable
-from ctypes import byref, c_int
-from itertools import accumulate
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+from itertools import accumulate, count
 from typing import Any
 
 import cupy
 from cupy.cuda import runtime
 from cupy.cuda.memory import OutOfMemoryError
 
+from handlepool.drivers.cuda.edges import libcuda
 from handlepool.drivers.cuda.fast_launch import BLOCK, MOST_TOGETHER, reach
+from handlepool.drivers.cuda.locked import locked
 from handlepool.drivers.prepared import Copies, Run
+
+
+def _copied(target: int, source: int, nbytes: int, pointer: int) -> None:
+    runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, pointer)
+
+
+_move = locked(libcuda(), "cuMemcpyAsync", (c_uint64, c_uint64, c_size_t, c_void_p), _copied)
 
 _TEXT = """\
 def run(arrays, pointer, launch, begin=None):
@@ -65,10 +74,12 @@ def prepared(
         "check": check,
         "OutOfMemoryError": OutOfMemoryError,
     }
-    space |= {"copy": copy, "move": runtime.memcpyAsync, "ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc}
+    space |= {"copy": copy, "move": _move, "first": runtime.memcpyAsync, "ndarray": cupy.ndarray, "alloc": cupy.cuda.alloc}
     space |= {f"i{place}": each for place, each in enumerate(copies.inputs)}
     space |= {f"o{place}": each for place, each in enumerate(copies.outputs)}
     space |= {f"t{place}": each.dtype for place, each in enumerate(copies.outputs)}
+
+    moves = count()
 
     def step(target: str, source: str, array: Any, run: bool, own: str) -> str:
         if not array.size:
@@ -76,7 +87,9 @@ def prepared(
         if not run:
             return f"copy({target}, {source})"
         addresses = [str(array.data.ptr) if name == own else f"{name}.data.ptr" for name in (target, source)]
-        return f"move({', '.join(addresses)}, {array.nbytes}, {runtime.memcpyDefault}, pointer)"
+        given = f"{', '.join(addresses)}, {array.nbytes}"
+        # The first copy frees Python's lock: see `locked`.
+        return f"move({given}, pointer)" if next(moves) else f"first({given}, {runtime.memcpyDefault}, pointer)"
 
     # The stream keeps this order: the inputs are copied before the launch, and the outputs after the launch.
     steps = [step(f"i{at}", f"x{at}", each, bring[at], f"i{at}") for at, each in enumerate(copies.inputs)]
