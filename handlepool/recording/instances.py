@@ -62,6 +62,10 @@ class Instance:
         The number of its last call, in order of submission.
     away : bool
         Whether no call may lease it, because it is being tuned.
+    inputs : list
+        Its own arrays and tensors.
+    outputs
+        The value of the function under capture.
     writes : bool
         Whether arguments are copied back.
     run : callable or None
@@ -78,13 +82,14 @@ class Instance:
         "_elements",
         "_keeper",
         "_lock",
-        "_outputs",
         "_own",
         "_reused",
         "_written",
         "away",
         "direct",
+        "inputs",
         "number",
+        "outputs",
         "program",
         "run",
         "single",
@@ -113,7 +118,8 @@ class Instance:
         self._keeper: tuple[ThreadToken, Any] | None = None
         # Two threads may claim the instance at once, and the second is refused. No call is made under this lock.
         self._lock = threading.RLock()
-        self._outputs, self._own, self._written, self._reused = outputs, returned.own, written, reused
+        self.inputs, self.outputs = inputs, outputs
+        self._own, self._written, self._reused = returned.own, written, reused
         self._build = builder(outputs, returned.places)
         self._elements = elements_of(driver, inputs)
         self.single = not reused and len(returned.own) == 1 and outputs is returned.own[0]
@@ -140,6 +146,18 @@ class Instance:
             self._keeper = thread.token, stream
             return True
 
+    def close(self) -> None:
+        """Close the program after its last work, and let its stream go."""
+        try:
+            self.program.close()
+        finally:
+            self.stream = None
+
+    def replay(self, stream: object) -> None:
+        """Launch the program on a stream, between copies of the caller's."""
+        self.number, self.stream = next(submitted), stream
+        self.program._turn(_launched, (), stream)  # noqa: SLF001 - as in `call`
+
     def move(self, stream: object) -> None:
         """Prefer the instance for calls on another stream."""
         self.number, self.stream = next(submitted), stream
@@ -161,7 +179,7 @@ class Instance:
         program = self.program
         if self.run is not None and out is None:
             return self.built(program._turn(self.run, arrays, stream), arrays)  # noqa: SLF001 - a prepared call of another module
-        taken = self._own if out is None else self._outputs
+        taken = self._own if out is None else self.outputs
         if self._reused and out is None:
             taken = []
         results = Results(self._driver, repr(program), program.device, taken, out)
@@ -223,6 +241,10 @@ def lease(
         if not reused or instance.claim(stream):
             return instance
     return None
+
+
+def _launched(arrays: object, pointer: int, launch: Callable[[], object], begin: object) -> None:
+    launch()
 
 
 def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:

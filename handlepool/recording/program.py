@@ -139,7 +139,12 @@ class Program(Owned):
         self._last: Stream | None = None
         self._used_by(home)
         if self._last is None or lent:
-            driver.record_event(self._event, home.pointer)
+            try:
+                driver.record_event(self._event, home.pointer)
+            except BaseException:
+                # No close follows, which would let the stream go.
+                self._streams.pop(self._number, None)
+                raise
         self._recording = recording
 
     @property

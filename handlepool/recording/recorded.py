@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from handlepool._util.arguments import as_integer, at_least, flag
+from handlepool._util.cleanup import do_all
 from handlepool._util.frames import frames_inside
 from handlepool._util.names import kind_of, shown
 from handlepool._util.protocols import Wrapper
@@ -26,6 +27,7 @@ from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.first_call import name_of_call
 from handlepool.recording.guards import VALUE
 from handlepool.recording.hits import MISSED, Hit
+from handlepool.recording.instances import Instance
 from handlepool.recording.keys import Call, NotRecorded, Reader
 from handlepool.recording.outputs import Results
 from handlepool.recording.program import Program
@@ -429,6 +431,28 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             if not attempt:
                 self(*args, **kwargs)
         raise CaptureError(f"{self._options.name} has no program for such arguments: {self._eager or 'it was not recorded here'}")
+
+    def _served_by(self, *args: Any) -> tuple[Variant, Instance] | None:
+        """Return the variant and the instance of arguments that have a program."""
+        reader, pool = self._reader, current_pool()
+        if reader is None or reader.driver is not pool.driver:
+            return None
+        call = reader.read(args, {})
+        for variant in self._variants.get(call.key, ()):
+            if variant.pool is pool and variant.instances and variant.takes(call):
+                return variant, variant.instances[0]
+        return None
+
+    def _keeps(self, variant: Variant) -> bool:
+        """Return whether a variant has not made way."""
+        return variant in self._order
+
+    def _close(self) -> None:
+        """Close all programs, after their last work, and forget them."""
+        try:
+            do_all([each.close for variant in [*self._order] for each in variant.instances])
+        finally:
+            self.clear()
 
     def stats(self) -> RecordedStats:
         """Return counts of programs, their memory, and calls.

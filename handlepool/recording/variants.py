@@ -52,9 +52,28 @@ class Options:
         Whether a function that cannot be recorded is an error.
     in_place : frozenset of int and str
         Places and names of arguments that are read where they are.
+    guarded : callable
+        The function whose values are guarded; ``function`` itself, unless it only calls this one.
+    fixed : sequence of array
+        Further arrays that calls read, and that stay as they are.
+    private : bool
+        Whether arguments are copies that no caller reads afterwards, and the caller takes results before the next call. So no
+        argument is copied back, and outputs are kept for no thread.
     """
 
-    __slots__ = ("function", "in_place", "instances", "lanes", "name", "programs", "reused", "strict")
+    __slots__ = (
+        "fixed",
+        "function",
+        "guarded",
+        "in_place",
+        "instances",
+        "lanes",
+        "name",
+        "private",
+        "programs",
+        "reused",
+        "strict",
+    )
 
     def __init__(
         self,
@@ -66,9 +85,13 @@ class Options:
         reused: bool,
         strict: bool,
         in_place: frozenset[int | str],
+        guarded: Callable[..., Any] | None = None,
+        fixed: Sequence[Any] = (),
+        private: bool = False,
     ) -> None:
         self.function, self.name, self.lanes, self.instances, self.programs = function, name, lanes, instances, programs
         self.reused, self.strict, self.in_place = reused, strict, in_place
+        self.guarded, self.fixed, self.private = function if guarded is None else guarded, fixed, private
 
 
 class Variant:
@@ -150,7 +173,7 @@ class Variant:
 
         ``grow`` captures a further instance, if a capture is possible now.
         """
-        return lease(self.instances, stream, self._options.reused, grow if len(self.instances) < self._limit else None)
+        return lease(self.instances, stream, self._keeps, grow if len(self.instances) < self._limit else None)
 
     def growable(self, stream: object) -> bool:
         """Return whether a stream lacks an instance of its own, and may have one."""
@@ -165,9 +188,14 @@ class Variant:
         if not self._written and guards is not None:
             self._written = True
             if self.instances[0].run is not None and not self._related and not options.in_place:
-                values = self.key[0], self._reached, self.instances, self._limit, guards.holds, options.reused
+                values = self.key[0], self._reached, self.instances, self._limit, guards.holds, self._keeps
                 self._hit = hit(self.pool, args, *values)
         return self._hit
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether an instance keeps its outputs for a thread and a stream."""
+        return self._options.reused and not self._options.private
 
     @property
     def last(self) -> int:
@@ -315,20 +343,20 @@ class Variant:
             # Later instances use the guards of the first instance.
             if guards is None:
                 try:
-                    guards = Guards(driver, function, call.held)
+                    guards = Guards(driver, options.guarded, call.held)
                 except TooMany as error:
                     raise CaptureError(f"{name} cannot be guarded: {error}") from error
-            arrays = guards.arrays
+            arrays = [*guards.arrays, *options.fixed]
             pieces = [piece for piece in pieces_of(driver, arrays) if piece[0] < piece[1]]
             reached = Ranges([each[:2] for each in pieces])
             self._check_reads(recording, inputs, pieces)
             recording.kept.add(arrays)
             memory = first.memory(recording, outputs)
-            written = written_places(recording, inputs, self._changed)
+            written = [] if options.private else written_places(recording, inputs, self._changed)
             if written and call.related:
                 raise CaptureError(f"{name} may write one of several arguments that share memory")
-            returned = Returned(recording, name, inputs, reached, outputs)
-            program = Program(name, recording, Inputs(driver, tuple(inputs), {}), outputs, home, memory, lent=True)
+            returned = Returned(recording, name, inputs, reached, outputs, apart=options.private)
+            program = Program(name, recording, Inputs(driver, tuple(inputs), {}), outputs, home, memory, lent=not options.private)
             instance = Instance(driver, program, inputs, outputs, returned, written, reused=options.reused)
             known = [each for each in (*memory.reads, *memory.writes) if not isinstance(each, Token)]
             mine = Ranges([*recording.own, *[each[:2] for each in pieces_of(driver, inputs)]])
