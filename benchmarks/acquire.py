@@ -1,9 +1,9 @@
-"""What it costs to get a handle: hits of the pool against what no one can avoid, and against what is done without a pool.
+"""Measure the cost of a handle: hits of the pool against the unavoidable calls, and against code without a pool.
 
-The floor is the two calls that any key of (device, stream) needs: the current stream and the current device, the very objects
-that the pool calls. Every case is one statement in the same kind of loop; ratios are taken sample by sample. `less the loop`
-takes the cost of the empty loop off both sides. Handles that code for the frontend keeps are timed as it uses them: bound and
-looked up, the frontend's own beside what `handlepool.integrations.cudnn` gives in their place.
+The floor is the two calls that any key of (device, stream) needs: the current stream and the current device. The pool makes the
+same two calls. Every case is one statement in the same kind of loop. Ratios are taken sample by sample. `less the loop`
+subtracts the empty loop on both sides. Handles that code for the frontend keeps are timed in their use: bound and looked up, by
+the frontend's own functions and by the functions of `handlepool.integrations.cudnn`.
 """
 
 import sys
@@ -27,7 +27,7 @@ KEPT = {
 
 
 def cases(pool: HandlePool, calls: int) -> tuple[dict[str, Case], list[str]]:
-    """The statements by name, and what cannot be timed here."""
+    """Return the statements by name, and the statements that cannot be timed here."""
     driver = pool.driver
     own = driver.create_stream()
     null = driver.wrap_stream(0, None)
@@ -83,7 +83,7 @@ def cases(pool: HandlePool, calls: int) -> tuple[dict[str, Case], list[str]]:
 
 
 def kept_handles(driver: Any) -> list[tuple[str, dict[str, Any]]]:
-    """What code for the frontend has: a handle, and the function that binds it."""
+    """Return a handle as code for the frontend has it, and the function that binds it."""
     with integration.pooled_handles():
         found = [("the pool's", {"bind": cudnn.set_stream, "handle": cudnn.create_handle()})]
     if driver.name == "cuda":

@@ -1,7 +1,7 @@
 """Run every benchmark, write its JSON into a folder, and draw: ``python benchmarks/all.py [FOLDER]``.
 
-Each script runs in a process of its own, one after the other, with nothing beside it. What one cannot do does not stop the rest.
-In the end stands every bound, kept or not.
+Each script runs in a process of its own, one after the other, with no other work beside it. A failed script does not stop the
+next. The output ends with every bound, kept or missed.
 """
 
 import argparse
@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def bounds(folder: Path, names: list[str]) -> list[tuple[str, str, str, str]]:
-    """Everything that is bounded in the results of some scripts: what it is, its median, the most allowed, and the verdict."""
+    """Return every bound in the results of some scripts: its name, its median, the most allowed, and the verdict."""
     rows = []
     for name in names:
         path = folder / f"{name}.json"
@@ -73,7 +73,7 @@ def main() -> int:
         "folder",
         type=new_folder,
         nargs="?",
-        help="where JSON and pictures go; what is there is replaced (default: benchmarks/results/DRIVER-DATE)",
+        help="folder for JSON and pictures; its files are replaced (default: benchmarks/results/DRIVER-DATE)",
     )
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=SCRIPTS, metavar="NAME", help="a selection of them")
     parser.add_argument("--driver", choices=("cuda", "host"), help=DRIVER_HELP)
@@ -90,7 +90,8 @@ def main() -> int:
     for name in names:
         print(f"== {name}", flush=True)
         written = folder / f"{name}.json"
-        written.unlink(missing_ok=True)  # what is drawn and judged in the end is of this run
+        # Otherwise the pictures and the bounds would include results of an earlier run.
+        written.unlink(missing_ok=True)
         command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(written), *more]
         try:
             status = subprocess.run(command, timeout=options.limit, check=False).returncode

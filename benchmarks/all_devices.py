@@ -37,7 +37,7 @@ SPARE = 8
 
 
 def command_of(name: str, left: float, written: Path, options: argparse.Namespace) -> list[str]:
-    """Return what a part runs."""
+    """Return the commands of a part."""
     _, script, always, full = PARTS[name]
     command = [sys.executable, "-u", str((HERE / script).resolve()), *always, "--json", str(written)]
     if options.devices:

@@ -1,8 +1,8 @@
-"""Which calls a CUDA-graph capture survives: mode of capture, thread and operation, the pool's beside plain calls.
+"""Find the calls that a CUDA-graph capture survives, by mode of capture, thread and operation, the pool's beside plain calls.
 
-Survived means that the capture could be ended and its graph replays right, and for the pool's operations also that eager work
-which another thread did meanwhile is right. Among those are a fork over the captured stream, whose branches are replayed, and a
-`trim(captured=True)`. What is run is in tests/gpu/capture_operations.py. Needs a GPU.
+A capture survives if it can be ended and its graph replays right. For the pool's operations, eager work of another thread
+during the capture must be right as well. The operations include a fork over the captured stream, whose branches are replayed,
+and a `trim(captured=True)`. They are in tests/gpu/capture_operations.py. Needs a GPU.
 """
 
 import json

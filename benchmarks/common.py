@@ -1,12 +1,12 @@
-"""What the benchmark scripts share: interleaved timing, paired ratios, what ran where, and the two outputs, JSON and a table.
+"""Share code among the benchmark scripts: interleaved timing, paired ratios, the conditions of a run, JSON and tables.
 
-Imported first by every script: it makes the checkout's own handlepool the one that is imported.
+Every script imports this module first, because it makes the checkout's own handlepool importable.
 
-Two ways of timing. `interleaved` times a statement in a loop: host time alone, which a call takes to queue its work; what is
-queued is waited for between samples, outside of the timed part. `regions` times a region of GPU work call by call by three clocks
-at once: *host*, until the call returns; *device*, between an event before it and one after it on the caller's stream; *wall*,
-until the host knows that it is done. Host and wall begin with the call: the event before it is recorded by then. The stream is
-idle when a region begins.
+There are two ways of timing. `interleaved` times a statement in a loop. That is host time alone, in which a call queues its
+work. The queued work is waited for between samples, outside of the timed part. `regions` times a region of GPU work call by
+call, by three clocks at once: *host*, until the call returns; *device*, between an event before it and an event after it on the
+caller's stream; *wall*, until the host knows that the work is done. Host and wall begin with the call, when the first event is
+recorded. The stream is idle when a region begins.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CLOCKS = ("host", "device", "wall")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A statement to time: the names it uses, how often it runs in one sample, and what surrounds a sample."""
+    """Hold a statement to time: the names it uses, its repeats in a sample, and the context of a sample."""
 
     statement: str
     names: dict[str, Any]
@@ -176,7 +176,7 @@ def pool_on_a_stream(driver: str | None) -> Iterator[tuple[Any, Any]]:
 
 
 def synchronised(driver: Any, stream: Any) -> Callable[[], AbstractContextManager[Any]]:
-    """For `Case.around`: an idle stream before a sample, and the wait for what was queued after it."""
+    """Give `Case.around` an idle stream before a sample, and the wait for its queued work after it."""
 
     @contextmanager
     def around() -> Iterator[None]:
@@ -188,7 +188,7 @@ def synchronised(driver: Any, stream: Any) -> Callable[[], AbstractContextManage
 
 
 def conditions(driver: str) -> dict[str, Any]:
-    """What ran where and when; nothing that names the machine."""
+    """Return hardware, versions and time of a run, and no name of the machine."""
     from handlepool.cli import info
 
     found: dict[str, Any] = {
@@ -255,7 +255,7 @@ def write(
     skipped: Sequence[str] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """The results, as publish writes them; for scripts that write what they have before they go on."""
+    """Return the results as `publish` writes them, for scripts that write partial results."""
     judged = driver == "cuda" and not options.quick
     results: dict[str, Any] = {"benchmark": benchmark, "conditions": conditions(driver), "repeats": options.repeats}
     results |= {"times": times, "ratios": (ratios or Ratios()).summaries(judged=judged), "not_timed": list(skipped)} | more

@@ -11,7 +11,7 @@ from peers import graphed
 WARM_UP = 3
 """Calls until a compiled function replays its own CUDA graph: one compiles, one warms up, one captures."""
 Case = tuple[Callable[[], Any], Callable[[], Any]]
-"""What is timed, and what has its scores."""
+"""A function to time, and a function that returns its scores."""
 
 
 def module_of(torch: Any, network: Callable[..., Any], p: Any) -> Any:
@@ -20,6 +20,8 @@ def module_of(torch: Any, network: Callable[..., Any], p: Any) -> Any:
 
     class Module(torch.nn.Module):  # type: ignore[misc, name-defined]
         """Gives the network its parameters by name, as `nets.Parameters` does."""
+
+        thin = p.thin
 
         def __init__(self) -> None:
             super().__init__()
@@ -36,6 +38,27 @@ def module_of(torch: Any, network: Callable[..., Any], p: Any) -> Any:
 
         def transposed(self, name: str, x: Any, filters: int, kernel: int) -> Any:
             return self.conv(name, x, filters, kernel)[0]
+
+        def depthwise(self, name: str, x: Any, kernel: int) -> tuple[Any, Any]:
+            return self.conv(name, x, 0, kernel)
+
+        def filters(self, name: str, filters: int, channels: int, kernel: int) -> tuple[Any, Any]:
+            return self.conv(name, None, filters, kernel)
+
+        def matrix(self, name: str, features: int, taken: int) -> tuple[Any, Any]:
+            return self.conv(name, None, features, 1)
+
+        def norm(self, name: str, channels: int) -> tuple[Any, Any]:
+            return self.conv(name, None, channels, 1)
+
+        def scale(self, name: str, channels: int) -> tuple[Any, Any]:
+            return self.conv(name, None, channels, 1)
+
+        def tokens(self, name: str, count: int, features: int) -> tuple[Any, Any]:
+            return self.conv(name, None, count, 1)
+
+        def width(self, channels: int) -> int:
+            return p.width(channels)
 
         def forward(self, x: Any) -> Any:
             return network(self, x, kind)

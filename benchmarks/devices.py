@@ -1,25 +1,26 @@
-"""Several devices: items through a chain of convolutions, in one process and in a process for each, resident and host to host.
+"""Run items on several devices through a chain of convolutions, in one process and in a process for each, resident and host to
+host.
 
-The ways in which items run, of which `--way` takes a selection:
+`--way` selects from the ways to run items:
 
     eager                   one thread, the devices in turn; and a thread for each device
     recorded                one thread, a recorded program for each device, replayed in turn
     processes               a process for each device, which replays its program
     spread                  `handlepool.spread`, one thread
-    dask                    `map_tiles` on a cluster of a worker for each device; where Dask is installed
+    dask                    `map_tiles` on a cluster with a worker for each device, if Dask is installed
 
-*Resident*: items lie on a device, and results stay there. *Host to host*: items and results are NumPy's; in processes by a
-`spread` of one device each, on Dask in the workers' memory. Beside these stand one device alone, and what the bus takes for the
-copies alone, from page-locked memory and to it, on all devices at once. An item of one convolution shows what `spread` costs the
-host: the time that its thread computes.
+*Resident*: items lie on a device, and results stay there. *Host to host*: items and results are NumPy's. Processes then run a
+`spread` of one device each, and Dask has the arrays in the workers' memory. For comparison, one device runs alone, and the bus
+runs the copies alone, between page-locked memory and all devices at once. An item of one convolution shows the host cost of
+`spread`: the time that its thread computes.
 
-All other times are wall times for an item over all devices. What keeps items in flight is warm when the clock starts, and as full
-when it stops. Before a way is timed its results are compared, bit for bit, with that of one device: one of each device, or all
-that it has in flight. The results are written after each length of an item, with the least of these from which on `spread` over
-all devices is quicker than one device: give short ones, as --items 0.05 0.1 0.2 2, to see where that is.
+All other times are wall times for an item over all devices. A way that keeps items in flight is warm when the clock starts, and
+as full when the clock stops. Before a way is timed, its results are compared bit for bit with the result of one device: one
+result of each device, or all results in flight. The results are written after each length of an item, with the least length
+from which on `spread` over all devices is quicker than one device. Short lengths, as --items 0.05 0.1 0.2 2, show that point.
 
-A device on which one item fails before a length is timed, for it has too little memory say, is left out from there on. What fails
-later ends that length. Both are said in the results, and the exit status is 1.
+A device on which an item fails before a length is timed, for example without memory, is left out from there on. A later failure
+ends that length. The results report both, and the exit status is 1.
 """
 
 import argparse
@@ -166,7 +167,8 @@ class Resident:
             _until_done(self.driver, [device], partial(self.eager, [device], each), collects=True)
 
         with ThreadPoolExecutor(len(self.devices)) as threads:
-            for _ in threads.map(run, self.devices):  # raises what a thread raised
+            # The loop raises the error of a thread.
+            for _ in threads.map(run, self.devices):
                 pass
 
     def recorded(self, devices: Sequence[int], count: int) -> None:
@@ -196,7 +198,7 @@ class Spreading:
         self.results = handlepool.spread(chain(calls), endless, shared=(work.weights,), **options)
 
     def warm(self) -> list[Any]:
-        """Take what waits."""
+        """Take the waiting results."""
         return [next(self.results) for _ in range(self.full)]
 
     def timed(self, count: int, clock: Callable[[], float] = perf_counter) -> float:
@@ -214,13 +216,13 @@ class Spreading:
 
 
 def visible(device: int) -> str:
-    """What CUDA_VISIBLE_DEVICES is to be for a process of one device."""
+    """Return CUDA_VISIBLE_DEVICES for a process of one device."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return given.split(",")[device].strip() if given else str(device)
 
 
 def serve(pipe: Any, driver: str, shape: Shape, calls: int) -> None:
-    """Run in a process of its own, on its first device, what it is asked for."""
+    """Run the requested work in a process of its own, on its first device."""
     with pool_on_a_stream(driver) as (pool, _), ExitStack() as stack:
         work = Work(pool.driver, shape)
         resident = stack.enter_context(closing(Resident(pool.driver, work, calls, [0])))
@@ -314,7 +316,7 @@ class Cluster:
         self.samples = 0
 
     def timed(self, network: Any, work: Work, count: int, found: list[Any] | None = None) -> float:
-        """Seconds for so many tiles; what each became is put into a list."""
+        """Return the seconds for so many tiles; the tiles' results go into a list."""
         import dask
         import dask.array as da
 
@@ -401,7 +403,7 @@ def bus(driver: Any, work: Work, devices: Sequence[int]) -> Callable[[int], floa
 def cases_of(
     stack: ExitStack, driver: Any, work: Work, calls: int, count: int, options: Any, skipped: list[str]
 ) -> dict[str, tuple[Callable[[int], float], int]]:
-    """What is timed, with how many items in a sample, after its result was right."""
+    """Return the functions to time, with the items of a sample, once their result was right."""
     devices, cases = options.devices, {}
     resident = stack.enter_context(closing(Resident(driver, work, calls, devices)))
     (right, *_) = resident.results(partial(resident.recorded, devices))

@@ -1,6 +1,6 @@
-"""Draw what the benchmark scripts wrote: ``python benchmarks/draw.py FOLDER`` makes NAME-light.png and NAME-dark.png.
+"""Draw the results of the benchmark scripts: ``python benchmarks/draw.py FOLDER`` makes NAME-light.png and NAME-dark.png.
 
-Bars and points are medians, whiskers quartiles. Each picture makes one claim, in its title, which is computed from the figures.
+Bars and points are medians, whiskers are quartiles. Each picture makes one claim in its title, computed from the figures.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def bars(axes: Axes, theme: Theme, times: dict[str, Any], unit: str, colour: Cal
 
 
 def family(theme: Theme, name: str) -> str:
-    """A colour by who does the work."""
+    """Return a colour for the library that does the work."""
     if name.startswith(("torch", "frontend", "pygraph")):
         return theme.torch if name.startswith("torch") else theme.graph
     if name.startswith(("raw", "floor", "bare", "part", "empty loop", "create")):
@@ -471,7 +471,7 @@ ALL = "all"
 
 
 def tiles(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
-    """What each thread of each worker did when."""
+    """Draw the actions of each thread of each worker over time."""
     colours = {"compute": theme.recorded, "transfer": theme.torch}
     rows = 1 + max(row for _, row, *_ in results["stream"])
     figure, axes = page(theme, 9, 0.34 * rows + 2.6)
@@ -533,7 +533,7 @@ def page(theme: Theme, width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def conditions(results: dict[str, Any]) -> str:
-    """What ran where, for the caption."""
+    """Return hardware and versions for the caption."""
     found = results["conditions"]
     packages = found["packages"]
     words = [found.get("gpu", "host driver, no GPU: the times say nothing about one")]
@@ -589,7 +589,7 @@ def with_parts(results: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def sources(folder: Path, name: str) -> list[tuple[str, dict[str, Any]]]:
-    """What pictures of a script are made of, each with its picture's name; of networks there is one for each batch and type."""
+    """Return the data of a script's pictures by picture name; networks have a picture for each batch and type."""
     path = folder / f"{name}.json"
     if name == "devices" and path.exists():
         return [(name, with_parts(json.loads(path.read_text()), folder))]

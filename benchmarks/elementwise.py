@@ -1,8 +1,8 @@
-"""Kernels over elements of broadcasting arrays on the sizes that networks have: the library's, torch's own, and Inductor's.
+"""Time kernels over elements of broadcasting arrays on the sizes of networks: the library's, torch's own, and Inductor's.
 
-Each case is recorded many times over in one program, and that is replayed, beside a CUDA graph of as many of torch's calls. What
-is reported is the device's time for one of them, with the operands in the cache. A gate is one kernel here and two of torch's,
-so the product alone is timed as well. Every result is compared with float64's first.
+Each case is recorded many times over in one program, and the program is replayed, beside a CUDA graph of as many torch calls.
+The result is the device's time for one call, with the operands in the cache. A gate is one kernel here and two of torch's, so
+the product alone is timed as well. Every result is first compared with float64.
 """
 
 import sys
@@ -40,7 +40,7 @@ GATES = {
     },
     "mobilenet_v3_large": {(72, 28): 1, (120, 28): 2, (480, 14): 1, (672, 14): 1, (672, 7): 1, (960, 7): 2},
 }
-"""Channels and side of what squeeze-and-excite scales: how often."""
+"""Count the squeeze-and-excite scalings of a network, by channels and side of the scaled array."""
 SCALES = {(96, 56): 3, (192, 28): 3, (384, 14): 9, (768, 7): 3}
 """Channels and side of the layer scales of convnext_tiny, with the residual that follows."""
 SUMS = {
@@ -69,7 +69,7 @@ def layer_scale(x, scale, shortcut):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Arrays with what is computed of them by each library, and how often a network has it."""
+    """Hold arrays, the computation of each library over them, and the count of that computation in a network."""
 
     network: str
     name: str
@@ -120,7 +120,7 @@ def cases_of(driver: Any, torch: Any, options: Any) -> Iterable[Case]:
 
 
 def regions_of(case: Case, driver: Any, torch: Any, options: Any, skipped: list[str]) -> dict[str, Callable[[], object]]:
-    """What is timed, after each gave the right result."""
+    """Return the functions to time, once each gave the right result."""
     right = case.right(*(driver.asnumpy(array).astype(np.float64) for array in case.arrays))
 
     def own() -> Any:
@@ -146,7 +146,8 @@ def regions_of(case: Case, driver: Any, torch: Any, options: Any, skipped: list[
             fused = torch.compile(case.torchs, dynamic=False)
             check(driver, f"{case}, Inductor", array_of(fused(*tensors)), right)
             found[INDUCTOR] = graph_of(torch, repeated(lambda: fused(*tensors), options.times))
-        except Exception as error:  # whatever a compiler may say; its times are left out
+        # A compiler may raise any error. Its times are left out.
+        except Exception as error:
             skipped.append(f"{case}, Inductor: {type(error).__name__}")
     return found
 

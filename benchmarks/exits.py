@@ -20,7 +20,7 @@ LIMIT = 120
 
 
 def run(name: str, code: int, driver: str) -> str:
-    """What was not clean about one end, or ''."""
+    """Return the fault of an exit, or an empty text for a clean exit."""
     paths = [str(TESTS.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {"HANDLEPOOL_DRIVER": driver, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(TESTS / "harness" / "exits.py"), name]

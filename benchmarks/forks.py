@@ -1,9 +1,9 @@
-"""What a fork costs the host: fork and join around nothing, a branch more, a map.
+"""Measure the host cost of a fork: fork and join around nothing, a further branch, a map.
 
-The floor is the event calls that a fork consists of: for each state, one event recorded on the caller's stream that the side
-stream waits for, and one recorded on the side stream that the caller's stream waits for. An *empty* branch starts its state and
-has nothing to launch; a branch of a Python *function* that does nothing also has the side stream made current, and the caller's
-again. What is bounded is a fork of all states without any branch, which starts them together, as a map does.
+The floor is the event calls of a fork. For each state an event is recorded on the caller's stream and the side stream waits for
+it. Another event is recorded on the side stream and the caller's stream waits for it. An *empty* branch starts its state and
+launches nothing. A branch of a Python *function* that does nothing also makes the side stream current, and then the caller's.
+The bound is for a fork of all states without any branch, which starts the states together, as a map does.
 """
 
 import sys
@@ -20,7 +20,7 @@ MANY = 16
 
 
 def at_once(begin: Any, arrays: Any, out: Any, fresh: Any = None) -> None:
-    """What would launch a plan."""
+    """Stand in for the launch of a plan."""
     begin((), at_once, (), ())
 
 

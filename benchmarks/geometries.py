@@ -1,10 +1,11 @@
-"""What cuDNN computes rightly: graphs over odd shapes and strides, plan by plan, against float64.
+"""Measure the graphs that cuDNN computes rightly: odd shapes and strides, plan by plan, against float64.
 
-cuDNN takes graphs that it computes wrongly, and some whose kernels end the context. This measures which: each case is built with
-the frontend alone, every operand lies exactly as the case says, and its plans run in a worker process, so that a lost context
-costs one case. Then the same with the operands declared and copied as `handlepool.graphs.forms` has it. What comes out is the
-table that the rule rests on, ``benchmarks/results/geometries/cudnn-*.json``: by family of cases how many were right, wrong, ended
-their process ("dies"), or had no plan ("unsupported"), and each case that was wrong or died, to be made again.
+cuDNN accepts graphs that it computes wrongly, and graphs whose kernels end the context. Each case is built with the frontend
+alone, with every operand exactly as the case describes it. Its plans run in a worker process, so that a lost context costs one
+case. Then the case runs with the operands declared and copied as in `handlepool.graphs.forms`. The result is the table under
+the rule of forms, ``benchmarks/results/geometries/cudnn-*.json``. By family of cases it counts the cases that were right,
+wrong, ended their process ("dies"), or had no plan ("unsupported"). It lists each case that was wrong or died, so that the case
+can be made again.
 
     python -m benchmarks.geometries --seconds 300 --workers 14 --out results.json
 """
@@ -23,7 +24,9 @@ from pathlib import Path
 import numpy as np
 
 TOLERANCE = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 5e-3}
-"""Of the largest sum of absolute products; float32 is TF32 on tensor cores. What is wrong is wrong by much more."""
+"""The allowed error, relative to the largest sum of absolute products. Wrong results exceed it by far; float32 is TF32 on
+tensor cores.
+"""
 UNARY = ("relu", "sigmoid", "tanh", "gelu", "swish")
 BINARY = ("add", "mul", "sub")
 PAD = 64
@@ -56,7 +59,7 @@ MODES = ("dense", "inner2", "padded", "outer2", "rows2", "stride0")
 
 
 def place(rng, shape, layout, mode="dense", align=1):
-    """(shape, strides) of an operand: ``layout`` "row" or "cl"; ``mode`` says what of a larger array it is."""
+    """Return (shape, strides) of an operand; ``layout`` is "row" or "cl", and ``mode`` selects the part of a larger array."""
     strides = dense(shape) if layout == "row" else channels_last(shape)
     inner = innermost(shape, strides)
     if mode == "inner2":
@@ -79,7 +82,7 @@ def place(rng, shape, layout, mode="dense", align=1):
 
 
 def extents(rng, rank):
-    """A small shape; its last or second axis is often what vector loads like, and often not."""
+    """Return a small shape, whose last or second axis often suits vector loads, and often does not."""
     shape = [rng.choice((1, 2, 3, 5, 8)) for _ in range(rank)]
     shape[-1] = rng.choice((1, 3, 7, 8, 16, 17, 24, 64))
     if rank > 1:
@@ -140,8 +143,9 @@ def pointwise_case(rng):
 
 
 EPILOGUES = ("", "b", "a", "A", "ba", "bA", "z", "za", "zA", "bz", "bza", "bzA", "s", "oa", "boa", "pa", "pb")
-"""b: bias, z: a residual, a: relu, A: another activation, s: times a row of channels, c: plus a column; o: what was made up to
-here is an output, too; p, at the begin: relu of the first operand before the product."""
+"""Letters of an epilogue. b: bias, z: a residual, a: relu, A: another activation, s: times a row of channels, c: plus a column;
+o: the value so far is an output as well; p, at the begin: relu of the first operand before the product.
+"""
 
 
 def conv_case(rng):
@@ -418,7 +422,7 @@ def reference(case, arrays):
 
 
 def build(case, where):
-    """The case's graph, with its plans listed, and its real tensors; ``where`` is what the frontend is told of the device."""
+    """Return the case's graph with its plans listed, and its real tensors; ``where`` describes the device to the frontend."""
     import cudnn
 
     types = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16, "float32": cudnn.data_type.FLOAT}
@@ -581,7 +585,7 @@ def _along(copy, like, dense):
 
 
 def worker(pipe, most_plans, ruled):
-    """Run cases until None comes. Each plan's outcome is sent at once, so that whoever waits knows where a process died."""
+    """Run cases until None comes. Each plan's outcome is sent at once, so that the parent knows where a process died."""
     import cudnn
     import cupy
 
@@ -604,7 +608,7 @@ def worker(pipe, most_plans, ruled):
 
 
 def family(label):
-    """What cases of a label are counted under: the graph, whether an operand lies oddly, and of convolutions their layouts."""
+    """Return the family of a label's cases: the graph, whether an operand lies oddly, and the layouts of convolutions."""
     graph, *words = label.split()
     odd = "odd" if any(mode in label for mode in MODES[1:]) else "dense"
     if graph == "pointwise":
@@ -629,7 +633,9 @@ QUESTIONS = {
     "a convolution, a residual and relu, channels-last": ("fprop", "za ", "channels-last dense"),
     "a convolution alone over channels-last views": ("conv", " + ", "channels-last odd"),
 }
-"""What `handlepool.graphs.forms` keeps apart as long as nobody knows, and what it lets through; by words in a family's name."""
+"""The forms that `handlepool.graphs.forms` separates until they are measured, and the forms that it accepts, by words of a
+family's name.
+"""
 
 
 def answers(table):
@@ -645,7 +651,7 @@ def answers(table):
 
 
 class Results:
-    """Outcomes by family, and what was wrong or died."""
+    """Return the outcomes by family, and the cases that were wrong or died."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -713,7 +719,7 @@ def drive(results, cases, most_plans, ruled, deadline):
 
 
 def main():
-    """Measure for so many seconds, and write what was seen."""
+    """Measure for so many seconds, and write the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--workers", type=int, default=4)

@@ -1,6 +1,6 @@
-"""What the kernels of a call take on the device, as torch's profiler sees them: everybody's, also those in CUDA graphs.
+"""Time the kernels of a call on the device as torch's profiler sees them: kernels of all libraries, also in CUDA graphs.
 
-``python benchmarks/kernels.py FILE.json…`` prints what the files of ``networks.py`` and ``networks_jax.py`` have, made with
+``python benchmarks/kernels.py FILE.json…`` prints the kernels in files that ``networks.py`` and ``networks_jax.py`` made with
 ``--profile``.
 """
 
@@ -19,7 +19,7 @@ MOST = 25
 """Kernels that are told apart; the others are one line."""
 REST = "all others"
 PRODUCT = re.compile(r"xmma|cutlass|cudnn|conv(?!ert)|gemm|nvjet|dot|fprop|dgrad|winograd", re.IGNORECASE)
-"""In the names of kernels that convolve or multiply, or do what a library's convolutions need around them."""
+"""Parts of names of kernels that convolve or multiply, or that a library's convolutions need around them."""
 Kernel = tuple[str, float, float, int]
 """Its name, when it began and ended, in microseconds, and a stream or a branch of a graph."""
 Profile = dict[str, Any]
@@ -56,7 +56,7 @@ def _seen(torch: Any, case: Callable[[], Any]) -> list[Kernel]:
 
 
 def told(seen: Sequence[Kernel]) -> Profile:
-    """What is told of the kernels of `CALLS` calls."""
+    """Return a summary of the kernels of `CALLS` calls."""
     ran = sorted(seen, key=lambda kernel: kernel[1:3])
     if not ran:
         raise RuntimeError("the profiler saw no kernel")

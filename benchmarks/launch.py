@@ -1,8 +1,8 @@
-"""What it costs to launch a planned convolution: the host's time for a call, beside the frontend's own call and torch's.
+"""Measure the host cost of a planned convolution, beside the frontend's own call and torch's.
 
-A call returns when its work is queued, so this is the time that a thread needs for each. The queue never fills up: a sample is a
-few hundred calls, and what they queued is waited for before the next. The floor is the raw entry beneath `pygraph.execute`, with
-everything that it takes at hand.
+A call returns when its work is queued, so this is the time that a thread needs for each call. The queue never fills up: a
+sample is a few hundred calls, and their work is waited for before the next sample. The floor is the raw entry beneath
+`pygraph.execute`, with all its arguments at hand.
 """
 
 import array

@@ -1,8 +1,9 @@
-"""Device memory over 10,000 short threads and over 10,000 short streams, beside the frontend's default handle on the same loop.
+"""Measure device memory over 10,000 short threads and 10,000 short streams, beside the frontend's default handle on the same
+loop.
 
-Each thread begins when the one before has ended, each stream when the one before was destroyed; each uses its handle for a
-convolution. The pool hands a handle on, so its memory stays where it was after the first; the frontend keeps a handle for each
-thread to the end of the process, so that loop is ended early. The device's free memory is what is measured.
+Each thread begins when the thread before has ended, and each stream when the stream before was destroyed. Each uses its handle
+for a convolution. The pool hands a handle on, so its memory stays constant after the first. The frontend keeps a handle for
+each thread until the process ends, so that loop is ended early. The measure is the device's free memory.
 """
 
 import json
@@ -68,7 +69,8 @@ def main() -> int:
                 handlepool.conv2d(x, w, out=y, pool=pool)
             driver.synchronize_stream(stream.ptr)
 
-        in_thread(lambda: convolve(driver.wrap_stream(0, None)))  # what a first thread loads
+        # The first thread loads libraries and kernels.
+        in_thread(lambda: convolve(driver.wrap_stream(0, None)))
         pool.trim()
         curves = {}
         start = pool.stats()
@@ -90,7 +92,7 @@ def main() -> int:
                 )
             except ImportError as error:
                 skipped = f"the frontend's default handle: {error}"
-        # Last: what a destroyed handle leaves behind in the driver would hide the growth of the loops.
+        # This comes last, because the driver keeps memory of a destroyed handle, which would hide the growth of the loops.
         before, handles = used(driver), [driver.create_handle() for _ in range(HANDLES)]
         one_handle = (used(driver) - before) // HANDLES
         for handle in handles:

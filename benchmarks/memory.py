@@ -1,11 +1,11 @@
-"""Device memory against the number of keys (threads x streams): the pool, beside a handle for each key that is kept.
+"""Measure device memory against the number of keys (threads x streams): the pool, beside a kept handle for each key.
 
-*At once*: all threads live at the same time, each with its streams, so the pool needs a handle for each key too. *One after
-another*: each thread ends before the next begins, as requests do; the pool reuses what a thread gives back, where a dictionary of
-handles, or the frontend's own default handle, keeps one for each thread that ever was.
+*At once*: all threads live at the same time, each with its streams, so the pool needs a handle for each key as well. *One after
+another*: each thread ends before the next begins, as requests do. The pool reuses the handles of ended threads. A dictionary of
+handles, or the frontend's own default handle, keeps a handle for each thread that ever lived.
 
-Measured is the growth of the device's used memory, by a process for each way: what a destroyed handle had stays
-with its process, so nothing is destroyed meanwhile.
+The measure is the growth of the device's used memory, in a process for each way. The memory of a destroyed handle stays with its
+process, so nothing is destroyed meanwhile.
 """
 
 import json
@@ -87,7 +87,8 @@ def kept(driver: Any, handles: list[Any], count: int) -> int:
 def measure(way: str, pool: Any, keys: list[tuple[int, int]], many: int) -> list[int]:
     """Bytes more for each number of keys, and for ``many`` threads where the way is one that is taken so often."""
     driver = pool.driver
-    pool.get_handle()  # the first handle costs what later ones do not
+    # The first handle of a process costs more than later handles.
+    pool.get_handle()
     before = used(driver)
     found = []
     if way == AT_ONCE:

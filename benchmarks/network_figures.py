@@ -1,4 +1,4 @@
-"""What `networks.py` and `networks_jax.py` found, by batch and type: for the tables and the picture."""
+"""Read the results of `networks.py` and `networks_jax.py`, by batch and type, for the tables and the picture."""
 
 import json
 import re
@@ -17,7 +17,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "Inductor": ("Inductor",),
     JAX: (JAX,),
 }
-"""What stands for whom: the first of the cases that was timed."""
+"""The cases that stand for a library: the first that was timed counts."""
 OURS = (EAGER, ONE_LANE, TUNED)
 CLOCKS = {"device": "on the device", "wall": "by the clock"}
 
@@ -44,7 +44,7 @@ class Networks:
         self.results: dict[str, Any] = {}
 
     def add(self, results: dict[str, Any]) -> None:
-        """Take the networks of a file; what was there of them before is replaced."""
+        """Take the networks of a file, and replace earlier results of the same networks."""
         self.results = results
         times = results["times"]
         for heading in times:
@@ -104,7 +104,7 @@ class Networks:
         return rows
 
     def losses(self) -> str:
-        """Which peers are quicker than what is tuned, in a sentence."""
+        """Name the peers that are quicker than the tuned program, in a sentence."""
         lost = []
         for clock, words in CLOCKS.items():
             for network in self.found:
@@ -120,7 +120,7 @@ class Networks:
 
 
 def gathered(folder: Path, script: str = "networks") -> list[Networks]:
-    """What is in a folder's files of one of the scripts, by type and batch."""
+    """Return the results in a folder's files of one script, by type and batch."""
     found: dict[tuple[str, int], Networks] = {}
     for path in [folder / f"{script}.json", *sorted(folder.glob(f"{script}-*.json"))]:
         if path.exists():

@@ -1,20 +1,20 @@
-"""Whole networks, plainly written on the library's operations (`nets`), beside torch's and Inductor's.
+"""Time whole networks, plainly written on the library's operations (`nets`), beside torch's and Inductor's.
 
-The ways in which each runs, of which `--way` takes a selection:
+`--way` selects from the ways to run each network:
 
     eager, forks            on one stream, and with one fork, in which each call is a branch; eagerly and recorded
     lanes                   recorded with each number of lanes
-    tuned                   recorded with 16 lanes, and tuned: on how many lanes it runs, `Program.tune` finds
-    plans                   one lane and tuned once more, with the plans that `handlepool.tune` found before: alone for one lane;
-                            on several lanes with these or with those that are quickest side by side, whichever takes less
+    tuned                   recorded with 16 lanes, then tuned: `Program.tune` finds the number of lanes
+    plans                   one lane once more, with the plans that `handlepool.tune` found before; and as `inside`
+    inside                  recorded with `plans=True`, and tuned by `Program.tune(plans=True)`
     convolutions            the network's convolutions alone, before that and after it
     torch, torch-graph      eagerly, and in a CUDA graph
     reduce-overhead         torch.compile(mode="reduce-overhead")
     inductor                Inductor with frozen weights and cudnn.benchmark, in a CUDA graph made by hand
 
-Every output is compared with float64's before it is timed. Batch norm is folded into the weights, which are random. What one of
-the peers cannot do is a line, and the others go on. The results are written after each network. JAX has a process of its own:
-`networks_jax.py`.
+Every output is compared with float64 before it is timed. Batch norm is folded into the weights, which are random. A peer that
+cannot run a network becomes a line, and the next peer runs. The results are written after each network. JAX has a process of
+its own: `networks_jax.py`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import compiled
 import kernels
 import numpy as np
 from common import CLOCKS, Ratios, pool_on_a_stream, print_table, publish, regions, summary, write
-from nets import NETWORKS, Parameters
+from nets import MODERN, NETWORKS, Parameters
 from nets.kinds import Reference, Torch, forked
 from nets.parameters import channels_last
 from operations import Noted
@@ -40,7 +40,7 @@ import handlepool
 from handlepool import ops
 
 WAYS = (
-    *("eager", "forks", "lanes", "tuned", "plans", "convolutions"),
+    *("eager", "forks", "lanes", "tuned", "plans", "inside", "convolutions"),
     *("torch", "torch-graph", "reduce-overhead", "inductor"),
 )
 ONE, RECORDED_ONE = "one stream", "recorded, one stream"
@@ -52,7 +52,7 @@ LANES_BEFORE = 16
 MOST_SECONDS = 20.0
 """Of tuning a network's plans."""
 MOST_OF_ONE_STREAM = 1.3
-"""What googlenet with one fork may take of one stream, run eagerly at batch 1 with 4 states."""
+"""The bound of googlenet with one fork, relative to one stream, run eagerly at batch 1 with 4 states."""
 MOST_OF_INDUCTOR = {
     "googlenet": {"device": 0.66, "wall": 0.70},
     "squeezenet1_1": {"device": 0.90, "wall": 0.90},
@@ -65,34 +65,34 @@ MOST_OF_TORCHS_ERROR = 1.5
 TRIAL = "googlenet_stacked"
 """A network that is another one, written in another way."""
 ANY = (Exception, SystemExit)
-"""How a peer may end: a compiler may raise whatever it likes, and SystemExit says that its scores are wrong."""
+"""The errors that end a peer: a compiler may raise any error, and SystemExit means wrong scores."""
 Scores = Callable[[], Any] | None
 
 
 def several(found: Any) -> list[Any]:
-    """What a network with one head or more gave, as a list."""
+    """Return the results of a network with one head or more as a list."""
     return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
 class Network:
-    """A network, its images, its right scores, and what is timed of it.
+    """Hold a network, its images, its right scores, and the functions to time.
 
     Attributes
     ----------
     cases : dict
-        By name, after their scores were right.
+        The functions by name, once their scores were right.
     errors, seconds, lanes : dict
-        By case: the largest relative error of a head, how long it took to make, and the lanes that tuning chose.
+        By case: the largest relative error of a head, the seconds to make it, and the lanes that tuning chose.
     plans : dict
-        Microseconds of a tuned replay with plans that are quickest alone, and side by side, where both were tried.
+        How many changes of plans were tried inside the program, and how many stayed.
     skipped : list of str
-        What could not be made, and why.
+        The cases that could not be made, with the reason.
     """
 
     def __init__(self, driver: Any, name: str, options: Any) -> None:
         self.driver = driver
         self.name = name
-        self.run = NETWORKS[name]
+        self.run = (NETWORKS | MODERN)[name]
         self.p = Parameters(driver.asarray, options.dtype, options.thin)
         shape = options.batch, 3, options.side, options.side
         images = np.random.default_rng(1).standard_normal(shape, np.float32).astype(options.dtype)
@@ -116,7 +116,7 @@ class Network:
     def add(
         self, name: str, make: Callable[[], tuple[Callable[[], Any], Scores]], may_fail: tuple[type[BaseException], ...] = ()
     ) -> None:
-        """Make what is timed, and check it; there is a line where it ends with one of these errors."""
+        """Make a case and check it; an expected error becomes a line."""
         start = monotonic()
         try:
             self.cases[name] = self.checked(name, *make())
@@ -161,35 +161,29 @@ def add_tuned(network: Network, options: Any) -> None:
 
 
 def add_tuned_with_plans(network: Network, options: Any) -> None:
-    """The same with the plans that are quickest alone, or with those that are quickest side by side, whichever takes less."""
+    """The same with the plans that make whole replays quickest, beginning with those that are quickest alone."""
     name = TUNED + PLANS
 
     def make() -> tuple[Callable[[], Any], Scores]:
-        best = tuned(network, options, name)
-        if (lanes := best[1].winner.got) > 1:
-            tune_plans(network, "handlepool.tune, side by side", states=handlepool.ParallelStates(lanes))
-            other = tuned(network, options, name)
-            alone, together = (getattr(tuning.winner, options.goal) for _, tuning in (best, other))
-            network.plans |= {"alone": alone, "side by side": together}
-            print(f"plans that are quickest alone: {alone:.1f} us; side by side on {lanes} lanes: {together:.1f} us", flush=True)
-            best = other if together < alone else best
-        network.lanes[name] = best[1].winner.got
-        return result_of(best[0])
+        program, tuning = tuned(network, options, name, plans=True)
+        network.plans |= {"changes that stayed": sum(change.kept for change in tuning.plans), "tried": len(tuning.plans)}
+        return result_of(program)
 
     network.add(name, make, (handlepool.HandlePoolError,))
 
 
-def tuned(network: Network, options: Any, name: str) -> tuple[handlepool.Program, Any]:
-    """A program of it, and what tuning its lanes found."""
-    program = handlepool.record(network.run, network.p, network.x, lanes=LANES_BEFORE)
-    tuning = program.tune(options.lanes, goal=options.goal, seconds=options.seconds)
+def tuned(network: Network, options: Any, name: str, *, plans: bool = False) -> tuple[handlepool.Program, Any]:
+    """Return a program of the network, and the result of tuning it."""
+    program = handlepool.record(network.run, network.p, network.x, lanes=LANES_BEFORE, plans=plans)
+    seconds = options.plan_seconds if plans else options.seconds
+    tuning = program.tune(options.lanes, goal=options.goal, seconds=seconds, plans=plans)
     print(tuning, flush=True)
     network.lanes[name] = tuning.winner.got
     return program, tuning
 
 
 def result_of(program: handlepool.Program) -> tuple[Callable[[], Any], Scores]:
-    """What is timed of it, and its scores."""
+    """Return the function to time and its scores."""
     return program.replay, lambda: program.outputs
 
 
@@ -231,8 +225,9 @@ def tune_plans(network: Network, name: str, **options: Any) -> None:
 
 
 def add_tuned_plans(network: Network, torch: Any, options: Any) -> None:
-    """One lane, and tuned, with the plans that `handlepool.tune` finds; and its convolutions with what is behind them, on one
-    stream: before it, after it, and torch's, with the first plan and with the quickest."""
+    """Time one lane, and tuned lanes, with the plans that `handlepool.tune` finds. The convolutions with their epilogues run on
+    one stream: before tuning, after tuning, and torch's, with the first plan and with the quickest.
+    """
     apart = "convolutions" in options.way
     noted = Noted()
     if apart:
@@ -271,7 +266,8 @@ def best_of_ours(cases: Iterable[str]) -> str:
 def compare(ratios: Ratios, network: Network, samples: dict[str, dict[str, list[float]]], options: Any) -> None:
     """Ratios of a network, with the bounds that hold for it at full size."""
     name, full = network.name, (options.side, options.thin) == (224, 1)
-    small = full and (options.batch, options.dtype) == (1, "float16")  # what the bounds are for
+    # The bounds are for these two options.
+    small = full and (options.batch, options.dtype) == (1, "float16")
     ours = best_of_ours(samples["device"])
     one = ONE_LANE + PLANS if ours.endswith(PLANS) else ONE_LANE
     for clock in ("device", "wall"):
@@ -307,7 +303,13 @@ def network_arguments(description: str | None) -> argparse.ArgumentParser:
     parser = arguments(description)
     parser.add_argument("--calls", type=positive, default=5, help="runs in one sample (default: %(default)s)")
     whole = [name for name in NETWORKS if name != TRIAL]
-    parser.add_argument("--network", nargs="+", choices=NETWORKS, default=whole, help=f"(default: all but {TRIAL})")
+    parser.add_argument(
+        "--network",
+        nargs="+",
+        choices=NETWORKS | MODERN,
+        default=whole,
+        help=f"(default: all but {TRIAL}, and none of {', '.join(MODERN)})",
+    )
     parser.add_argument(
         "--lanes", type=side_streams, nargs="+", default=[1, 2, 4, 8, 16], help="also of tuning (default: %(default)s)"
     )
@@ -316,8 +318,9 @@ def network_arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--thin", type=positive, default=1, help="divides the numbers of channels (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="(default: %(default)s)")
     parser.add_argument("--goal", choices=("clock", "device"), default="clock", help="of tuning (default: %(default)s)")
-    parser.add_argument("--profile", action="store_true", help="also what each kernel takes, of ours and of the strongest peers'")
+    parser.add_argument("--profile", action="store_true", help="also time each kernel, of ours and of the strongest peers")
     parser.add_argument("--seconds", type=float, default=5.0, help="of tuning the lanes, at most (default: %(default)s)")
+    parser.add_argument("--plan-seconds", type=float, default=20.0, help="of tuning plans in programs (default: %(default)s)")
     return parser
 
 
@@ -331,7 +334,7 @@ def parse_network(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Nam
 
 
 class Results:
-    """What is written of the networks so far."""
+    """Return the results of the networks so far."""
 
     def __init__(self) -> None:
         self.times: dict[str, Any] = {}
@@ -357,7 +360,7 @@ class Results:
         sys.stdout.flush()
 
     def profile(self, network: Network, cases: dict[str, Callable[[], Any]], torch: Any) -> None:
-        """What each kernel of ours takes, and of the strongest peers; there is a line where one cannot be profiled."""
+        """Profile each kernel of ours and of the strongest peers; a case that cannot be profiled becomes a line."""
         found = {}
         for name in dict.fromkeys((best_of_ours(cases), ONE_LANE + PLANS, ONE_LANE, INDUCTOR, GRAPH, "JAX")):
             if name not in cases:
@@ -395,6 +398,8 @@ def main() -> int:
                 add_tuned(network, options)
             if {"plans", "convolutions"} & set(options.way):
                 add_tuned_plans(network, torch, options)
+            if "inside" in options.way and "plans" not in options.way and driver.name == "cuda":
+                add_tuned_with_plans(network, options)
             if torch is not None:
                 add_torch(network, torch, options.way)
             samples = regions(network.cases, options.repeats, options.calls, driver, stream)

@@ -1,11 +1,11 @@
-"""The networks of `networks.py` in JAX, in a process of its own, with ours beside them. Needs a GPU.
+"""Time the networks of `networks.py` in JAX, in a process of its own, with ours beside them. Needs a GPU.
 
-JAX runs with the flags that were found to be its best: all that XLA can put into a CUDA graph is put there, and the graph runs
-kernels beside each other. It compiles with weights that lie as cuDNN likes them best, in the type that was asked for.
+JAX runs with the flags that were found to be its best: XLA puts all possible work into a CUDA graph, and the graph overlaps
+kernels. It compiles with weights in cuDNN's preferred layout, in the requested type.
 
-*device* is taken in the same way of all here, since JAX shows nobody its stream: a kernel that fills the GPU holds everything
-back until the host has launched one call, or several. By how much longer several take is a call's time on the device. *wall* is
-of a call and the wait for its end.
+*device* is taken in the same way for all cases, because JAX exposes no stream. A kernel that fills the GPU holds all work back
+until the host has launched one call, or several. A call's time on the device is the additional time of several calls. *wall* is
+the time of a call and of the wait for its end.
 """
 
 import os
@@ -39,7 +39,7 @@ FLAGS = (
 )
 JAX = "JAX"
 MOST_OF_JAX = {"googlenet": (0.75, 1.05)}
-"""Of its time on the device: what ours may take, and one lane of ours. At batch 1 in float16."""
+"""The bounds of our time on the device relative to JAX: tuned, and on one lane. At batch 1 in float16."""
 MORE = 8
 """Calls more than one, whose time on the device is divided by their number."""
 SHORTEST_HOLD, LONGEST_HOLD = 1000.0, 200_000.0
@@ -82,7 +82,9 @@ def last(values: Any) -> Any:
 
 
 def compiled(jax: Any, network: Network) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """What calls a network that JAX compiled, without a wait, and what has its scores as arrays of the host."""
+    """Return a function that calls a network compiled by JAX without a wait, and a function that returns its scores as host
+    arrays.
+    """
     place = partial(jax.device_put, device=jax.devices()[0])
     p = network.p.elsewhere(lambda values: place(last(values)))
     x = place(last(network.driver.asnumpy(network.x)))
@@ -97,12 +99,12 @@ def compiled(jax: Any, network: Network) -> tuple[Callable[[], Any], Callable[[]
 
 
 class Held:
-    """Takes times on the device of calls that the host launches while the GPU is held.
+    """Take times on the device of calls that the host launches while the GPU is held.
 
     Parameters
     ----------
     cases : dict
-        By name what launches a call, and what waits for all that were launched.
+        By name a function that launches a call, and a function that waits for all launched calls.
     """
 
     def __init__(self, cases: dict[str, tuple[Callable[[], Any], Callable[[], Any]]], stream: Any) -> None:

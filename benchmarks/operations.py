@@ -1,13 +1,13 @@
-"""Single operations on the sizes that networks have: the library's, torch's own kernels, and Inductor's.
+"""Time single operations on the sizes of networks: the library's, torch's own kernels, and Inductor's.
 
-A call is too short to be timed alone, and a launch of its own would cost more than it. So each operation is recorded many times
-over in one program, and that is replayed, beside a CUDA graph of as many of torch's. What is reported is the device's time for
-one of them. Beside that stand the same calls made eagerly, where the host is the limit. All find their operands in the cache.
+A call is too short to be timed alone, and its launch would cost more than the call. So each operation is recorded many times
+over in one program, and the program is replayed, beside a CUDA graph of as many torch calls. The result is the device's time
+for one call. The same calls are also made eagerly, where the host is the limit. All calls find their operands in the cache.
 
-A depthwise convolution is timed by cuDNN's plan and by the library's own kernel. A concatenation is timed with what makes its
-arrays as well: each array apart, or in its slice of one.
+A depthwise convolution is timed by cuDNN's plan and by the library's own kernel. A concatenation is timed together with the calls
+that make its arrays: each array separate, or in its slice of the result.
 
-Sizes come from the networks in `nets`; of mobilenet_v3_large from a table. Every result is compared with float64's first.
+Sizes come from the networks in `nets`, and for mobilenet_v3_large from a table. Every result is first compared with float64.
 """
 
 import sys
@@ -66,7 +66,8 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     count: int = 1
-    makers: tuple["Call", ...] = ()  # of a concatenation, what made its arrays
+    # The calls that made the arrays of a concatenation.
+    makers: tuple["Call", ...] = ()
 
     def __str__(self) -> str:
         shapes = "x".join(map(str, _first(self.args).shape))
@@ -96,7 +97,7 @@ def _moved(value: Any, place: Callable[[Any], Any]) -> Any:
 
 
 class Noted:
-    """The library's operations, which note with what they are called."""
+    """Offer the library's operations, and note the arguments of each call."""
 
     def __init__(self) -> None:
         self.calls: dict[str, Call] = {}
@@ -164,7 +165,7 @@ def repeated(call: Callable[[], Any], times: int) -> Callable[[], Any]:
 
 
 def cases_of(call: Call, driver: Any, torch: Any, options: Any, skipped: list[str]) -> dict[str, Callable[[], object]]:
-    """What is timed, after each gave the right result."""
+    """Return the functions to time, once each gave the right result."""
     right = call.on(Reference(), lambda array: driver.asnumpy(array).astype(np.float64))()
     own = call.on(ops, lambda array: array)
     many = partial(repeated, times=options.times)
@@ -184,13 +185,14 @@ def cases_of(call: Call, driver: Any, torch: Any, options: Any, skipped: list[st
                 fused = partial(fused, *theirs.args, **theirs.keywords)
                 check(driver, f"{call}, Inductor", array_of(fused()), right)
                 cases[INDUCTOR] = graph_of(torch, many(fused))
-            except Exception as error:  # whatever a compiler may say; its times are left out
+            # A compiler may raise any error. Its times are left out.
+            except Exception as error:
                 skipped.append(f"{call}, Inductor: {type(error).__name__}")
     return cases
 
 
 def made(call: Call, driver: Any, options: Any) -> dict[str, Callable[[], object]]:
-    """A concatenation with what makes its arrays: apart from each other, and each in its slice of one array."""
+    """Time a concatenation with the calls that make its arrays: separate arrays, and each array in its slice of one."""
     if not call.makers or any(array.shape[1] % 8 for array in call.args[0]):  # a slice begins at a multiple of 16 bytes
         return {}
     arrays, axis = call.args
@@ -229,7 +231,9 @@ def chosen(calls: Iterable[Call], options: Any) -> list[Call]:
 
 
 def compare(ratios: Ratios, network: str, found: dict[str, tuple[Call, dict[str, list[float]]]], options: Any) -> None:
-    """Each operation against torch's, with its bound, and the sum over a network of what has kernels of the library's own."""
+    """Compare each operation with torch's by its bound, and the sum over a network of the operations with kernels of the
+    library's own.
+    """
     judged = (options.batch, options.side, options.thin, options.dtype) == (1, 224, 1, "float16")
     for name, (call, samples) in found.items():
         bounded = judged and (
@@ -268,7 +272,7 @@ def main() -> int:
     parser.add_argument("--side", type=positive, default=224, help="pixels, 33 or more (default: %(default)s)")
     parser.add_argument("--thin", type=positive, default=1, help="divides the numbers of channels (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="(default: %(default)s)")
-    told = "what Inductor, which compiles for seconds, is run beside: own kernels, all, or nothing (default: %(default)s)"
+    told = "operations that Inductor, which compiles for seconds, also runs: own kernels, all, or none (default: %(default)s)"
     parser.add_argument("--inductor", choices=("kernels", "all", "none"), default="kernels", help=told)
     small = {"thin": 16, "side": 40, "dtype": "float32", "times": 5, "most": 3}
     options = parse(parser, small, calls=1, times=2, most=1)

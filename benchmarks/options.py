@@ -1,4 +1,4 @@
-"""The options of the benchmark scripts: what all of them have, and the forms of the values."""
+"""Share options among the benchmark scripts, and check the form of their values."""
 
 import argparse
 import os

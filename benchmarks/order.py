@@ -1,8 +1,9 @@
-"""What order by data costs the host: a branch alone, a branch that follows another, a chain, a map, many branches in one fork.
+"""Measure the host cost of order by data: a branch alone, a branch that follows another, a chain, a map, many branches in one
+fork.
 
 A branch's cost is over the same call without a fork, as a part of the raw entry beneath `pygraph.execute`: the least that a
-launch takes from Python. A chain is compared with the same calls on one stream, where the device is the limit and where launching
-is.
+launch takes from Python. A chain is compared with the same calls on one stream, once with the device as the limit and once with
+the launches as the limit.
 """
 
 import sys

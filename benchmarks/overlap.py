@@ -1,13 +1,13 @@
-"""When side streams pay: convolutions of several sizes over 1 to 16 states, eager and recorded, beside what else could be done.
+"""Find when side streams pay: convolutions of several sizes over 1 to 16 states, eager and recorded, beside alternatives.
 
-The work is always the same number of independent convolutions of one shape, each with its own image and filters. Beside it stand
-torch on one stream, torch with streams by hand, a CUDA graph of each, and one native convolution of as much arithmetic where the
-work can be put that way: *grouped* (images and filters concatenated along channels), *stacked* (one image, all filters) or
-*batched* (all images, one set of filters). Their operands lie together beforehand; putting them there is not timed.
+The work is always the same number of independent convolutions of one shape, each with its own image and filters. The
+alternatives are torch on one stream, torch with streams by hand, a CUDA graph of each, and one native convolution of as much
+arithmetic if the work has such a form: *grouped* (images and filters concatenated along channels), *stacked* (one image, all
+filters) or *batched* (all images, one set of filters). Their operands lie together beforehand; that copy is not timed.
 
-Three clocks, of an idle stream each time: *host*, until the call returns; *device*, between an event before and one after on the
-caller's stream, fork to join; *wall*, until the host knows that all is done. Bounds are for the device's clock; on the wall clock
-both sides of a ratio also have the host's wait for the GPU, which is the same for both.
+There are three clocks, each from an idle stream: *host*, until the call returns; *device*, between an event before and an event
+after on the caller's stream, fork to join; *wall*, until the host knows that all work is done. Bounds are for the device's
+clock. On the wall clock both sides of a ratio include the host's wait for the GPU, which is the same for both.
 """
 
 import sys
@@ -101,7 +101,7 @@ class Work:
         return region
 
     def native(self) -> tuple[dict[str, Callable[[], object]], dict[str, tuple[Any, Any, int]], list[str]]:
-        """One convolution instead of many: what runs it, its operands and groups for torch, and what cuDNN refused."""
+        """Return one convolution instead of many: the function, its operands and groups for torch, and cuDNN's refusal."""
         shape, driver, rng, count = self.shape, self.driver, self.rng, self.count
         operands = {
             "grouped": (shape.image(driver, rng, channels=count), shape.filter(driver, rng, count), count),

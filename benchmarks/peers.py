@@ -29,7 +29,7 @@ def tensor(torch: Any, array: Any) -> Any:
 
 
 def array_of(result: Any) -> Any:
-    """A CuPy array over the memory of a torch tensor; what is none as it is."""
+    """Return a CuPy array over the memory of a torch tensor, and any other value unchanged."""
     if not type(result).__module__.startswith("torch"):
         return result
     import cupy
@@ -38,10 +38,10 @@ def array_of(result: Any) -> Any:
 
 
 def over_streams(torch: Any, count: int, calls: list[Callable[[], object]], *, gathered: bool = False) -> Callable[[], object]:
-    """What somebody writes by hand to run calls over ``count`` side streams, with every stream and event made beforehand.
+    """Run calls over ``count`` side streams as a user writes it by hand, with every stream and event made beforehand.
 
-    A context for each call; or, ``gathered``, one for each stream with its calls together. Nothing tells torch's allocator that
-    other streams read what was allocated on a side stream (``record_stream``), which would cost more.
+    There is a context for each call, or, if ``gathered``, for each stream with its calls together. Torch's allocator is not
+    told that other streams read the memory of a side stream (``record_stream``), which would cost more.
     """
     side = [torch.cuda.Stream() for _ in range(count)]
     begin = torch.cuda.Event()
@@ -73,7 +73,7 @@ def over_streams(torch: Any, count: int, calls: list[Callable[[], object]], *, g
 
 
 def graphed(torch: Any, region: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """A torch CUDA graph of a region: what replays it, and what the region returned, which each replay writes."""
+    """Capture a region as a torch CUDA graph; return the replay, and the region's results, which each replay writes."""
     for _ in range(3):
         region()
     torch.cuda.synchronize()
@@ -89,5 +89,5 @@ def graphed(torch: Any, region: Callable[[], Any]) -> tuple[Callable[[], None], 
 
 
 def graph_of(torch: Any, region: Callable[[], Any]) -> Callable[[], None]:
-    """A torch CUDA graph of a region; what replays it."""
+    """Capture a region as a torch CUDA graph; return the replay."""
     return graphed(torch, region)[0]

@@ -1,11 +1,11 @@
-"""How soon a process has its plans: built by cuDNN, and from a plan directory. Each sample is a process of its own, in turns.
+"""Measure how soon a process has its plans: built by cuDNN, and from a plan directory. Each sample is a process, in turns.
 
-Times begin when Python's modules are imported. Two parts take as long either way and are timed by themselves: "libraries" are
-the device's context and a handle, and "set-up" is what cuDNN loads when it is first asked for plans, of a graph that is none of
-those that are timed, or is given one. All else counts, from the first plan on. The bounds are for that, on both sides of a ratio;
-with what comes before on both sides it is printed. "10 plans" are of one convolution in as many geometries, "10 functions" are
-convolutions with and without an epilogue, their gradients, and products. Then they are called, so that what a plan puts off to
-its first launch is seen, too.
+Times begin when Python's modules are imported. Two parts take as long either way and are timed separately. "libraries" is the
+device's context and a handle. "set-up" is the part that cuDNN loads at its first request for plans, or its first given plan;
+the request is for a graph that is not timed. Everything else counts, from the first plan on, and the bounds are for it. The
+output also has the ratio with both parts on both sides. "10 plans" are plans of one convolution in as many geometries. "10
+functions" are convolutions with and without an epilogue, their gradients, and products. Then they are called, so that work that
+a plan leaves to its first launch counts as well.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ TEN = 10
 FUNCTIONS = "functions"
 CASES = ("ten", FUNCTIONS, "network", "many")
 READY, NETWORK = 0.10, 0.15
-"""What a second process may take of the first one's time: for ten graph functions, and for a network's plans."""
+"""The bounds of a second process relative to the first: for ten graph functions, and for a network's plans."""
 TEN_MILLISECONDS, MANY_SECONDS = 20.0, 0.5
 """Of loading ten plans, and the many, beyond the libraries."""
 
@@ -43,7 +43,7 @@ def shapes(count: int, small: bool) -> list[Shape]:
 
 
 def ten_functions(small: bool) -> list[tuple[Any, ...]]:
-    """Ten graph functions as a user writes them, each with what it is compiled for."""
+    """Return ten graph functions as a user writes them, each with the arguments to compile it for."""
     from handlepool import ArraySpec, graph
 
     half, same = "float16", {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
@@ -89,7 +89,7 @@ def set_up(pool: Any) -> None:
 
 
 class Clock:
-    """Milliseconds that parts of the work took, by what they are called: of each time that it was done."""
+    """Collect the milliseconds of parts of the work by name, for each time that a part ran."""
 
     def __init__(self) -> None:
         self.taken: dict[str, list[float]] = {}
@@ -103,7 +103,7 @@ class Clock:
 
 
 def work(what: str, small: bool) -> dict[str, Any]:
-    """Have the plans of one case, in this process: the milliseconds of each part, and what was counted of files."""
+    """Get the plans of one case in this process; return the milliseconds of each part, and the counts of files."""
     import numpy as np
     from nets import NETWORKS, Parameters
     from nets.parameters import channels_last
@@ -167,7 +167,7 @@ def in_a_process(what: str, small: bool, driver: str, directory: Path | None) ->
 
 
 def compared(samples: dict[str, list[float]], options: Any, driver: str) -> tuple[dict[str, Any], Ratios]:
-    """What was measured so far: times, and ratios with their bounds."""
+    """Return the results so far: times, and ratios with their bounds."""
     ratios = Ratios()
     ten, functions, network, many = f"{TEN} plans", f"{TEN} {FUNCTIONS}", "plans of googlenet", f"{options.many} plans"
     full = driver == "cuda" and not options.small

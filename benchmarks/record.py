@@ -1,10 +1,11 @@
-"""When recording pays: a recorded map, replayed, against eager maps; and what a replay costs over the bare graph launch.
+"""Find when recording pays: a recorded map, replayed, against eager maps; and the cost of a replay over the bare graph launch.
 
-`record` runs the work once for real and once under capture, and instantiates the graph: that has to be earned back. The host's
-time of a replay is compared with the launch of a graph that was captured by hand from the same work, with everything at hand.
+`record` runs the work once for real and once under capture, and instantiates the graph. Replays have to earn that back. The
+host's time of a replay is compared with the launch of a graph that was captured by hand from the same work, with all its
+arguments at hand.
 
-What recording with lanes costs is told for each call of sequential code, over the same call made eagerly; and what a replay on so
-many lanes costs the host, over the launch of its graph.
+Recording with lanes is measured for each call of sequential code, over the same call made eagerly. A replay on so many lanes is
+measured over the launch of its graph.
 """
 
 import sys
@@ -21,11 +22,11 @@ import handlepool
 
 MOST_OF_A_LAUNCH = 1.2
 MOST_OF_A_NODE = 25.0
-"""Microseconds that a node of a recording with lanes takes, over what its call does."""
+"""The bound in microseconds of a node of a recording with lanes, beyond the cost of its call."""
 MOST_OVER_A_LAUNCH = 1.0
 """Microseconds that a replay takes of the host's time, over the launch of its graph."""
 MOST_OF_ONE_LANE = 1.5
-"""What the host's time of a replay on the most lanes may take of one on one lane."""
+"""The bound of the host's time for a replay on the most lanes, relative to one lane."""
 FEW, MANY, LANES = 100, 10_000, 8
 
 
@@ -97,7 +98,7 @@ class Nodes:
         self._conv, self._pairs = maps.conv, list(zip(maps.images, maps.filters, maps.outs, strict=True))
 
     def calls(self) -> list[Any]:
-        """Each call writes what the one before it in its chain wrote, and there is a chain for each lane."""
+        """Call so that each call writes the array of the previous call in its chain, with a chain for each lane."""
         conv, pairs = self._conv, self._pairs
         for number in range(self.count):
             x, w, out = pairs[number % len(pairs)]
@@ -105,7 +106,7 @@ class Nodes:
         return [out for _, _, out in pairs]
 
     def recorded(self) -> None:
-        """Record them, without the launch of what was recorded."""
+        """Record the calls, and do not launch the program."""
         handlepool.record(self.calls, lanes=LANES).close()
 
 
@@ -130,7 +131,7 @@ def compare(
 
 
 def compare_lanes(ratios: Ratios, host: dict[str, list[float]], lanes: list[int], *, bounded: bool) -> None:
-    """What replays on lanes take of the host's time."""
+    """Measure the host's time of replays on lanes."""
     for count in lanes:
         over = [a - b for a, b in zip(host[f"replay, {count} lanes"], host[f"launch of its graph, {count} lanes"], strict=True)]
         name = f"replay over the launch of its graph, {count} lanes, microseconds, host"

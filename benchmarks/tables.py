@@ -1,7 +1,7 @@
 """Write the figures of a folder of JSON into pages: ``python benchmarks/tables.py benchmarks/results/h200 docs/*.md``.
 
-What stands between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced; everything else stays. With ``--check``
-nothing is written, and pages that differ from the JSON are an error, as is JSON that is missing.
+The text between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced; all other text stays. With ``--check`` nothing is
+written. Pages that differ from the JSON are an error then, and so is missing JSON.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SHORT = (ONE_LANE, TUNED, "torch graph", "Inductor", JAX)
 SIDE_STREAMS = ("fork,", "map,", "map into outputs,")
 """How the cases begin that go over side streams eagerly."""
 LEAST_GAIN = 1.05
-"""What counts as one: less is within the spread of the times."""
+"""The ratios that count as equal: smaller differences are within the spread of the times."""
 Results = dict[str, Any]
 
 
@@ -50,7 +50,7 @@ def times(results: dict[str, Any]) -> str:
 
 
 def conditions(results: dict[str, Any]) -> str:
-    """What ran where."""
+    """Name hardware and versions."""
     found = results["conditions"]
     packages = found["packages"] | ({"jax": results["jax"]} if "jax" in results else {})
     versions = ", ".join(f"{name} {version}" for name, version in packages.items() if not version.startswith("not "))
@@ -150,7 +150,7 @@ def memory(every: Results) -> str:
 
 
 def networks(every: list[Networks]) -> str:
-    """Networks by peers, a table for each type and batch, and what is quicker than ours."""
+    """Write networks by peers, a table for each type and batch, with the peers that are quicker than ours."""
     text = ""
     for each in every:
         columns = [column for column in each.columns() if column != EAGER]
@@ -269,7 +269,7 @@ def fill(page: str, every: Results) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the JSON is")
-    parser.add_argument("pages", type=Path, nargs="+", help="what to fill")
+    parser.add_argument("pages", type=Path, nargs="+", help="the pages to fill")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page would change")
     options = parser.parse_args()
     asked = {name for page in options.pages for _, name, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}

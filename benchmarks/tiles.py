@@ -1,7 +1,7 @@
-"""An image from Zarr to Zarr, in overlapping tiles: blurred and run through a small network, by one process and by a cluster.
+"""Run an image from Zarr to Zarr in overlapping tiles: blurred and run through a small network, by one process and by a cluster.
 
-Each of Dask's workers has one device; where there is one device alone, two workers share it. Both results are compared, bit for
-bit. What each worker did when, in the cluster's last turn, is the picture. Needs handlepool[dask] and zarr.
+Each of Dask's workers has one device. With a single device, two workers share it. Both results are compared, bit for bit. The
+picture shows the actions of each worker in the cluster's last turn. Needs handlepool[dask] and zarr.
 """
 
 import sys
@@ -44,7 +44,7 @@ def weights(channels: int, dtype: str) -> tuple[np.ndarray[Any, Any], ...]:
 
 
 def stream_of(found: list[dict[str, Any]]) -> list[list[Any]]:
-    """Who did what, from when to when in seconds: worker, thread, action, start, end."""
+    """Return the actions with their times in seconds: worker, thread, action, start, end."""
     threads = sorted({(task["worker"], task["thread"]) for task in found})
     steps = [(threads.index((task["worker"], task["thread"])), step) for task in found for step in task["startstops"]]
     begin = min(step["start"] for _, step in steps)

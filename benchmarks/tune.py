@@ -1,7 +1,7 @@
-"""What the choice of a plan is worth: recorded convolutions side by side, with the plan that cuDNN ranks first, the one that is
-quickest alone, and the one that is quickest side by side, as `GraphFunction.tune` finds them. Needs a GPU.
+"""Measure the worth of the choice of a plan: recorded convolutions side by side, with the plan that cuDNN ranks first, the plan
+that is quickest alone, and the plan that is quickest side by side, as `GraphFunction.tune` finds them. Needs a GPU.
 
-What is timed is independent of the tuning: replays of a recorded fork, interleaved, by the clocks of overlap.py.
+The timing is independent of the tuning: replays of a recorded fork, interleaved, by the clocks of overlap.py.
 """
 
 import sys
@@ -19,7 +19,7 @@ FIRST, ALONE, TOGETHER = "ranked first", "quickest alone", "quickest side by sid
 
 
 def tuned(work: Work, count: int) -> tuple[dict[str, Callable[[], object]], dict[str, Any]]:
-    """Replays of a fork over so many states, with each of the three plans; and what the tuning side by side found."""
+    """Time replays of a fork over so many states, with each of the three plans; return the tuning side by side as well."""
     operands = work.images[0], work.filters[0]
     states = handlepool.ParallelStates(count)
     cases: dict[str, Callable[[], object]] = {}

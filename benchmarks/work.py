@@ -92,7 +92,7 @@ def graph_function(shape: Shape) -> handlepool.GraphFunction:
 
 
 def capture(region: Callable[[], object], stream: Any) -> tuple[Callable[[], object], Any]:
-    """Capture a region by hand; what launches the graph on a stream, the runtime's call and nothing around it, and the graph."""
+    """Capture a region by hand; return the runtime's bare launch on a stream, and the graph."""
     import cupy
 
     region()
@@ -108,7 +108,7 @@ def capture(region: Callable[[], object], stream: Any) -> tuple[Callable[[], obj
 
 
 def check(driver: Any, name: str, found: Any, right: np.ndarray[Any, Any]) -> float:
-    """The relative error of an array. Stop where it is not what it should be: what is wrong is not timed."""
+    """Return the relative error of an array, and stop at a wrong array, because a wrong result is not timed."""
     values = driver.asnumpy(found).astype(np.float64)
     wrong = np.linalg.norm(values - right) / np.linalg.norm(right)
     if not wrong < 1e-2:  # NaN is wrong too

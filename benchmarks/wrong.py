@@ -1,8 +1,8 @@
-"""What a shared workspace does: wrong results, of convolutions side by side on streams that have handles of their own.
+"""Show the effect of a shared workspace: wrong results, of convolutions side by side on streams that have handles of their own.
 
-Every stream has its own handle in all cases. With one workspace between them each convolution writes its scratch over its
-neighbours'; with a workspace each, and in a fork of handlepool's, none does. A result is wrong when it is further than 1e-2,
-relative norm, from what one stream alone gives.
+Every stream has its own handle in all cases. With one workspace for all, each convolution writes its scratch over its
+neighbours'. With a workspace each, and in a fork of handlepool's, no scratch is overwritten. A result is wrong if it differs by
+more than 1e-2, relative norm, from the result of one stream alone.
 """
 
 import sys
@@ -21,7 +21,7 @@ NEEDY_ON_HOST = Shape(2, 16, 12, 16, 3, "float32", "NCHW")
 
 
 class ByHand:
-    """A stream with its handle, as somebody would write it without a pool."""
+    """Hold a stream with its handle, as a user writes it without a pool."""
 
     def __init__(self, driver: Any) -> None:
         with driver.relaxed():

@@ -61,6 +61,7 @@ from handlepool.ops import (
     rms_norm,
     scaled_dot_product_attention,
     softmax,
+    squeeze_excite,
     to_channels_last,
     to_contiguous,
 )
@@ -153,6 +154,7 @@ __all__ = [
     "set_default_pool",
     "softmax",
     "spread",
+    "squeeze_excite",
     "stats",
     "to_channels_last",
     "to_contiguous",

@@ -22,11 +22,11 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"handlepool {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="info | demo | plans")
 
-    info = commands.add_parser("info", help="what is installed, and which driver would be chosen")
+    info = commands.add_parser("info", help="installed packages and devices, and the driver that would be chosen")
     form = info.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print it as JSON")
     form.add_argument(
-        "--device-properties", nargs="?", type=int, const=0, metavar="ORDINAL", help="print what plans are made for, as JSON"
+        "--device-properties", nargs="?", type=int, const=0, metavar="ORDINAL", help="print a device's properties as JSON"
     )
 
     demo = commands.add_parser("demo", help="record a network, filter a photograph concurrently, check the results, draw them")
@@ -37,13 +37,13 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--filters", type=Path, help='JSON: {"name": [[...], ...], ...}, odd square kernels')
     demo.add_argument("--size", type=int, default=1024, help="longest side in pixels (%(default)s)")
 
-    plans = commands.add_parser("plans", help="what is in a plan directory, and plans for a device elsewhere")
+    plans = commands.add_parser("plans", help="list a plan directory, and build plans for a device elsewhere")
     actions = plans.add_subparsers(dest="action", required=True, metavar="list | verify | clear | build")
     told = {
         "list": "each plan, most recently used first",
         "verify": "the files that cannot be used",
         "clear": "remove every plan",
-        "build": "plan what a module lists, for a device that is described",
+        "build": "plan the calls that a module lists, for a described device",
     }
     for name, text in told.items():
         action = actions.add_parser(name, help=text)
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
     options = parser().parse_args(arguments)
     if options.command == "info":
+        # Each command imports its own modules. So `info` works where the packages of the demo are missing.
         from handlepool.cli import info
 
         if options.device_properties is not None:

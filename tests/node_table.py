@@ -211,6 +211,7 @@ both with NumPy in float64, over random shapes, layouts and types.
 | `concat`, `max_pool2d`, `avg_pool2d`, `mean2d` | [concatenation and pooling](pooling.md) |
 | `layer_norm`, `group_norm`, `instance_norm`, `rms_norm`, `batch_norm`, `softmax` | [networks' operations](networks.md) |
 | `pad`, `channel_shuffle`, `to_channels_last`, `to_contiguous`, `interpolate2d` | [networks' operations](networks.md) |
+| `squeeze_excite` | [networks' operations](networks.md) |
 """
 
 

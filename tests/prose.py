@@ -1,7 +1,8 @@
 """Measure the prose of the package, and hold it to the limits of the writing rules: ``python tests/prose.py [--list MEASURE]``.
 
-The rules stand in CONTRIBUTING.md. The script counts docstrings and comments of the package, the prose of the maintainers' pages,
-and the subjects of commits since a named base. It exits with status 1 where a limit does not hold.
+The rules stand in docs/contributing.md. The script counts docstrings and comments of the package and the benchmarks, the prose of
+the maintainers' pages and of the changelog, texts of errors and warnings, and the subjects of commits since a named base. The
+exit status is 1 if a limit does not hold.
 """
 
 import argparse
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("docs/architecture.md", "docs/glossary.md", "docs/testing.md", "CONTRIBUTING.md")
+PAGES = ("CHANGELOG.md", "docs/architecture.md", "docs/contributing.md", "docs/glossary.md", "docs/testing.md")
 BASE = "caa9c37"
-"""The last commit before the rule for subjects."""
+"""The last commit before the rule for subjects. Every commit after it has the form, merges included."""
 MOST_SUBJECT = 72
 
 
@@ -39,6 +40,9 @@ LIMITS = {
     "trailing comments": Limit(60, "in the package"),
     "long first lines": Limit(0, "first docstring lines over 12 words"),
     "sentence length": Limit(15, "words, mean"),
+    "long messages": Limit(0, "messages over two sentences"),
+    "message clauses": Limit(0.5, "per 1,000 words that users see"),
+    "message nobody": Limit(0, "per 1,000 words that users see"),
     "commit subjects": Limit(0, "since the base"),
 }
 
@@ -52,6 +56,8 @@ _NO_NOUN = (
 )
 _BARE = re.compile(r"\b(?:those|others|(?<!\bthe\s)(?<!\bno\s)one)\b" + _NO_NOUN, re.IGNORECASE)
 _CODE = re.compile(r"``[^`]*``|`[^`]*`|\"[^\"\n]*\"|https?://\S+")
+# A sentence of a message ends before the next sentence. The last sentence has no full stop.
+_ENDS = re.compile(r"[.!?]\s+(?=[A-Z])")
 _SUBJECT = re.compile(r"[a-z_][a-z0-9 _/.,-]*: [^\s].*[^.]")
 _UNIT = re.compile(r"#\s*(?:noqa|type:|pragma|doctest|fmt:)|#\s*(?:[kMG]i?B|bytes|ns|us|ms|s|seconds|elements|pixels|%)\s*$")
 
@@ -110,6 +116,56 @@ def code_lines(source: str, tree: ast.Module) -> int:
     return len(lines)
 
 
+def messages(path: Path, tree: ast.Module) -> Iterator[Piece]:
+    """Yield the texts of errors and warnings, with X for each value."""
+    name, seen = str(path.relative_to(ROOT)), set()
+    for node in ast.walk(tree):
+        calls: list[ast.AST] = []
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            calls = [each for each in ast.walk(node.exc) if isinstance(each, ast.Call)]
+        elif isinstance(node, ast.Call) and _called(node).endswith(("warn", "Warning", "Error")):
+            calls = [node]
+        for argument in (argument for call in calls if isinstance(call, ast.Call) for argument in call.args):
+            for part in _texts(argument):
+                if id(part) not in seen and len(text := _text_of(part).strip()) and " " in text:
+                    seen.add(id(part))
+                    yield Piece(name, part.lineno, text)
+
+
+def phrases(path: Path, tree: ast.Module) -> Iterator[Piece]:
+    """Yield all literals of some words in a line, which a user may see; docstrings are not among them."""
+    name, parts = str(path.relative_to(ROOT)), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):
+            parts.add(id(node.value))
+        elif isinstance(node, ast.JoinedStr):
+            parts.update(map(id, node.values))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.JoinedStr, ast.Constant)) and id(node) not in parts:
+            text = "" if isinstance(node, ast.Constant) and not isinstance(node.value, str) else _text_of(node)
+            if len(text.split()) > 2 and "\n" not in text:
+                yield Piece(name, node.lineno, text)
+
+
+def _called(call: ast.Call) -> str:
+    return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
+
+
+def _texts(expression: ast.expr) -> Iterator[ast.expr]:
+    """Yield the literal texts of an argument, without the texts inside of calls and values."""
+    if isinstance(expression, ast.JoinedStr) or (isinstance(expression, ast.Constant) and isinstance(expression.value, str)):
+        yield expression
+    elif isinstance(expression, ast.IfExp):
+        yield from (*_texts(expression.body), *_texts(expression.orelse))
+    elif isinstance(expression, ast.BinOp):
+        yield from (*_texts(expression.left), *_texts(expression.right))
+
+
+def _text_of(expression: ast.expr) -> str:
+    parts = expression.values if isinstance(expression, ast.JoinedStr) else [expression]
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in parts)
+
+
 def paragraphs(path: Path) -> Iterator[Piece]:
     """Yield the paragraphs of a page, without code blocks, tables and headings."""
     fenced = False
@@ -132,11 +188,13 @@ def words(text: str) -> int:
 
 
 def subjects(base: str) -> list[Piece] | None:
-    """Return commit subjects since a base that break the form; None where the clone lacks the base."""
-    log = subprocess.run(
-        ["git", "log", "--format=%h %s", "--no-merges", f"{base}..HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if log.returncode:
+    """Return commit subjects since a base that break the form; None if the clone lacks the base."""
+    try:
+        log = subprocess.run(
+            ["git", "log", "--format=%h %s", f"{base}..HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    # An unpacked sdist has no history, and its machine may have no git.
+    except (OSError, subprocess.CalledProcessError):
         return None
     found = []
     for entry in log.stdout.splitlines():
@@ -150,6 +208,8 @@ def measure(base: str) -> tuple[dict[str, float], dict[str, list[Piece]]]:
     """Return the figure of each measure, and the places that it counts."""
     places: dict[str, list[Piece]] = {name: [] for name in LIMITS}
     texts: list[Piece] = []
+    said: list[Piece] = []
+    shown: list[Piece] = []
     code = own = docstring_words = docstring_sentences = 0
     for path in sorted((ROOT / "handlepool").rglob("*.py")):
         source = path.read_text()
@@ -160,6 +220,8 @@ def measure(base: str) -> tuple[dict[str, float], dict[str, list[Piece]]]:
             own += alone
             if not alone and not _UNIT.search(comment.text):
                 places["trailing comments"].append(comment)
+        said += messages(path, tree)
+        shown += phrases(path, tree)
         for piece in docstrings(path, tree):
             first = piece.text.strip().splitlines()[0] if piece.text.strip() else ""
             if words(first) > 12:
@@ -171,6 +233,10 @@ def measure(base: str) -> tuple[dict[str, float], dict[str, list[Piece]]]:
                 docstring_words += words(sentence)
                 if words(sentence) > 2 * LIMITS["sentence length"].bound:
                     places["sentence length"].append(Piece(piece.path, piece.line, sentence))
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        source = path.read_text()
+        texts += [comment for _, comment in comments(path, source)]
+        texts += [Piece(each.path, each.line, prose_of(each.text)) for each in docstrings(path, ast.parse(source))]
     texts += [piece for page in PAGES if (ROOT / page).exists() for piece in paragraphs(ROOT / page)]
     total = 0
     for piece in texts:
@@ -180,12 +246,21 @@ def measure(base: str) -> tuple[dict[str, float], dict[str, list[Piece]]]:
             if name == "noun clauses" and all(_QUESTION.match(each) for each in sentences(text)):
                 continue
             places[name] += [Piece(piece.path, piece.line, text)] * len(pattern.findall(text))
-    wrong = subjects(base)
     figures = {name: 1000 * len(places[name]) / total for name in ("noun clauses", "nobody", "bare pronouns")}
+    places["long messages"] = [piece for piece in said if len(_ENDS.findall(_CODE.sub("X", piece.text))) > 1]
+    spoken = 0
+    for piece in shown:
+        text = _CODE.sub("X", piece.text)
+        spoken += words(text)
+        places["message clauses"] += [piece] * len(_CLAUSE.findall(text))
+        places["message nobody"] += [piece] * len(_NOBODY.findall(text))
+    figures |= {name: 1000 * len(places[name]) / spoken for name in ("message clauses", "message nobody")}
+    wrong = subjects(base)
     figures |= {
         "own-line comments": 100 * own / code,
         "trailing comments": len(places["trailing comments"]),
         "long first lines": len(places["long first lines"]),
+        "long messages": len(places["long messages"]),
         "sentence length": docstring_words / docstring_sentences,
     }
     if wrong is not None:

@@ -171,6 +171,9 @@ def cases(pool):
         "instance_norm": case(handlepool.instance_norm, x, weight=v, bias=v, eps=1e-5, out=None, pool=None),
         "batch_norm": case(handlepool.batch_norm, x, v, v, weight=v, bias=v, eps=1e-5, activation="relu", out=None, pool=None),
         "softmax": case(handlepool.softmax, x, axis=1, out=None, pool=None),
+        "squeeze_excite": case(
+            handlepool.squeeze_excite, x, v[None], v[:1], v[:, None], v, activation="relu", gate="sigmoid", out=None, pool=None
+        ),
         "pad": case(handlepool.pad, x, (1, 1), mode="constant", value=1, out=None, pool=None),
         "channel_shuffle": case(handlepool.channel_shuffle, x, 2, out=None, pool=None),
         "to_channels_last": case(handlepool.to_channels_last, x, out=None, pool=None),

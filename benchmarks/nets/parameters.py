@@ -42,6 +42,30 @@ class Parameters:
         """A matrix for rows, and its bias."""
         return self._get(name, (self.width(features), x.shape[1]))
 
+    def depthwise(self, name: str, x: Any, kernel: int) -> tuple[Any, Any]:
+        """A filter for each channel of images, and the bias."""
+        return self._get(name, (x.shape[1], 1, kernel, kernel))
+
+    def filters(self, name: str, filters: int, channels: int, kernel: int) -> tuple[Any, Any]:
+        """So many filters, also in trials, and their bias."""
+        return self._get(name, (filters, channels, kernel, kernel))
+
+    def matrix(self, name: str, features: int, taken: int) -> tuple[Any, Any]:
+        """A matrix for rows with so many features, also in trials, and its bias."""
+        return self._get(name, (features, taken))
+
+    def norm(self, name: str, channels: int) -> tuple[Any, Any]:
+        """A weight and a bias of each channel."""
+        return self._get(name, (channels,))
+
+    def scale(self, name: str, channels: int) -> tuple[Any, Any]:
+        """A number for each channel of images, and a bias."""
+        return self._get(name, (channels, 1, 1))
+
+    def tokens(self, name: str, count: int, features: int) -> tuple[Any, Any]:
+        """So many rows, and a number."""
+        return self._get(name, (1, count, features))
+
     def _get(self, name: str, shape: tuple[int, ...]) -> tuple[Any, Any]:
         if name not in self.placed:
             scale = (2 / np.prod(shape[1:])) ** 0.5  # what keeps the variance through relu

@@ -1,4 +1,7 @@
-"""A U-Net with two heads, a mask of classes and distances to edges, each with a decoder of its own behind one encoder."""
+"""A U-Net with two heads, a mask of classes and distances to edges, each with a decoder of its own behind one encoder.
+
+And a U-Net with one head, which upsamples bilinearly.
+"""
 
 from typing import Any
 
@@ -7,6 +10,8 @@ from handlepool import ops as library
 CHANNELS = (32, 64, 128, 256)
 """Of each level, from whole images to the smallest ones."""
 HEADS = {"mask": 16, "distances": 8}
+DOWN, UP = (64, 128, 256, 512, 512), (64, 64, 128, 256)
+"""Channels of each level of the U-Net with one head, on the way down and on the way up."""
 
 
 def unet(p: Any, x: Any, ops: Any = library) -> Any:
@@ -39,3 +44,19 @@ def twice(p: Any, name: str, x: Any, channels: int, ops: Any) -> Any:
         w, b = p.conv(f"{name}.{number}", x, channels, 3)
         x = ops.conv2d(x, w, bias=b, padding=1, activation="relu")
     return x
+
+
+def unet_bilinear(p: Any, x: Any, ops: Any = library) -> Any:
+    """A mask (N, 8, H, W) of images (N, 3, H, W)."""
+    levels = []
+    for level, channels in enumerate(DOWN):
+        if level:
+            x = ops.max_pool2d(x, 2, stride=2)
+        x = twice(p, f"{level}", x, channels, ops)
+        levels.append(x)
+    for level in reversed(range(len(UP))):
+        beside = levels[level]
+        x = ops.interpolate2d(x, size=tuple(beside.shape[2:]), mode="bilinear")
+        x = twice(p, f"up.{level}", ops.concat([beside, x], 1), UP[level], ops)
+    w, b = p.conv("last", x, 8, 1)
+    return ops.conv2d(x, w, bias=b)

@@ -32,8 +32,8 @@ def check_ran(function: object, value: object) -> None:
             # Without the close, Python warns that the coroutine was never awaited.
             value.close()
         raise ArgumentError(
-            f"{name_of(function)} returned a {kind_of(value)}, of which nothing has run: pass a function that does the work and "
-            f"returns arrays"
+            f"{name_of(function)} returned a {kind_of(value)}, and none of its work has run. Pass a function that "
+            "does the work and returns arrays"
         )
 
 
@@ -50,6 +50,7 @@ def as_integer(value: Any, otherwise: int | None = None) -> int:
     if type(value) is int:
         return value
     try:
+        # `index` takes True for 1, and a flag in the place of a number is a mistake.
         if isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{shown(value)} is no integer")
         return index(value)
@@ -98,6 +99,7 @@ def check_ends(what: str, *values: object) -> None:
     ArgumentError
         With a message that begins with ``what``, as "f was given".
     """
+    # A recursion would hit Python's limit at the depth that this check has to report.
     left: list[tuple[object, Iterator[object]]] = [(values, iter(values))]
     within: set[int] = set()
     while left:
@@ -109,7 +111,8 @@ def check_ends(what: str, *values: object) -> None:
                 raise ArgumentError(f"{what} a {kind_of(value)} that contains itself, which has no end: take it out of itself")
             if len(left) > MOST_DEEP:
                 raise ArgumentError(
-                    f"{what} a {kind_of(value)} inside more than {MOST_DEEP} others: take it out of some of these"
+                    f"{what} a {kind_of(value)} nested in more than {MOST_DEEP} containers: make the nesting flatter"
                 )
             within.add(id(value))
+            # The list is a copy, because another thread may change the container meanwhile.
             left.append((value, iter([*value.values()] if isinstance(value, dict) else [*value])))

@@ -49,11 +49,10 @@ class _Shortened(reprlib.Repr):
             if isinstance(x, container):
                 text: str = getattr(self, f"repr_{container.__name__}")(x, level)
                 return text
+        # The `repr` of an unknown object may run any code, and may read arrays on the device.
         kind: Any = type(x)
-        harmless = (
-            kind.__repr__ is object.__repr__ or kind.__name__ == "dtype" or hasattr(kind, "__cuda_stream__")
-            # The name "dtype" covers torch's dtype.
-        )
+        # Torch's data types are found by their name, because torch may not be imported here.
+        harmless = kind.__repr__ is object.__repr__ or kind.__name__ == "dtype" or hasattr(kind, "__cuda_stream__")
         if not (harmless or isinstance(x, _PLAIN)):
             return f"<{kind_of(x)} object>"
         text = repr(x)

@@ -46,6 +46,7 @@ def holds_values(value: object) -> bool:
 
     A NumPy scalar is not an array.
     """
+    # A class has the protocol's name as an attribute, and is no array.
     if isinstance(value, (type, np.generic)):
         return False
     return any(has_protocol(value, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))

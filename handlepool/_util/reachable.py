@@ -131,6 +131,7 @@ def leaves(*values: object, calls: bool = False, keys: bool = False, owners: lis
     numbers or text, or with lists and tuples of these.
 
     After all these come the `attribute_leaves` of the objects among them. With ``owners`` these objects are put there instead.
+    A fork is no leaf.
     Globals are not reached. After `MOST_OBJECTS` objects an `Opaque` stands for the remaining objects.
     """
     if not calls:
@@ -274,6 +275,9 @@ def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Ite
         elif _is_looked_into(value):
             yield value
             inside = _referents(value)
+        # An open fork keeps a call's leaves to its join. Leaves that kept the fork would keep it for good where its thread ends.
+        elif hasattr(type(value), "__handlepool_keeps_calls__"):
+            continue
         else:
             yield value
             if type(value) in _without_attributes:

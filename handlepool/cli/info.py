@@ -55,6 +55,7 @@ def collect() -> dict[str, Any]:
         "devices": devices,
         "host_memory": host_memory,
     }
+    # The command helps where something is broken. So a probe that fails leaves the others their answers.
     return {name: _guarded(probe) for name, probe in probes.items()}
 
 
@@ -269,6 +270,7 @@ def _in_wheels(prefix: str) -> Iterable[str]:
     The folders are nvidia/<package>/lib, and nvidia/cu13/lib since CUDA 13.
     """
     for entry in sys.path:
+        # An empty entry stands for the current folder. A path may contain characters that `glob` would expand.
         yield from sorted(glob.glob(os.path.join(glob.escape(entry or "."), "nvidia", "*", "lib", f"{prefix}*")))
 
 

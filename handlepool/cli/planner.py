@@ -49,6 +49,7 @@ class Unlaunched(DescribedExecutable):
 
     def __init__(self, made: DescribedExecutable, met: PlannedGraph) -> None:
         super().__init__(made.planned, made.name, made.titles, "")
+        # A graph function asks a plan for its bytes to write a plan file. That call shows whether the plan can be kept.
         self.save = self._saved
         self._met = met
 
@@ -121,6 +122,7 @@ class Planner(HostDriver):
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> HostExecutable:
         """Make a kernel as `Driver.kernel` does, without its computation."""
         executable = super().kernel(kernel, operands, name=name, titles=titles)
+        # The arrays have no values worth computing. Kernels of this package need no plan.
         executable.launch = lambda *_: None  # type: ignore[method-assign]
         return executable
 

@@ -31,9 +31,10 @@ def main(options: argparse.Namespace) -> int:
         found = absolute(path)
         # For any other existing path `PlanDirectory` raises the right error.
         if not (found.exists() or found.is_symlink()):
-            raise ArgumentError(f"there is no plan directory {path}")
+            raise ArgumentError(f"the plan directory {path} does not exist; pass the path of a directory with plans")
         actions = {"list": _list, "verify": _verify, "clear": _clear}
         return actions[options.action](PlanDirectory(path))
+    # ``handlepool plans list | head`` closes the pipe early. The entry point treats that as success.
     except BrokenPipeError:
         raise
     except (HandlePoolError, OSError) as error:
@@ -55,7 +56,7 @@ def _verify(files: PlanDirectory) -> int:
     found = list(files.files())
     bad = [file for file in found if file.plan is None]
     for file in bad:
-        print(f"{file.name}: not what was written, or not by this version; it is passed over, and written anew in time")
+        print(f"{file.name}: damaged, or written by another version; it is skipped, and replaced when its plan is built")
     print(f"{len(found) - len(bad)} of {len(found)} files are good")
     return 1 if bad else 0
 
@@ -91,10 +92,11 @@ def _build(name: str, properties: Path, path: str) -> int:
     entries = getattr(module, "PLANS", None)
     if not isinstance(entries, (list, tuple)):
         raise ArgumentError(
-            f"module {name} has no list PLANS of what is to be planned: (function, specs) or (function, specs, options)"
+            f"module {name} has no list PLANS; write PLANS = [(function, specs), ...] or [(function, specs, options), ...] there"
         )
     failed: list[str] = []
     planner, early = Planner(device), 0
+    # The listed functions use the default pool and the current stream, as they do in the application.
     with HandlePool(driver=planner, plan_directory=path) as pool, substitute_default(pool), planner.create_stream():
         for entry in entries:
             function, specs, options = _entry(entry)

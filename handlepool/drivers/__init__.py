@@ -18,7 +18,7 @@ class LoadedDrivers:
 
     The events, streams and arenas of a driver belong together.
 
-    The lock ensures that one thread makes a driver. The collector may run a finaliser while CuPy is imported, and that finaliser
+    The lock ensures that one thread makes a driver. The collector may run a finalizer while CuPy is imported, and that finalizer
     may ask for a driver. The same thread may therefore take the lock again. A fork waits for a driver that another thread loads.
     Otherwise Python would leave the child with half-imported modules, because the importing thread is missing there.
     """

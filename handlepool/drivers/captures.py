@@ -133,10 +133,10 @@ class RecordingMemory(Protocol):
         """
 
     def holds(self, value: object) -> bool:
-        """Whether a value is an array or a block in this memory."""
+        """Return whether this memory holds an array or a block."""
 
     def begins(self, pointer: int) -> bool:
-        """Whether a block of this memory begins at an address."""
+        """Return whether a block of this memory begins at an address."""
 
     def release(self) -> bool:
         """Return unused memory to the device; called inside `Driver.relaxed`.

@@ -35,7 +35,7 @@ class Sums(Protocol):
     """
 
     def ready(self) -> bool:
-        """Whether the stream has written the checksums; called inside `Driver.relaxed`."""
+        """Return whether the stream has written the checksums; called inside `Driver.relaxed`."""
 
     def wait(self) -> None:
         """Wait on the host until the stream has written the checksums.

@@ -39,7 +39,7 @@ class Events:
         self.note_released()
 
     def note_released(self) -> None:
-        """Be told that events were put among the free ones."""
+        """Note that events were added to the free events."""
         # The release appends before this check, and `destroy` closes before it drains. So either thread destroys the event.
         if self._closed:
             self.destroy()

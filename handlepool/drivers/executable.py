@@ -73,7 +73,7 @@ class AliasPair:
 
 
 def scratch_of(copies: Iterable[OperandCopy]) -> int:
-    """Bytes of scratch that copies take."""
+    """Return the bytes of scratch that copies take."""
     return max((copy.offset + -(-copy.nbytes // ALIGNMENT) * ALIGNMENT for copy in copies), default=0)
 
 

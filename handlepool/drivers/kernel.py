@@ -203,6 +203,63 @@ class Resample:
     corners: bool = False
 
 
-NetworkKernel = Normalise | Affine | Pad | Shuffle | Resample
+@dataclass(frozen=True, slots=True)
+class Squeeze:
+    """Sum the pixels of images for each channel, in float32.
+
+    The images are (N, C, H, W). The result is float32 of the shape (N, parts, C). All parts have equally many pixels, except that
+    the last part may have fewer.
+
+    Attributes
+    ----------
+    parts : int
+    """
+
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Compute a layer of the means of images, in float32.
+
+    Operands are the images, whose size alone counts, the sums of `Squeeze`, the weights (S, C) and the bias (S,), without gaps,
+    then the result: float32 of the shape (N, S).
+
+    Attributes
+    ----------
+    activation : str or None
+    """
+
+    activation: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Excite:
+    """Scale the channels of images by gates, in float32.
+
+    Two layers compute the gates from the channels' means.
+
+    Operands are the images, the sums of `Squeeze`, the first layer's weights (S, C) and bias (S,), the second layer's weights
+    (C, S) and bias (C,), then the result. The result of `Layer` may take the place of the sums and of the first layer. Weights
+    and biases have no gaps.
+
+    Attributes
+    ----------
+    gate : {"sigmoid", "hardsigmoid"}
+        Of the second layer.
+    layered : bool
+        Whether the first layer's result is given.
+    activation : str or None
+        Of the first layer.
+    """
+
+    gate: Literal["sigmoid", "hardsigmoid"]
+    layered: bool
+    activation: str | None = None
+
+
+MOST_EXCITED, MOST_SQUEEZED = 8192, 1024
+"""Most channels, and numbers between the layers, of `Excite`."""
+NetworkKernel = Normalise | Affine | Pad | Shuffle | Resample | Squeeze | Layer | Excite
 """Kernels of normalisations, and of copies to other places or sizes."""
 Kernel = Add | Concat | Windows | Depthwise | Elementwise | NetworkKernel

@@ -72,7 +72,7 @@ class Driver(Protocol):
         """Make a device current for this thread."""
 
     def is_capturing(self, pointer: int, /) -> bool:
-        """Whether a stream takes part in a capture.
+        """Return whether a stream takes part in a capture.
 
         The stream is not the legacy default stream.
         """
@@ -107,7 +107,7 @@ class Driver(Protocol):
         """End `push_stream`; ``previous`` was current before."""
 
     def owns_stream(self, stream: object) -> bool:
-        """Whether this object of the array library owns its stream.
+        """Return whether this object of the array library owns its stream.
 
         A default stream's object also counts as an owner.
         """
@@ -138,7 +138,7 @@ class Driver(Protocol):
         """Give an event back; its pending work goes on."""
 
     def event_done(self, event: Any, failures: bool = False) -> bool:
-        """Whether the work that an event marks has run.
+        """Return whether the work that an event marks has run.
 
         The event may be of any device. With ``failures``, raise as a wait does.
         """
@@ -147,7 +147,7 @@ class Driver(Protocol):
         """Wait on the host for an event of any device."""
 
     def elapsed(self, start: Any, end: Any) -> float:
-        """Milliseconds between two timing events that have passed."""
+        """Return the milliseconds between two timing events that have passed."""
 
     # Handles
     def create_handle(self) -> Handle:
@@ -178,7 +178,7 @@ class Driver(Protocol):
         """Give `allocate`'s memory back; waits for work that may still use it."""
 
     def memory_info(self) -> tuple[int, int]:
-        """Bytes free and bytes in all on the current device."""
+        """Return the free and the total bytes of the current device."""
 
     def release_cached(self) -> None:
         """Release the free blocks of the array library's pool.
@@ -260,7 +260,7 @@ class Driver(Protocol):
         """
 
     def recording_memory(self) -> RecordingMemory:
-        """Memory of a recording's own."""
+        """Make separate memory for a recording."""
 
     # When something is wrong
     def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
@@ -388,6 +388,12 @@ class Driver(Protocol):
         passed the copy.
         """
 
+    def prepare_checksums(self) -> None:
+        """Load and allocate what `checksums` needs on the current device.
+
+        Called inside `relaxed`. This may wait for the device. `checksums` does it itself where it was not done before.
+        """
+
     def checksums(self, arrays: Sequence[Any], pointer: int) -> Sums:
         """Compute checksums of arrays' bits on a stream; called inside `relaxed`.
 
@@ -396,7 +402,7 @@ class Driver(Protocol):
         """
 
     def page_locked(self, values: np.ndarray[Any, Any]) -> bool:
-        """Whether an array is in page-locked memory.
+        """Return whether an array is in page-locked memory.
 
         `asarray` may read such an array only when the stream reaches the copy.
         """

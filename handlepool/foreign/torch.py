@@ -19,8 +19,8 @@ therefore told to forget the workspaces before and after.
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 import numpy as np
@@ -68,7 +68,7 @@ def view(tensor: torch.Tensor) -> View:
 
 
 def derives() -> bool:
-    """Whether tensors may now have derivatives outside their memory.
+    """Return whether tensors may now have derivatives outside their memory.
 
     See `derived`.
     """
@@ -137,8 +137,8 @@ _elements = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.compl
 """Types by their bytes, which CuPy copies unchanged."""
 
 
-def elements(tensor: torch.Tensor) -> View:
-    """Return a tensor's elements without their type.
+def check_elements(tensor: torch.Tensor) -> int:
+    """Check that a tensor's memory holds its elements; return the address.
 
     Raises
     ------
@@ -153,12 +153,55 @@ def elements(tensor: torch.Tensor) -> View:
         raise ArrayTypeError(f"it is without strided memory ({tensor.layout})")
     if tensor.is_neg() or tensor.is_conj():
         raise ArrayTypeError("its values are not in memory as they are, but negative or conjugate; pass a copy")
-    size = tensor.element_size()
-    pointer = tensor.data_ptr()
+    pointer: int = tensor.data_ptr()
     if not pointer and tensor.numel():
         raise ArrayTypeError("it has no memory")
+    return pointer
+
+
+def elements(tensor: torch.Tensor) -> View:
+    """Return a tensor's elements without their type.
+
+    Raises
+    ------
+    ArgumentError, ArrayTypeError
+        As `check_elements`.
+    """
+    pointer = check_elements(tensor)
+    size = tensor.element_size()
     strides = tuple([step * size for step in tensor.stride()])
     return View(pointer, tuple(tensor.shape), strides, np.dtype(_elements[size]), tensor.get_device(), False, tensor)
+
+
+def prepared(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    back: Sequence[int],
+    relaxed: Callable[[], AbstractContextManager[Any]],
+) -> Callable[..., list[torch.Tensor]]:
+    """Return a function that enqueues a program's call over tensors.
+
+    It copies a call's arguments into ``inputs``, launches, and returns new tensors with the values of ``outputs``. Arguments at
+    the places ``back`` get the values of their inputs. Torch's current stream is the stream of the launch. ``relaxed`` is the
+    driver's, for allocations while other threads capture.
+    """
+
+    def run(
+        given: Sequence[torch.Tensor], pointer: int, launch: Callable[[], object], begin: object = None
+    ) -> list[torch.Tensor]:
+        # All results are allocated first, so that a lack of memory leaves the program unchanged.
+        with relaxed():
+            made = [torch.empty_like(each, memory_format=torch.preserve_format) for each in outputs]
+        for target, source in zip(inputs, given, strict=True):
+            target.copy_(source)
+        launch()
+        for new, own in zip(made, outputs, strict=True):
+            new.copy_(own)
+        for place in back:
+            given[place].copy_(inputs[place])
+        return made
+
+    return run
 
 
 def empty_like(tensor: torch.Tensor) -> Any:
@@ -278,9 +321,9 @@ class RecordingPool:
             )
         self.nbytes = 0
         self._device = device
-        self._pool = device, torch.cuda.graph_pool_handle()
         # Whether torch knows the pool.
-        self._there = False
+        self._there = self._kept = (spare := _spare_pool(device)) is not None
+        self._pool = spare or (device, torch.cuda.graph_pool_handle())
         self._entered = ExitStack()
         # Start addresses of the pool's segments, in order.
         self._starts: list[int] = []
@@ -295,6 +338,9 @@ class RecordingPool:
         # A backward pass in torch's own threads would allocate elsewhere.
         self._entered.enter_context(torch.autograd.set_multithreading_enabled(False))
         torch._C._cuda_beginAllocateCurrentThreadToPool(*self._pool)  # noqa: SLF001
+        if self._there:
+            # Torch counts the uses of a pool, and the former recording's use was kept.
+            torch._C._cuda_releasePool(*self._pool)  # noqa: SLF001
         self._there = True
         self._entered.callback(torch._C._cuda_endAllocateToPool, *self._pool)  # noqa: SLF001
         self._before = self._taken()["allocation"]["all"]["allocated"]
@@ -315,13 +361,14 @@ class RecordingPool:
         """
         self._look()
         # The count covers the allocations of all threads.
-        if self._starts or self._taken()["allocation"]["all"]["allocated"] == self._before:
+        own = self._starts and not self._kept
+        if own or self._taken()["allocation"]["all"]["allocated"] == self._before:
             return
         # A tensor of a single byte shows which pool this thread's allocations come from.
         if self.stream_of(torch.empty(1, dtype=torch.uint8, device=f"cuda:{self._device}").data_ptr()) is None:
             raise CaptureError(
-                "torch's tensors are allocated in another pool than the recording's, whose memory others are given later: record "
-                "outside of torch.cuda.use_mem_pool"
+                "torch allocates tensors in another pool than the recording's, and gives their memory out again later: "
+                "record outside of torch.cuda.use_mem_pool"
             )
 
     def stream_of(self, pointer: int) -> int | None:
@@ -382,14 +429,53 @@ class RecordingPool:
         torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
 
     def close(self) -> None:
-        """Return the memory to torch.
+        """Return the memory to torch, or keep it for a later recording.
 
-        The memory returns to the device when torch is short of memory, or is told to empty its cache. Memory of a live tensor
-        stays until the tensor is gone. Makes no call of CUDA's.
+        Up to `MOST_SPARE` pools of a device are kept. Otherwise the memory returns to the device when torch is short of memory,
+        or is told to empty its cache. Memory of a live tensor stays until the tensor is gone. Makes no call of CUDA's.
         """
         if self._there:
             self._there = False
-            torch._C._cuda_releasePool(*self._pool)  # noqa: SLF001
+            spare = _spare.setdefault(self._device, [])
+            if len(spare) < MOST_SPARE:
+                spare.append(self._pool)
+            else:
+                torch._C._cuda_releasePool(*self._pool)  # noqa: SLF001
+
+
+MOST_SPARE = 2
+"""Most pools of closed recordings that a device keeps for later recordings.
+
+Torch gives a released pool's memory to no other allocation. A process that records and closes without end would take 2 MiB or
+more for each recording, until torch is short of memory.
+"""
+_spare: dict[int, list[tuple[int, Any]]] = {}
+"""The kept pools by device.
+
+Appends and pops are atomic. Two threads that close at once may keep one pool more.
+"""
+
+
+def _spare_pool(device: int) -> tuple[int, Any] | None:
+    """Return a kept pool without live tensors, or None.
+
+    The work of the pool's recording has passed, since a program is closed only then.
+    """
+    spare = _spare.get(device)
+    if not spare:
+        return None
+    # A live tensor's memory would be used again once the tensor is gone, while streams may still read it.
+    live = {each["segment_pool_id"] for each in torch.cuda.memory_snapshot() if each["active_size"]}
+    for _ in range(len(spare)):
+        try:
+            pool = spare.pop(0)
+        except IndexError:
+            # Another thread has just taken the last pool.
+            return None
+        if pool[1] not in live:
+            return pool
+        spare.append(pool)
+    return None
 
 
 def recording_pool(device: int) -> RecordingPool | None:
@@ -401,7 +487,7 @@ def recording_pool(device: int) -> RecordingPool | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch found no memory."""
+    """Return whether torch found no memory."""
     return isinstance(error, torch.cuda.OutOfMemoryError)
 
 

@@ -317,9 +317,9 @@ class ConvertedArguments:
         """Return a call with these arrays; ``prepare`` is `GraphFunction.prepare`."""
         if out is None and self.wrap is not None and thread.recording is not None and self.pool.driver.name == "host":
             raise CaptureError(
-                f"{self._name}: {self._called(0)}, a {kind_of(self._first)}, cannot be recorded on the host driver: the output "
-                f"would become such an array, too, whose values have to be there at once, and while recording nothing has run. "
-                f"Pass arrays of the driver's own, as {ASARRAY} makes them; torch tensors are recorded on a GPU"
+                f"{self._name}: {self._called(0)}, a {kind_of(self._first)}, cannot be recorded on the host driver, "
+                f"because the output would be a {kind_of(self._first)} as well and would need its values before anything "
+                f"has run. Pass the driver's own arrays, as {ASARRAY} makes them, or record torch tensors on a GPU"
             )
         call = prepare(self.pool, self.arrays, self.outs or None, options, settings, self)
         if out is None:
@@ -397,7 +397,7 @@ def layout_of_spec(name: str, operand: str, array: DeviceArray) -> Layout:
 
 
 def is_array(value: object) -> bool:
-    """Whether a value is an array of any library."""
+    """Return whether a value is an array of any library."""
     return _is_tensor(value) or any(has_protocol(value, protocol) for protocol in ARRAY_PROTOCOLS)
 
 

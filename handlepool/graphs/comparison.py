@@ -95,8 +95,8 @@ def compare(pool: PoolInternals, plan: Plan, graph: FrontendGraph, operands: Seq
             worst = float(np.nan_to_num(np.abs(result - wanted)[wrong], nan=np.inf).max())
             raise ContractError(
                 f"{plan.name}: plan {plan.engine} for {', '.join(map(str, plan.inputs))} computes {int(wrong.sum())} of "
-                f"{wrong.size} elements of output {place - inputs} otherwise than float64 does, by up to {worst:.3g}; choose "
-                f"another with Plan.select, and report it"
+                f"{wrong.size} elements of output {place - inputs} wrongly, with errors up to {worst:.3g} against "
+                "float64; choose another plan with Plan.select, and report this plan"
             )
 
 

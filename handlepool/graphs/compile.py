@@ -31,8 +31,8 @@ from handlepool.tensors.layout import Layout
 
 MOST_REASONS = 4
 UNKEPT = (
-    "its graph has what no text tells from others, as a callback or an array of fractions, or an engine that cannot be written; "
-    "give its operations plain numbers, or leave it to its first use"
+    "its graph has a part that no text identifies, as a callback or an array of fractions, or an engine that cannot be written; "
+    "give its operations plain numbers, or plan it at its first use"
 )
 """Reason that keeps a plan out of a plan directory."""
 _ENGINE = re.compile(r'^\{"engineId":(\d+)')
@@ -140,7 +140,7 @@ class OnDevice:
         """Return this thread's handle of its current stream, or None.
 
         Reading a saved plan needs a handle, and the plan needs no handle afterwards. Another handle would take 2 ms. A
-        finaliser that launches meanwhile finds this handle bound to another stream, and binds it again.
+        finalizer that launches meanwhile finds this handle bound to another stream, and binds it again.
         """
         slot = slot_on_stream(self._stream)
         mine = slot is not None and slot.owner is self._slots.status and slot.device == self.device and slot.intact
@@ -226,7 +226,7 @@ def build(
         asked = {key: value for key, value in settings.items() if key in COMPILE_SETTINGS}
         if not asked.get("allow_tf32", True) and _multiplies_float32(graph):
             raise GraphNotSupportedError(
-                "cuDNN multiplies matrices of float32 in TF32 alone, whatever its plans say of themselves: leave "
+                "cuDNN multiplies float32 matrices in TF32 only, even where a plan claims full precision: leave "
                 "allow_tf32=True, or multiply with the array library"
             )
         if index is not None:
@@ -234,7 +234,9 @@ def build(
         if (limit := asked.get("workspace_limit")) is not None:
             taken = scratch_of(copies)
             if taken > limit:
-                raise GraphNotSupportedError(f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}")
+                raise GraphNotSupportedError(
+                    f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}; raise workspace_limit"
+                )
             # Copies begin behind the plan's own scratch, at a multiple of the alignment. So the limit for the plan itself is
             # rounded down to a multiple.
             asked["workspace_limit"] = (limit - taken) // ALIGNMENT * ALIGNMENT if taken else limit
@@ -300,7 +302,7 @@ def save(plan: Plan, files: PlanDirectory | None) -> None:
 
 
 def _multiplies_float32(graph: FrontendGraph) -> bool:
-    """Whether a graph has a product of float32 matrices.
+    """Return whether a graph has a product of float32 matrices.
 
     On an H200 with cuDNN 9.19, every plan of four such products had an error of 3e-4, even without the note TENSOR_CORE. For a
     fifth product, with one row, the plans without that note were exact. No property tells such products apart.

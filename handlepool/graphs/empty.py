@@ -114,7 +114,8 @@ def without_empty(
     # A later node may turn the zeros of a sum into other values, so only a single sum is certain to give zeros.
     if len(nodes) > 1 or nodes[0].node_type.name not in _SUMS or outputs[0].dtype.name not in _TYPES:
         raise GraphNotSupportedError(
-            f"an array is empty, and the result of {title(nodes[-1])} is not, {outputs[0].shape}: only a convolution or a matrix "
-            f"product alone, in {', '.join(_TYPES)}, takes an empty array then. Make that node a graph function of its own"
+            f"an array is empty, but the result of {title(nodes[-1])} has shape {outputs[0].shape}, and only a single "
+            f"convolution or matrix product in {', '.join(_TYPES)} takes an empty array then. Make that node a graph "
+            "function of its own"
         )
     return WithoutEmpty(name, titles, zeros(outputs[0], titles[inputs]), (inputs,))

@@ -73,7 +73,7 @@ class Traced:
         return self.trace.cast(self, name, dtype)
 
     def clip(self, min: object = None, max: object = None) -> Traced:
-        """As the function `clip`."""
+        """Apply the function `clip`."""
         return clip(self, min, max)
 
     # Arithmetic
@@ -300,8 +300,8 @@ class Trace:
         unused = [title for place, title in enumerate(titles) if place not in needed]
         if unused:
             raise TraceError(
-                f"{self.name}: the result does not depend on {', '.join(unused)}, for which a launch would wait nevertheless; "
-                f"take it out of the function"
+                f"{self.name}: the result does not depend on {', '.join(unused)}, but a launch would wait for it; take it "
+                "out of the function"
             )
         # Without the unneeded steps, the remaining steps get consecutive numbers.
         kept = [place for place in range(len(self._steps)) if first + place in needed]
@@ -326,8 +326,8 @@ class Trace:
         # A function can store a traced value outside, for example in a global, and use it in a later call.
         if value.trace is not self:
             raise TraceError(
-                f"{self.name} uses a traced value that another call of {value.trace.name} left behind, and it stands for no "
-                f"element any more; pass an argument"
+                f"{self.name} uses a traced value of an earlier call of {value.trace.name}, which stands for no element "
+                "any more; pass an argument"
             )
         return value
 
@@ -354,8 +354,8 @@ class Trace:
         compares = OPERATIONS[operation][1] == "truth"
         if not compares and all(operand.kind == "bool" for operand in numbers):
             raise TraceError(
-                f"{self.name}: {operation} of truth values alone, where libraries differ; combine them by &, | and ^, or make "
-                f"numbers of them by astype('float32')"
+                f"{self.name}: {operation} of truth values only, where libraries differ; combine them by &, | and ^, or "
+                "convert them by astype('float32')"
             )
 
     def _shape(self, operation: str, operands: Sequence[Traced]) -> tuple[int, ...]:
@@ -377,7 +377,9 @@ def as_number(what: str, value: object) -> float:
             # A Python integer can exceed the range of a float. It then counts as infinite.
             return float("inf") if value > 0 else float("-inf")
     if isinstance(value, (complex, np.complexfloating)):
-        raise TraceError(f"{what} was given {shown(value)}: numbers are real here; compute the two parts apart")
+        raise TraceError(
+            f"{what} was given {shown(value)}, and numbers are real here; compute the real and the imaginary part separately"
+        )
     raise TraceError(
         f"{what} was given {shown(value)}, a {kind_of(value)}; it takes traced values and numbers, so pass arrays as arguments"
     )
@@ -479,7 +481,10 @@ def apply(operation: str, *values: object) -> Any:
     for value in values:
         if isinstance(value, Traced):
             return value.trace.apply(operation, values)
-    raise TraceError(f"{operation} of {', '.join(map(shown, values))} alone: take Python's own for numbers, as math.exp(0.5)")
+    raise TraceError(
+        f"{operation} of {', '.join(map(shown, values))} without a traced value: use Python's own functions for "
+        "numbers, as math.exp(0.5)"
+    )
 
 
 def _combined(operation: str, sign: str, *values: object) -> Any:

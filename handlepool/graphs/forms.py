@@ -107,13 +107,13 @@ def conform(
     for node in graph.nodes:
         if node.node_type.name in _UNMEASURED:
             raise GraphNotSupportedError(
-                f"{title(node)}: what cuDNN computes there was not measured, so it is not known to be right; do that with the "
-                f"arrays, before the call or after it"
+                f"{title(node)}: cuDNN's result was not measured there, so it may be wrong; compute that part with the "
+                "arrays, before the call or after it"
             )
         if node.node_type.name == "REDUCTION" and len(graph.nodes) > 1:
             raise GraphNotSupportedError(
-                f"{title(node)}: what cuDNN computes of a reduction among other nodes was not measured, so it is not known to be "
-                f"right; make it a graph function of its own"
+                f"{title(node)}: cuDNN's result of a reduction among other nodes was not measured, so it may be wrong; "
+                "make the reduction a graph function of its own"
             )
     forms = OperandForms(graph, operands, inputs, shapes, called, copying)
     nodes = [node for node in graph.nodes if node.node_type.name != "POINTWISE"]
@@ -147,8 +147,8 @@ def _pointwise(forms: OperandForms) -> None:
     for place in range(forms.inputs, len(shapes)):
         if shapes[place] != full:
             raise GraphNotSupportedError(
-                f"{forms.called(place)} is of shape {shapes[place]}, and others of the graph are of {full}: a graph of pointwise "
-                f"operations has outputs of one shape. Make two graph functions of it"
+                f"{forms.called(place)} has shape {shapes[place]}, and other outputs of the graph have {full}, but a "
+                "graph of pointwise operations has outputs of one shape. Split it into two graph functions"
             )
     order = axis_order(full, forms.operands[forms.inputs].stride)
     axes = [axis for axis in order if full[axis] > 1]
@@ -266,8 +266,8 @@ def _convolution(forms: OperandForms, node: FrontendNode) -> None:
         return
     if node.node_type.name != "CONV_FPROP":
         raise GraphNotSupportedError(
-            f"something comes behind {title(node)}, which cuDNN is not known to compute rightly; make it a graph function of its "
-            f"own"
+            f"a node follows {title(node)}, and cuDNN is not known to compute both rightly; make {title(node)} a "
+            "graph function of its own"
         )
     result = forms.operands[forms.inputs :]
     full = tuple(result[0].dim)
@@ -381,8 +381,8 @@ def _matmul(forms: OperandForms, node: FrontendNode) -> None:
     # cuDNN computes the nodes after a single element per pair wrongly.
     if not alone and full[1:] == (1, 1):
         raise GraphNotSupportedError(
-            f"{title(node)} makes one element of each pair, and cuDNN computes what comes behind that wrongly; make it a graph "
-            f"function of its own"
+            f"{title(node)} makes one element of each pair, and cuDNN computes any following node wrongly; make "
+            f"{title(node)} a graph function of its own"
         )
     # A factor that a later node takes as well must also have the form that the later node needs.
     factors = {node.inputs["A"].uid, node.inputs["B"].uid} - again

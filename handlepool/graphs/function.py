@@ -516,7 +516,7 @@ def _kind(value: object) -> Any:
 
 
 def _tells(key: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Whether an option key has a hash, and identifies its options.
+    """Return whether an option key has a hash, and identifies its options.
 
     The key does not show the types of entries in a subclass of tuple.
     """

@@ -10,7 +10,7 @@ import numpy as np
 
 from handlepool.drivers.executable import Executable
 from handlepool.drivers.expression import Elementwise
-from handlepool.drivers.kernel import Add, Affine, Concat, Depthwise, Kernel, Normalise
+from handlepool.drivers.kernel import Add, Affine, Concat, Depthwise, Excite, Kernel, Normalise
 from handlepool.drivers.operands import operand_name
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.empty import WithoutEmpty
@@ -78,11 +78,11 @@ class KernelFunction(GraphFunction[..., Any]):
         def build() -> Plan:
             if len(inputs) >= MOST_OPERANDS:
                 raise ArgumentError(
-                    f"{name}: {len(inputs)} arrays; at most {MOST_OPERANDS - 1} are taken at once. Do it in two steps: the "
-                    f"result of the first {MOST_OPERANDS - 1}, and then that with the others"
+                    f"{name}: {len(inputs)} arrays; one call takes at most {MOST_OPERANDS - 1}. Call it for the first "
+                    f"{MOST_OPERANDS - 1} arrays, then for that result and the remaining arrays"
                 )
             if len(given) > 1:
-                raise ArgumentError(f"{name}: out= holds {len(given)} arrays, and there is one output")
+                raise ArgumentError(f"{name}: out= holds {len(given)} arrays, but the function has one output")
             kernel, output = self._describe(inputs, **options)
             if misaligned and isinstance(kernel, Depthwise):
                 raise GraphNotSupportedError(f"{name}: the bias begins where the kernel of our own does not take it")
@@ -119,8 +119,9 @@ def _in_place(kernel: Kernel, inputs: tuple[Layout, ...], output: Layout) -> tup
     """
     if isinstance(kernel, (Add, Elementwise)):
         return at_their_places(inputs, (output,))
-    if isinstance(kernel, Normalise | Affine):
+    if isinstance(kernel, Normalise | Affine | Excite):
         # The threads that write a row read the whole row first. Every row reads the parameters, so these may not overlap.
+        # Gates depend on the images only through sums that another launch made.
         return (*at_their_places(inputs[:1], (output,)), *(None for _ in inputs[1:]))
     # A depthwise convolution reads the neighbours of an element, so its output may not overlap with an input.
     if not isinstance(kernel, Concat):

@@ -192,7 +192,7 @@ def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def of_integers(values: tuple[Any, ...]) -> bool:
-    """Whether a tuple holds only Python integers, or nested tuples of them.
+    """Return whether a tuple holds only Python integers, also when nested.
 
     Such a tuple needs no types in a key, because no equal value of another type exists.
     """
@@ -288,11 +288,11 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
     ``given`` says that the caller gave the outputs, which may overlap with other operands. ``told`` says that a current
     recording already knows of the launch.
     """
-    # A finaliser runs in the thread that it interrupts, so a lock could not keep the two launches apart.
+    # A finalizer runs in the thread that it interrupts, so a lock could not keep the two launches apart.
     if slot.busy:
         raise OwnershipError(
-            f"{plan.name} was called by a finaliser that Python runs while its thread makes another launch on stream "
-            f"{slot.pointer:#x}, whose scratch both would use: do it later"
+            f"{plan.name} was called by a finalizer that Python ran during another launch on stream "
+            f"{slot.pointer:#x}, and both launches would use the same scratch: call it later"
         )
     try:
         slot.busy = True
@@ -430,6 +430,11 @@ class GraphCall(Call):
         return (self.plan, *[call.plan for call in self._more])
 
     @property
+    def launched(self) -> list[tuple[Plan, tuple[Any, ...]]]:
+        """Plans of all launches, each with its operands."""
+        return [(self.plan, self._own), *[each for call in self._more for each in call.launched]]
+
+    @property
     def allocated(self) -> bool:
         """Whether the outputs are new."""
         return not self._given
@@ -447,16 +452,11 @@ class GraphCall(Call):
             pieces = self._pieces = reads, writes
         return pieces
 
-    def then(self, make: "Callable[[Any], GraphCall]") -> "GraphCall":
-        """Add a call that writes this call's result in place.
-
-        ``make`` gets the result in the driver's form.
-        """
-        call = make(self.result)
+    def then(self, call: "GraphCall") -> None:
+        """Add a call that writes this call's result in place."""
         self._more += (call,)
         self._pieces = None
         self.operands += call.operands
-        return self
 
 
 def by_keyword(function: F) -> F:
@@ -492,7 +492,7 @@ def check_arrays(
     vector must be aligned.
     """
     if not arrays:
-        raise ArgumentError(f"{name} was called without arrays")
+        raise ArgumentError(f"{name} was called without arrays; pass its arrays")
     if type(arrays[0]) is not Layout:
         called = partial(operand_name, inputs=len(arrays), outs=len(outs))
         copied = [place for place, array in enumerate(arrays) if len(array.shape) == 1] if vectors else ()

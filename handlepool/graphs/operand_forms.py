@@ -177,8 +177,8 @@ def used_again(forms: OperandForms, node: FrontendNode, full: Shape) -> set[int]
     for uid in again:
         if tuple(forms.operands[forms.places[uid]].dim) != full:
             raise GraphNotSupportedError(
-                f"{forms.called(forms.places[uid])} is taken by {title(node)} and again behind it, where it would repeat; make "
-                f"that a graph function of its own"
+                f"{forms.called(forms.places[uid])} is used by {title(node)} and again by a later node, where its values "
+                f"would repeat; make {title(node)} a graph function of its own"
             )
     return again
 
@@ -210,19 +210,19 @@ def itemsize_of(tensor: FrontendTensor) -> int:
 
 
 def has_form(tensor: FrontendTensor, form: str) -> bool:
-    """Whether a tensor lies in a form, without gaps."""
+    """Return whether a tensor lies in a form, without gaps."""
     strides = dense_strides(tensor.dim, order_of(form, len(tensor.dim)))
     # Axes of extent 1 may have any step.
     return all(extent == 1 or a == b for extent, a, b in zip(tensor.dim, tensor.stride, strides, strict=True))
 
 
 def is_per_channel(tensor: FrontendTensor, full: Sequence[int]) -> bool:
-    """Whether a tensor has one element for each channel."""
+    """Return whether a tensor has one element for each channel."""
     return tuple(tensor.dim) == (1, full[1], *[1] * (len(full) - 2))
 
 
 def spaced_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
-    """Whether an image is channels-last with gaps outside the channels.
+    """Return whether an image is channels-last with gaps outside the channels.
 
     The gaps may lie between pixels, rows or images, but not between channels.
     """
@@ -230,7 +230,7 @@ def spaced_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
 
 
 def stepped_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
-    """Whether an image has its axes in the channels-last order.
+    """Return whether an image has its axes in the channels-last order.
 
     The axes run forwards, and no two elements share memory. This condition is weaker than `spaced_channels_last`. Every second
     column of an odd number leaves rows that begin within the step of the last column. Every second channel is not innermost.
@@ -246,7 +246,7 @@ def stepped_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
 
 
 def is_nested(axes: Iterable[tuple[int, int]]) -> bool:
-    """Whether axes are nested, beginning with a step of 1.
+    """Return whether axes are nested, beginning with a step of 1.
 
     Nested axes lie inside one another. An axis is (extent, step). The axes run from the innermost to the outermost.
     """

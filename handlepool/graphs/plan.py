@@ -229,7 +229,7 @@ class Plan:
 
     def _chooser(self) -> "Callable[[int | Plan | None, bool], Plan]":
         if self._choose is None:
-            raise ArgumentError(f"{self.name}: this plan was not built by a graph function, so there is none to select from")
+            raise ArgumentError(f"{self.name}: no graph function built this plan, so it has no alternatives to select from")
         return self._choose
 
 

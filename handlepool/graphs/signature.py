@@ -149,8 +149,8 @@ class Signature:
             raise ArgumentError(f"{shown(function)} takes no graph; its first parameter is the graph, as in f(g, x, w)")
         if positional and positional[0].name == "self":
             raise ArgumentError(
-                f"{shown(function)} takes self, and is to take the graph first, as in f(g, x, w): a graph function is no method. "
-                f"Define it outside of the class, or under @staticmethod"
+                f"{shown(function)} takes self, but a graph function is no method and takes the graph first, as in f(g, "
+                "x, w). Define it outside of the class, or under @staticmethod"
             )
         tensors, named = positional[1:], [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
         return cls(
@@ -198,7 +198,7 @@ class Signature:
         """
         if self.variadic is not None:
             raise ArgumentError(
-                f"{name} takes *{self.variadic}, of which no reference says how many: name its parameters, or call it in order"
+                f"{name} takes *{self.variadic}, and no reference gives their number: name its parameters, or call it in order"
             )
         named = [reference for reference in references if isinstance(reference, str)]
         return [p for p in (*self.required, *self.optional) if p not in options and (p in self.required or p in named)]
@@ -266,7 +266,7 @@ def as_references(what: str, references: object) -> References | None:
         raise ArgumentError(f"{what}= is empty; name the {what}, or leave it out")
     # A graph tensor may define ``==``, so compare such references by identity.
     if len({id(entry) if not isinstance(entry, (str, int)) else entry for entry in entries}) < len(entries):
-        raise ArgumentError(f"{what}={shown(list(entries))} names a tensor twice")
+        raise ArgumentError(f"{what}={shown(list(entries))} names a tensor twice; name each tensor once")
     return entries
 
 

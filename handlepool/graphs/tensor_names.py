@@ -31,7 +31,7 @@ Any other mode has ("input",), and a gradient has ("loss", "input"). Their nodes
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value is a graph tensor."""
+    """Return whether a value is a graph tensor."""
     return hasattr(type(value), "get_uid")
 
 

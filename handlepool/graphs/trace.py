@@ -123,10 +123,13 @@ def check_out(name: str, layout: Layout, out: Layout) -> None:
     """
     if (layout.shape, layout.dtype) != (out.shape, out.dtype):
         raise ArgumentError(
-            f"out= of {name} is {out.dtype} of shape {out.shape}; the output is {layout.dtype} of shape {layout.shape}"
+            f"out= of {name} is {out.dtype} of shape {out.shape}; it must be {layout.dtype} of shape {layout.shape}, "
+            "as the output is"
         )
     if overlaps_itself(out.shape, out.strides, out.dtype.itemsize):
-        raise ArgumentError(f"out= of {name} has strides {out.strides} bytes: its elements overlap")
+        raise ArgumentError(
+            f"out= of {name} has strides {out.strides} bytes, so its elements overlap; pass an array without overlap"
+        )
 
 
 Assignment = dict[str, int | None]
@@ -260,7 +263,7 @@ class Draft:
             raise
         except Exception as error:
             alone = recipe.signature.variadic is None and not order
-            hint = ". Its one parameter is the graph; those for arrays come after it, as in f(g, x)" if alone else ""
+            hint = ". Its one parameter is the graph; parameters for arrays follow, as in f(g, x)" if alone else ""
             raise ArgumentError(
                 f"{recipe.name} raised {type(error).__name__}: {error}; it was building its graph for "
                 f"{', '.join(map(str, request.layouts))}{hint}"
@@ -289,7 +292,7 @@ class Draft:
             returned = None
         elif wanted is not None and returned is not None:
             raise ArgumentError(
-                f"{recipe.name} returned {shown(returned)}, and its decorator names outputs=; leave one of them out"
+                f"{recipe.name} returned {shown(returned)}, and its decorator names outputs=; give only one of the two"
             )
         if wanted is not None:
             self.outputs = [self._references.resolve(reference) for reference in wanted]
@@ -309,8 +312,8 @@ class Draft:
         for tensor in self.outputs:
             if id(tensor) not in self._made:
                 raise ArgumentError(
-                    f"{recipe.name}: tensor {tensor.name!r} is made by no node of this graph, so it cannot be an output; return "
-                    f"what an operation returned (an input can be passed through g.identity)"
+                    f"{recipe.name}: no node of this graph makes tensor {tensor.name!r}, so it cannot be an output; return "
+                    "the result of an operation (g.identity passes an input through)"
                 )
         self.keys = tuple(
             reference if isinstance(reference, (str, int)) else self._references.name(tensor)
@@ -345,8 +348,8 @@ class Draft:
         for place, tensor in enumerate(sources):
             if any(tensor is other for other in sources[:place]):
                 raise ArgumentError(
-                    f"{name} was given two arrays for one tensor: {self._shown(references[place])} is "
-                    f"{self._references.name(tensor)!r}, as is another"
+                    f"{name} was given two arrays for one tensor: {self._shown(references[place])} and another reference both "
+                    f"mean {self._references.name(tensor)!r}"
                 )
         return sources
 

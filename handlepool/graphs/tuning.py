@@ -4,9 +4,10 @@ Several states run the plans side by side. The quickest plan alone need not be t
 spreads over the whole GPU leaves no room for its neighbours.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from operator import itemgetter
 from time import monotonic
@@ -25,8 +26,9 @@ from handlepool.errors import (
     GraphNotSupportedError,
 )
 from handlepool.graphs.arrays import convert
+from handlepool.graphs.choices import Site
 from handlepool.graphs.plan import Plan
-from handlepool.graphs.timing import PlanCandidate, SideStates, TimingRig, side_slots
+from handlepool.graphs.timing import FAR_BEHIND, PlanCandidate, SideStates, TimingRig, side_slots
 from handlepool.order.stream_order import order
 from handlepool.pool.context import thread
 from handlepool.pool.default import current_pool
@@ -41,6 +43,15 @@ MOST_CANDIDATES = 10
 """Most candidates of each of the heaviest plans."""
 MOST_TIME = 0.9
 """Share of the total time that the tuned plans cover."""
+MOST_OTHERS = 2
+"""Most alternatives of a plan, among its other candidates."""
+NEARLY = 1.1
+"""Most of the used plan's time that an alternative takes alone.
+
+A plan timed alone does not tell exactly how long it takes in a program.
+"""
+MOST_OF_FORMS = 4
+"""Most candidates of each plan of another form."""
 GAIN = 1.03
 """Least ratio of the used plan's time to the quickest time.
 
@@ -72,6 +83,10 @@ class Tuning:
         Total time in seconds, and the part of it that built plans.
     inputs : tuple of Layout
         Shape, strides and type of the arrays in the tuning.
+    form : str
+        The form of the operation from now on, if the plan is part of an operation with several forms.
+    forms : tuple of (str, float)
+        The forms that were timed, each with the microseconds of its launches with their quickest plans.
     """
 
     name: str
@@ -82,6 +97,8 @@ class Tuning:
     seconds: float = 0.0
     building: float = 0.0
     inputs: tuple[Layout, ...] = ()
+    form: str = ""
+    forms: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         timed = sorted((each for each in self.candidates if not each.skipped), key=lambda each: each.time)
@@ -96,7 +113,9 @@ class Tuning:
                 f", {note}" for note, which in (("chosen", self.winner), ("used before", self.previous)) if which is each
             )
             lines.append(f"{each.index:>5}{times}{each.workspace_size:>15,}  {each.engine}{notes}")
-        return "\n".join([*lines, *(f"{each.index:>5}  {each.skipped}" for each in self.candidates if each.skipped)])
+        lines += [f"{each.index:>5}  {each.skipped}" for each in self.candidates if each.skipped]
+        lines += [f"{time:>16,.2f}  {form}{', chosen' * (form == self.form)}" for form, time in self.forms]
+        return "\n".join(lines)
 
 
 def tune(
@@ -111,7 +130,9 @@ def tune(
 
     The function may be a network with convolutions, for example. Each plan is tuned as by `GraphFunction.tune`, but over
     random arrays. The result therefore holds for all calls of the same form. Only the single call reads the function's own
-    arrays.
+    arrays. Where a convolution or product has a bias, a residual or an activation, other forms are timed as well: the plan with
+    fewer of these parts and a kernel behind it, and the plan with the residual before the bias. The quickest form is used from
+    then on. ``states`` leave the form.
 
     Parameters
     ----------
@@ -158,8 +179,9 @@ def tune(
             used = pool.plans.used_since(pool.driver.current_device(), watched)
             for plan in cast("list[Plan]", used):
                 if plan.candidates > 1:
-                    operands = [_random_operands(pool, plan) for _ in slots]
-                    found.append(_tuned(pool, plan, slots, operands, states is not None, pointer, monotonic(), most))
+                    operands = [_random_operands(pool, plan.inputs, plan.outputs) for _ in slots]
+                    tuning = _tuned(pool, plan, slots, operands, states is not None, pointer, monotonic(), most)
+                    found.append(tuning if states is not None else _with_forms(pool, plan, tuning, slots, pointer))
     except Exception as error:
         pool.status.diagnose(error)
         raise
@@ -175,8 +197,8 @@ def check_gpu(driver: Driver, what: str) -> None:
     """
     if driver.name == "host":
         raise DriverNotAvailableError(
-            f"{what} times plans on a GPU; this is the host driver, which has one plan for each graph, and whose times say "
-            f"nothing about a GPU. Use it where the cuda driver runs"
+            f"{what} times plans on a GPU, and the host driver has one plan for each graph and no times of a GPU. Use "
+            "it with the cuda driver"
         )
 
 
@@ -216,30 +238,132 @@ def tune_heaviest(
     found: list[Tuning] = []
     try:
         with pool.driver.relaxed(), side_slots(pool, what, 1) as slots:
-            show(f"{len(launched)} plans are timed")
-            weights = [(count * _estimated(pool, plan, slots, pointer), plan) for plan, count in launched if monotonic() < until]
-            left = sum(weight for weight, _ in weights)
-            enough = (1 - MOST_TIME) * left
-            for weight, plan in sorted(weights, key=itemgetter(0), reverse=True):
-                # The remaining plans take too small a share of the time to be worth tuning.
-                if left <= enough or monotonic() > until:
-                    break
-                left -= weight
-                if plan.candidates > 1:
-                    show(f"other plans of {plan.name} are timed")
-                    # A plan that cannot be timed stays in use, and the other plans are still tuned.
-                    with suppress(GraphNotSupportedError, MemoryError):
-                        operands = [_random_operands(pool, plan)]
-                        found.append(_tuned(pool, plan, slots, operands, False, pointer, monotonic(), MOST_CANDIDATES, until))
+            for _, plan in _heaviest(pool, launched, slots, pointer, until, show):
+                show(f"other plans of {plan.name} are timed")
+                # A plan that cannot be timed stays in use, and the other plans are still tuned.
+                with suppress(GraphNotSupportedError, MemoryError):
+                    operands = [_random_operands(pool, plan.inputs, plan.outputs)]
+                    tuning = _tuned(pool, plan, slots, operands, False, pointer, monotonic(), MOST_CANDIDATES, until)
+                    found.append(_with_forms(pool, plan, tuning, slots, pointer, until))
     except Exception as error:
         pool.status.diagnose(error)
         raise
     return tuple(found)
 
 
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another plan, or another form, for an operation.
+
+    Attributes
+    ----------
+    name : str
+        Of the operation.
+    title : str
+        Of the plan or the form.
+    place : int
+        Equal for alternatives that exclude each other.
+    gain : float
+        Microseconds of all launches of the operation that are saved where each runs alone. It may be negative.
+    make, undo : callable
+        Use it for all later calls, and use the former plan and form again.
+    """
+
+    name: str
+    title: str
+    place: int
+    gain: float
+    make: Callable[[], None]
+    undo: Callable[[], None]
+
+
+def alternatives(
+    pool: PoolInternals,
+    what: str,
+    launched: Sequence[tuple[Plan, int]],
+    pointer: int,
+    seconds: float,
+    show: Callable[[str], object],
+) -> list[Alternative]:
+    """Return the promising alternatives of the heaviest plans, the largest gain first.
+
+    No plan in use is changed. Parameters and errors are those of `tune_heaviest`.
+    """
+    until = monotonic() + seconds
+    found: list[Alternative] = []
+    try:
+        with pool.driver.relaxed(), side_slots(pool, what, 1) as slots:
+            for count, plan in _heaviest(pool, launched, slots, pointer, until, show):
+                show(f"other plans of {plan.name} are timed")
+                # A plan that cannot be timed has no alternatives, and the other plans still have some.
+                with suppress(GraphNotSupportedError, MemoryError):
+                    found += _alternatives_of(pool, plan, count, slots, pointer, until)
+    except Exception as error:
+        pool.status.diagnose(error)
+        raise
+    return sorted(found, key=lambda each: each.gain, reverse=True)
+
+
+def _alternatives_of(
+    pool: PoolInternals, plan: Plan, count: int, slots: list[Slot], pointer: int, until: float
+) -> list[Alternative]:
+    operands = [_random_operands(pool, plan.inputs, plan.outputs)]
+    candidates, plans = _timed(pool, plan, slots, operands, False, pointer, MOST_CANDIDATES, until)[:2]
+    used = next((each for each in candidates if each.engine == plan.engine and not each.skipped), None)
+    if used is None:
+        return []
+    others = sorted((each for each in candidates if not each.skipped and each is not used), key=lambda each: each.time)
+    found = [
+        Alternative(
+            plan.name,
+            f"plan {each.index}, {each.engine}",
+            id(plan),
+            count * (used.time - each.time),
+            plans[each.index].keep,
+            plan.keep,
+        )
+        for each in others[:MOST_OTHERS]
+        if each.time <= NEARLY * used.time
+    ]
+    site: Site | None = pool.plans.sites.get(id(plan))
+    if site is None:
+        return found
+    times, form = form_times(pool, site, used.time, slots, pointer, until), site.form
+    for other, time in times.items():
+        if other != form and form in times and time <= NEARLY * times[form]:
+            gain, undo = count * (times[form] - time), partial(site.choose, form)
+            found.append(Alternative(plan.name, site.title(other), id(plan), gain, partial(site.choose, other), undo))
+    return found
+
+
+def _heaviest(
+    pool: PoolInternals,
+    launched: Sequence[tuple[Plan, int]],
+    slots: list[Slot],
+    pointer: int,
+    until: float,
+    show: Callable[[str], object],
+) -> Iterator[tuple[int, Plan]]:
+    """Yield the plans that take most of the time, longest first.
+
+    Each comes with its number of launches, and has several candidates.
+    """
+    show(f"{len(launched)} plans are timed")
+    weights = [(count * _estimated(pool, plan, slots, pointer), count, plan) for plan, count in launched if monotonic() < until]
+    left = sum(weight for weight, *_ in weights)
+    enough = (1 - MOST_TIME) * left
+    for weight, count, plan in sorted(weights, key=itemgetter(0), reverse=True):
+        # The remaining plans take too small a share of the time to be worth tuning.
+        if left <= enough or monotonic() > until:
+            break
+        left -= weight
+        if plan.candidates > 1:
+            yield count, plan
+
+
 def _estimated(pool: PoolInternals, plan: Plan, slots: list[Slot], pointer: int) -> float:
     with suppress(MemoryError):
-        operands = [_random_operands(pool, plan)]
+        operands = [_random_operands(pool, plan.inputs, plan.outputs)]
         # The side stream is not ordered after the current stream, so wait until the operands are complete.
         pool.driver.synchronize_stream(pointer)
         rig = TimingRig(pool, slots, operands, concurrent=False)
@@ -291,13 +415,7 @@ def _tuned(
     most: int | None = None,
     until: float = float("inf"),
 ) -> Tuning:
-    # The side streams are not ordered after the current stream, so wait until the operands are complete.
-    pool.driver.synchronize_stream(pointer)
-    rig = TimingRig(pool, slots, operands, concurrent=concurrent)
-    try:
-        candidates, plans = rig.time(plan, most, until)
-    finally:
-        rig.close()
+    candidates, plans, building = _timed(pool, plan, slots, operands, concurrent, pointer, most, until)
     winner = min(candidates, key=lambda each: each.time)
     previous = next((each for each in candidates if each.engine == plan.engine), None)
     if winner.skipped:
@@ -309,13 +427,87 @@ def _tuned(
     else:
         plans[winner.index].keep()
     seconds = monotonic() - start
-    return Tuning(plan.name, len(slots), tuple(candidates), winner, previous, seconds, rig.building, plan.inputs)
+    return Tuning(plan.name, len(slots), tuple(candidates), winner, previous, seconds, building, plan.inputs)
+
+
+def _timed(
+    pool: PoolInternals,
+    plan: Plan,
+    slots: list[Slot],
+    operands: Sequence[tuple[Any, ...]],
+    concurrent: bool,
+    pointer: int,
+    most: int | None = None,
+    until: float = float("inf"),
+) -> tuple[list[PlanCandidate], dict[int, Plan], float]:
+    """Time the candidates of a plan.
+
+    Return the candidates, the timed plans by index, and the seconds of building.
+    """
+    # The side streams are not ordered after the current stream, so wait until the operands are complete.
+    pool.driver.synchronize_stream(pointer)
+    rig = TimingRig(pool, slots, operands, concurrent=concurrent)
+    try:
+        candidates, plans = rig.time(plan, most, until)
+    finally:
+        rig.close()
+    return candidates, plans, rig.building
+
+
+def _with_forms(
+    pool: PoolInternals, plan: Plan, tuning: Tuning, slots: list[Slot], pointer: int, until: float = float("inf")
+) -> Tuning:
+    """Choose the quickest form of a plan's operation.
+
+    The form in use stays unless the gain is large enough.
+    """
+    site: Site | None = pool.plans.sites.get(id(plan))
+    if site is None:
+        return tuning
+    times = form_times(pool, site, tuning.winner.time, slots, pointer, until)
+    if site.form not in times:
+        return tuning
+    best = min(times, key=lambda form: times[form])
+    if times[site.form] >= GAIN * times[best]:
+        site.choose(best)
+    told = tuple((site.title(form), time) for form, time in sorted(times.items(), key=itemgetter(1)))
+    return replace(tuning, form=site.title(site.form), forms=told)
+
+
+def form_times(
+    pool: PoolInternals, site: Site, tuned: float, slots: list[Slot], pointer: int, until: float
+) -> dict[Hashable, float]:
+    """Return the microseconds of each form, with its quickest plans.
+
+    Forms that are refused, far too slow, or behind the time limit, are missing. The quickest plans stay in use. The first plan
+    of the form in use takes ``tuned`` microseconds.
+    """
+    found: dict[Hashable, float] = {}
+    arrays = _random_operands(pool, site.inputs, site.outs)
+    given, outs = arrays[: len(site.inputs)], arrays[len(site.inputs) :]
+
+    def time(plan: Plan, operands: tuple[Any, ...], most: int) -> float:
+        return _tuned(pool, plan, slots, [operands], False, pointer, monotonic(), most, until).winner.time
+
+    for form in sorted(site.forms(), key=lambda form: form != site.form):
+        if found and monotonic() > until:
+            break
+        # A form that cannot be made leaves the other forms to choose from.
+        with suppress(GraphNotSupportedError, ArgumentError, MemoryError):
+            (plan, operands), *more = site.prepare(form, given, outs[0] if outs else None).launched
+            behind = sum(time(each, own, 1) for each, own in more)
+            first = tuned if form == site.form else time(plan, operands, 1)
+            # Building more plans takes long, and no plan gains so much.
+            if found and first + behind > FAR_BEHIND * min(found.values()):
+                continue
+            found[form] = behind + (first if form == site.form else time(plan, operands, MOST_OF_FORMS))
+    return found
 
 
 def _pool_of(name: str, states: SideStates | None) -> tuple[PoolInternals, int]:
     """Return the pool to tune on, and the caller's stream."""
     if states is not None and not isinstance(states, SideStates):
-        raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for one stream alone")
+        raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for a single stream")
     pool = current_pool() if states is None else states.pool.internals
     pool.status.check()
     return pool, _check(pool, name)
@@ -329,9 +521,11 @@ def _check(pool: PoolInternals, name: str) -> int:
     driver = pool.driver
     check_gpu(driver, f"{name}.tune")
     if thread.recording is not None:
-        raise CaptureError(f"{name} cannot be tuned inside a recording, where nothing runs that could be timed: tune it before")
+        raise CaptureError(f"{name} cannot be tuned inside a recording, where nothing runs: tune it before")
     if thread.region is not None:
-        raise CaptureError(f"{name} cannot be tuned inside a branch or a task, beside which others run: tune it outside")
+        raise CaptureError(
+            f"{name} cannot be tuned inside a branch or a task, because other work runs at the same time: tune it outside"
+        )
     home = resolve(driver)
     check_foreign(driver, home)
     # The legacy stream cannot be captured.
@@ -356,7 +550,7 @@ def _operands(pool: PoolInternals, plan: Plan, arrays: Sequence[Any]) -> tuple[A
     return (*operands, *(driver.empty(layout.shape, layout.strides, layout.dtype) for layout in plan.outputs))
 
 
-def _random_operands(pool: PoolInternals, plan: Plan) -> tuple[Any, ...]:
+def _random_operands(pool: PoolInternals, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[Any, ...]:
     """Return random operands of one state: inputs and outputs.
 
     They serve where no arrays are given.
@@ -365,7 +559,7 @@ def _random_operands(pool: PoolInternals, plan: Plan) -> tuple[Any, ...]:
     # A fixed seed gives every state the same values.
     values = np.random.default_rng(0).standard_normal(MOST_VALUES)
     operands = []
-    for layout in plan.inputs:
+    for layout in inputs:
         array = driver.empty(layout.shape, layout.strides, layout.dtype)
         shape = [*layout.shape]
         # An extent of 1 broadcasts in the copy, so a few values fill a large array.
@@ -373,4 +567,4 @@ def _random_operands(pool: PoolInternals, plan: Plan) -> tuple[Any, ...]:
             shape[shape.index(max(shape))] = 1
         driver.copy(array, driver.asarray(np.resize(values, shape).astype(layout.dtype)))
         operands.append(array)
-    return (*operands, *(driver.empty(layout.shape, layout.strides, layout.dtype) for layout in plan.outputs))
+    return (*operands, *(driver.empty(layout.shape, layout.strides, layout.dtype) for layout in outputs))

@@ -155,8 +155,8 @@ def _current(handed: int | None = None) -> int | None:
     ours = handlepool.default_pool().driver.current_stream().ptr
     if theirs and ours and theirs != ours:
         raise StreamError(
-            f"a cudnn handle was bound to no stream by this thread, and the current streams of torch ({theirs:#x}) and CuPy "
-            f"({ours:#x}) differ: say which is meant with cudnn.set_stream(handle, stream)"
+            f"this thread bound a cudnn handle to no stream, and the current streams of torch ({theirs:#x}) and CuPy "
+            f"({ours:#x}) differ: choose one with cudnn.set_stream(handle, stream)"
         )
     if ours:
         return None
@@ -461,7 +461,7 @@ class Installation:
 
     The users are `install` and the contexts of `pooled_handles`. The lock guards all of this state, so that each name is
     replaced once and the last user restores it. A thread holds the lock while it changes names, and never while it makes
-    a handle. A finaliser may end a context inside, so the lock is reentrant.
+    a handle. A finalizer may end a context inside, so the lock is reentrant.
     """
 
     def __init__(self) -> None:
@@ -504,7 +504,7 @@ class Installation:
         wrong = verdict.broken or missing([place[:2] for place in functions + methods])
         if wrong is not None:
             raise DriverNotAvailableError(
-                f"nvidia-cudnn-frontend {verdict.version} cannot be given the pool's handles, since this does not hold of it: "
+                f"nvidia-cudnn-frontend {verdict.version} cannot use the pool's handles, because an assumption about it fails: "
                 f"{wrong}. Install {_KNOWN}, or call handlepool.get_handle where handles are needed"
             )
         if not verdict.known:
@@ -530,8 +530,8 @@ class Installation:
         for place, made in self.replaced.values():
             if getattr(place.owner, place.name, None) is not made and not _is_back(place, made):
                 raise OwnershipError(
-                    f"{called(place.owner, place.name)} was replaced by somebody else since handlepool.integrations.cudnn was "
-                    f"installed: let them put back what was there, then call uninstall again"
+                    f"other code has replaced {called(place.owner, place.name)} since handlepool.integrations.cudnn was "
+                    "installed: let that code restore it, then call uninstall again"
                 )
         while self.replaced:
             _, (place, made) = self.replaced.popitem()
@@ -565,7 +565,8 @@ def _warn_of_copies(originals: dict[int, _ReplacedName]) -> None:
         if kept:
             warnings.warn(
                 f"{module_name} keeps the frontend's own {', '.join(sorted(kept))}, imported before "
-                f"handlepool.integrations.cudnn was installed: import it afterwards, or have it call them as attributes of cudnn",
+                f"handlepool.integrations.cudnn was installed: import {module_name} afterwards, or call these as "
+                "attributes of cudnn",
                 RuntimeWarning,
                 stacklevel=5,
             )

@@ -242,7 +242,7 @@ def _wrapped_executes_with_what_it_is_given() -> bool:
     return launches == [given]
 
 
-@_assumption("cudnn.wrapper.get_default_handle(stream=None) is what a cudnn.Graph asks for a handle")
+@_assumption("a cudnn.Graph asks cudnn.wrapper.get_default_handle(stream=None) for a handle")
 def _wrapped_asks_for_the_default_handle() -> bool:
     from cudnn import wrapper
 

@@ -107,7 +107,7 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
         seen, first = driver.device_count(), worker.name in (0, "0")
         if driver.name == "cuda" and seen > 1 and not first and "CUDA_VISIBLE_DEVICES" not in os.environ:
             logger.warning(
-                "worker %s computes on the first of %d GPUs, as all others of this machine do: start workers with dask-cuda, or "
+                "worker %s computes on the first of %d GPUs, as all workers of this machine do: start workers with dask-cuda, or "
                 "with another CUDA_VISIBLE_DEVICES each",
                 worker.name,
                 seen,
@@ -221,7 +221,7 @@ def map_tiles(
     if isinstance(function, Program) or not callable(function):
         raise ArgumentError(f"map_tiles({function!r}): pass a function of a tile; each worker records it for itself")
     if not isinstance(x, Array):
-        raise ArgumentError(f"map_tiles({name}): pass a dask.array.Array, and not what is of type {type(x).__name__}")
+        raise ArgumentError(f"map_tiles({name}): x is of type {type(x).__name__}; pass a dask.array.Array")
     if not isinstance(shared, (list, tuple)):
         raise ArgumentError(
             f"map_tiles({name}): shared is of type {type(shared).__name__}; pass a tuple of arguments, (weights,) for one"
@@ -229,8 +229,8 @@ def map_tiles(
     for value in shared:
         if not isinstance(value, (np.ndarray, np.generic, int, float, str)) or isinstance(value, np.ma.MaskedArray):
             raise ArrayTypeError(
-                f"map_tiles({name}): shared holds what is of type {type(value).__name__}; pass arrays of NumPy's, real numbers, "
-                f"strings"
+                f"map_tiles({name}): shared holds a value of type {type(value).__name__}; pass NumPy arrays, real numbers "
+                "or strings"
             )
     if lanes is not None and not (type(lanes) is int and 1 <= lanes <= _MOST_LANES):
         raise ArgumentError(f"map_tiles({name}, lanes={lanes!r}); it must be an integer from 1 to {_MOST_LANES}, or None")
@@ -298,7 +298,8 @@ def _margins(name: str, ndim: int, depth: object, boundary: object) -> tuple[dic
     for axis, beyond in depths.items():
         if isinstance(beyond, tuple) and boundaries[axis] != "none":
             raise ArgumentError(
-                f"map_tiles({name}): depth has {beyond} for axis {axis}; Dask takes two with boundary 'none' alone"
+                f"map_tiles({name}): depth has {beyond} for axis {axis}; Dask takes two depths for an axis only with "
+                "boundary 'none'"
             )
     return depths, boundaries
 
@@ -479,7 +480,7 @@ class _Function:
             before = recorded.stats()
             y = recorded(x)
             if not isinstance(y, driver.array_types):
-                raise ArgumentError(f"the function returned what is of type {type(y).__name__}; it must be one array")
+                raise ArgumentError(f"the function returned a value of type {type(y).__name__}; it must return one array")
             # A copy to pageable memory waits within CUDA. There it would keep other threads from giving their items
             # meanwhile.
             driver.synchronize_stream(_threads.stream.ptr)

@@ -10,6 +10,7 @@ from handlepool.ops.combining import add, concat
 from handlepool.ops.convolution import conv2d, conv2d_plan
 from handlepool.ops.copies import asarray, asnumpy
 from handlepool.ops.elementwise import ElementwiseFunction, elementwise, multiply
+from handlepool.ops.gating import squeeze_excite
 from handlepool.ops.gradients import conv2d_input_grad, conv2d_weight_grad
 from handlepool.ops.moving import channel_shuffle, pad, to_channels_last, to_contiguous
 from handlepool.ops.norms import batch_norm, group_norm, instance_norm, layer_norm, rms_norm, softmax
@@ -54,6 +55,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "sigmoid",
     "softmax",
+    "squeeze_excite",
     "swish",
     "tanh",
     "to_channels_last",

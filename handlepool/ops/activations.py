@@ -17,6 +17,11 @@ from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Layout
 
 ACTIVATIONS = ("relu", "sigmoid", "tanh", "gelu", "swish")
+OWN_ACTIVATIONS = ("hardsigmoid", "hardswish")
+"""Activations without a node in cuDNN.
+
+Kernels of our own compute them, as a part of an operation.
+"""
 FLOATING_TYPES = ("float16", "bfloat16", "float32")
 
 
@@ -27,11 +32,14 @@ def check_activation(name: str, activation: object) -> None:
     ------
     ArgumentError
     """
+    # Only text is compared with the names. Comparing an array with them would give another array, whose truth is an error of
+    # its own.
     text = activation if isinstance(activation, str) else ""
-    if activation is None or text in ACTIVATIONS:
+    if activation is None or text in (*ACTIVATIONS, *OWN_ACTIVATIONS):
         return
-    meant = ", which is torch's silu" if text == "silu" else ""
-    raise ArgumentError(f"{name}: activation={shown(activation)}; it can be {', '.join(ACTIVATIONS)}{meant}, or None")
+    known = ", ".join((*ACTIVATIONS, *OWN_ACTIVATIONS))
+    meant = "; torch's silu is swish" if text == "silu" else ""
+    raise ArgumentError(f"{name}: activation={shown(activation)}; it can be {known}, or None{meant}")
 
 
 def activate(g: object, x: DeviceArray, kind: str) -> Any:

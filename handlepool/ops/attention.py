@@ -94,13 +94,14 @@ def _prepare(
     is_causal, scale = values
     causal = flag(f"{name}: is_causal", is_causal)
     if causal and len(arrays) > 3:
-        raise ArgumentError(f"{name}: attn_mask with is_causal=True; give one of them, as torch has it")
+        raise ArgumentError(f"{name}: attn_mask with is_causal=True; give only one of the two, as in torch")
     options = {"is_causal": causal, "scale": None if scale is None else _scale(name, scale)}
     return _attention.prepare(pool, arrays, out, options, key=key)
 
 
 def _scale(name: str, scale: Any) -> float:
     try:
+        # `float` would accept these values as well. For an array on the device it would also wait for the stream.
         if isinstance(scale, (bool, str, bytes)) or holds_values(scale):
             raise TypeError
         number = float(scale)
@@ -130,9 +131,9 @@ def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, is_causal: 
         if layout.ndim != 4:
             raise ArgumentError(f"{name}: {title} has {layout.ndim} axes, shape {layout.shape}; it must have 4, (N, H, L, E)")
         if layout.dtype.name not in TYPES:
-            raise ArgumentError(f"{name}: {title} is {layout.dtype}; cuDNN takes {' and '.join(TYPES)} alone. Convert it")
+            raise ArgumentError(f"{name}: {title} is {layout.dtype}; cuDNN takes only {' and '.join(TYPES)}. Convert {title}")
         if layout.dtype != q.dtype:
-            raise ArgumentError(f"{name}: {title} is {layout.dtype} and q is {q.dtype}; convert one of them")
+            raise ArgumentError(f"{name}: {title} is {layout.dtype} and q is {q.dtype}; convert one to the type of the other")
         if layout.shape[3] % HEAD_STEP or not 0 < layout.shape[3] <= MOST_HEAD:
             raise ArgumentError(
                 f"{name}: {title} of shape {layout.shape} has heads of {layout.shape[3]}; cuDNN takes multiples of {HEAD_STEP} "
@@ -142,6 +143,7 @@ def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, is_causal: 
         raise ArgumentError(
             f"{name}: q {q.shape}, k {k.shape} and v {v.shape}; they must be (N, H, L, E), (N, H, S, E) and (N, H, S, D)"
         )
+    # Without keys a row of the softmax divides 0 by 0. An empty q has no such row.
     if math.prod(q.shape) and not k.shape[2]:
         raise ArgumentError(f"{name}: k of shape {k.shape} has no keys; give one or more")
     scores = (*q.shape[:3], k.shape[2])

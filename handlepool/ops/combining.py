@@ -11,11 +11,11 @@ from handlepool._util.protocols import holds_values
 from handlepool.drivers.kernel import Add, Concat
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
-from handlepool.graphs.expression import VOCABULARY, Traced
+from handlepool.graphs.expression import Traced
 from handlepool.graphs.kernels import Described, KernelFunction, check_strides, lying_as
 from handlepool.graphs.launch import by_keyword, launches, misplaced
 from handlepool.ops.activations import FLOATING_TYPES, check_activation
-from handlepool.ops.elementwise import NUMBERS, Arguments, ElementwiseFunction, describe
+from handlepool.ops.elementwise import NUMBERS, Arguments, ElementwiseFunction, describe, summed
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout
 
@@ -43,7 +43,7 @@ def add(x: ArrayT, *others: object, activation: str | None = None, out: object =
     ----------
     x, *others : array or number
         At most 63 arrays, of one type: float16, bfloat16 or float32. Equal shapes and layouts, without gaps, are quickest.
-    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied to the sum. "gelu" uses the exact error function.
     out : array, optional
         Takes the result. It may be an input with the result's shape and layout. A new result has the layout of the first array of
@@ -62,6 +62,8 @@ def add(x: ArrayT, *others: object, activation: str | None = None, out: object =
     ArgumentError
         For shapes, types or strides that cannot be taken, and an activation that there is not.
     """
+    # The kernel for sums takes arrays alone. A number, or a value of a function that is being traced, takes the elementwise
+    # path.
     for each in (x, *others):
         if _scalars[type(each)]:
             return cast("ArrayT", _sum(x, *others, activation=activation, out=out, pool=pool))
@@ -115,7 +117,8 @@ def _check(name: str, layouts: tuple[Layout, ...]) -> None:
     for place, layout in enumerate(layouts):
         if layout.dtype != first.dtype:
             raise ArgumentError(
-                f"{name}: argument {place} is {layout.dtype} and argument 0 is {first.dtype}; convert one of them"
+                f"{name}: argument {place} is {layout.dtype} and argument 0 is {first.dtype}; convert one to the type of "
+                "the other"
             )
         check_strides(f"argument {place} of {name}", layout)
 
@@ -135,16 +138,10 @@ def _describe_add(layouts: tuple[Layout, ...], *, activation: str | None) -> Des
                     f"add: argument {place} is of shape {layout.shape} and argument 0 of {first.shape}; they must broadcast to "
                     f"one shape"
                 ) from None
+    # The kernel for sums reads operands of one shape. Operands that broadcast go through an elementwise kernel.
     if any(layout.shape != shape for layout in layouts):
-        return describe(_summed, "add", layouts, arguments=Arguments("add", (None,) * len(layouts), {"activation": activation}))
+        return describe(summed, "add", layouts, arguments=Arguments("add", (None,) * len(layouts), {"activation": activation}))
     return Add(activation), lying_as(first, first.shape)
-
-
-def _summed(x: Any, *others: object, activation: str | None = None) -> Any:
-    check_activation("add", activation)
-    for other in others:
-        x = x + other
-    return x if activation is None else VOCABULARY["silu" if activation == "swish" else activation](x)
 
 
 def _describe_concat(layouts: tuple[Layout, ...], *, axis: int) -> Described:
@@ -159,8 +156,8 @@ def _describe_concat(layouts: tuple[Layout, ...], *, axis: int) -> Described:
     for place, layout in enumerate(layouts):
         if layout.ndim != rank or _beside(layout, number) != _beside(first, number):
             raise ArgumentError(
-                f"concat: argument {place} is of shape {layout.shape} and argument 0 of {first.shape}; they may differ along "
-                f"axis {number} alone"
+                f"concat: argument {place} has shape {layout.shape} and argument 0 has {first.shape}; they may differ "
+                f"only along axis {number}"
             )
     extent = sum(layout.shape[number] for layout in layouts)
     return Concat(number), lying_as(first, (*first.shape[:number], extent, *first.shape[number + 1 :]))
@@ -185,6 +182,6 @@ def _options_of_concat(axis: object) -> dict[str, Any]:
     raise ArgumentError(f"concat: axis={shown(axis)}; it must be an integer, as 1 for the channels")
 
 
-_sum = ElementwiseFunction(_summed, name="add")
+_sum = ElementwiseFunction(summed, name="add")
 _add = KernelFunction(_describe_add, "add", _options_of_add)
 _concat = KernelFunction(_describe_concat, "concat", _options_of_concat)

@@ -29,7 +29,7 @@ from handlepool.graphs.operand_forms import stepped_channels_last
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Settings, normalise
 from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate, check_activation
-from handlepool.ops.epilogue import Stages, along, finisher, parts_of
+from handlepool.ops.epilogue import Finisher, Stages, along, parts_of
 from handlepool.pool.default import chosen_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
@@ -78,13 +78,14 @@ def named_padding(function: str, name: str, w: DeviceArray, stride: Shape, dilat
     The pairs follow the spatial axes. With "same" the result has the extents of the images. An odd zero comes behind.
     """
     if name not in PADDINGS:
-        raise ArgumentError(f"{function}: padding={name!r}; of names it can be {' or '.join(map(repr, PADDINGS))}")
+        raise ArgumentError(f"{function}: padding={name!r}; a named padding must be {' or '.join(map(repr, PADDINGS))}")
     if name == "valid":
         return ((0, 0),) * len(stride)
     if any(step != 1 for step in stride):
         raise ArgumentError(
             f"{function}: padding='same' with stride={stride}; it takes a stride of 1. Give the padding in numbers"
         )
+    # Names are resolved before the arrays are checked, so ``w`` may be any object here.
     taps = tuple(getattr(w, "shape", ()))[2:]
     if len(taps) != len(stride):
         raise ArgumentError(
@@ -108,6 +109,7 @@ def _two(value: Any) -> tuple[int, int]:
 def _is_sequence(value: object) -> bool:
     if isinstance(value, _BYTES):
         return False
+    # A NumPy array is no `Sequence`, but its integers are in host memory and cost no wait.
     return isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
@@ -159,6 +161,7 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
     if layout.ndim != rank:
         raise ArgumentError(f"{function}: {name} has {layout.ndim} axes, shape {layout.shape}; it must have {rank}")
     check_type(function, name, layout, like)
+    # The strides of an empty array address no element, so any strides will do.
     if not layout.size:
         return
     strides = [stride // layout.dtype.itemsize for stride in layout.strides]
@@ -182,7 +185,7 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
     if order == last:
         remedy = f"Pass a copy without gaps, as from {name}.copy(order='K')"
     if name == "out":
-        remedy = f"Leave it out, and copy what is returned: out[...] = {function}(...)"
+        remedy = f"Leave it out, and copy the result: out[...] = {function}(...)"
     raise ArgumentError(
         f"{function}: {name} of shape {layout.shape} has strides {layout.strides} bytes; cuDNN takes arrays without gaps, "
         f"contiguous or channels-last{taken}. {remedy}"
@@ -197,7 +200,9 @@ def check_type(function: str, name: str, layout: Layout, like: tuple[str, Any]) 
     if layout.dtype.name not in FLOATING_TYPES:
         raise ArgumentError(f"{function}: {name} is {layout.dtype}; it must be one of {', '.join(FLOATING_TYPES)}")
     if layout.dtype != like[1]:
-        raise ArgumentError(f"{function}: {name} is {layout.dtype} and {like[0]} is {like[1]}; convert one of them")
+        raise ArgumentError(
+            f"{function}: {name} is {layout.dtype} and {like[0]} is {like[1]}; convert one to the type of the other"
+        )
 
 
 def check_vector(function: str, bias: Layout, extent: int, of: str, like: tuple[str, Any]) -> None:
@@ -221,7 +226,10 @@ def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, S
             f"be (K, C / groups, R, S)"
         )
     if w_shape[0] % groups:
-        raise ArgumentError(f"{function}: {groups} groups, which do not divide {w_shape[0]} filters in {w} {w_shape}")
+        raise ArgumentError(
+            f"{function}: {groups} groups do not divide {w_shape[0]} filters in {w} {w_shape}; the number of filters "
+            "must be a multiple of the groups"
+        )
 
 
 def result_shape(
@@ -309,7 +317,7 @@ def conv2d(
         Added to each channel; of any stride that is not negative, beginning at any element.
     add : array, shape (N, K, P, Q), optional
         A residual, added before the activation. It shares no element with ``out``.
-    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last. "gelu" uses the exact formula.
     out : array, shape (N, K, P, Q), optional
         Takes the result. Its strides decide the layout, and may have gaps as the strides of ``x``. Without ``out``
@@ -347,6 +355,7 @@ def conv2d(
         raise misplaced(conv2d, extra)
     arrays = (x, w) if bias is None else (x, w, bias)
     function, copying = _plain
+    # The depthwise kernel takes no residual. A convolution in one group cannot be depthwise.
     deep = (type(groups) is not int or groups != 1) and add is None
     # Residuals use functions of their own, because by position a residual might be taken for a bias.
     if add is not None:
@@ -413,6 +422,7 @@ def _prepare(
     stride, padding, dilation, groups, mode, activation, *limits = values
     if isinstance(padding, str):
         steps = (pair("conv2d", name, value) for name, value in (("stride", stride), ("dilation", dilation)))
+        # The key holds numbers instead of the name. So "same" and the numbers it means share one plan.
         padding = named_padding("conv2d", padding, arrays[1], *steps)
     options = geometry("conv2d", {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups})
     check_activation("conv2d", activation)
@@ -430,8 +440,12 @@ def _prepare(
         applied = activation if "activation" in some else None
         if "add" in some and applied in ACTIVATIONS and applied not in BEHIND_A_SUM:
             raise GraphNotSupportedError(f"conv2d: {applied} behind a residual was not measured in one plan")
+        # By position an addend without a bias would be taken for the bias. The keyword closes that place.
         own = options | {"activation": applied} | ({} if "bias" in some or "add" not in some else {"bias": None})
-        known = key if some == parts else None
+        if some[:2] == ("add", "bias"):
+            own["last"] = "bias"
+        # The key stands for the whole epilogue. A launch of fewer parts has another plan, so it gets no shortcut by this key.
+        known = key if set(some) == set(parts) else None
         return function.prepare(pool, arrays, out, own, settings, converted, known)
 
     if options["groups"] != 1 and "add" not in parts:
@@ -440,8 +454,10 @@ def _prepare(
         # The depthwise kernel does not fit these arrays, so cuDNN's plan is tried.
         except GraphNotSupportedError:
             pass
+    # cuDNN was not measured with two sides that differ. The form with copies pads both sides by the larger number, and copies
+    # the wanted part.
     uneven = any(one != other for one, other in options["padding"])
-    return Stages("conv2d", pool, parts, activation, fused, _finish, key, uneven).call(arrays, out)
+    return Stages("conv2d", pool, parts, activation, fused, _finish, key, uneven, reorders=True).call(arrays, out)
 
 
 def _convolution(
@@ -455,14 +471,17 @@ def _convolution(
     groups: int,
     activation: str | None,
     mode: str = "cross_correlation",
+    last: str = "add",
     **how: Any,
 ) -> Any:
     # The frontend reads the groups off the channels, which were checked to agree.
     y = g.conv_fprop(x, w, **parameters(**how), convolution_mode=frontend.convolution_mode(mode))
-    if bias is not None:
+    if bias is not None and last == "add":
         y = g.bias(y, along(bias, 4, 1))
     if add is not None:
         y = g.add(y, add)
+    if bias is not None and last == "bias":
+        y = g.bias(y, along(bias, 4, 1))
     if activation == "tanh":
         # cuDNN's engine for bias and tanh of contiguous arrays takes exp(2 x), and gives NaN from 44.4 on. That engine does
         # not accept this clipping node.
@@ -478,6 +497,7 @@ def _check(
     activation: str | None,
     bias: Any = True,
     mode: str = "cross_correlation",
+    last: str = "add",
     **how: Any,
 ) -> None:
     """Raise for arguments that no convolution takes.
@@ -508,6 +528,7 @@ def _describe_depthwise(
     before, after = zip(*how["padding"], strict=True)
     padded = math.prod(extent + one + other for extent, one, other in zip(x.shape[2:], before, after, strict=True))
     filters = dense(w.shape, w.dtype)
+    # A stride of 0 over the filters repeats one filter for all channels. The kernel reads such a view in place.
     one_for_all = w.lies_as(Layout(w.shape, (0, *filters.strides[1:]), w.dtype))
     apart = groups == x.shape[1] == w.shape[0] and (one_for_all or w.lies_as(filters))
     small = math.prod(w.shape[2:]) <= MOST_TAPS and padded * x.shape[0] * x.shape[1] < 1 << 31
@@ -528,4 +549,4 @@ _plain, _summed = (
 
 Each pair has a function without copies of operands, then a function with copies.
 """
-_finish = finisher("conv2d", axis=1)
+_finish = Finisher.of("conv2d", axis=1)

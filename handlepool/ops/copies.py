@@ -39,6 +39,8 @@ def asarray(values: object, *, pool: HandlePool | None = None) -> Any:
     >>> x = handlepool.asarray(numpy.ones((1, 8, 8, 8), "float32"))                                      # doctest: +SKIP
     """
     driver = chosen_pool("asarray", pool).driver
+    # The host driver takes NumPy arrays as operands, so they are among its array types. They are copied here all the same,
+    # because the caller asks for an array of the driver.
     if isinstance(values, driver.array_types) and not isinstance(values, np.ndarray):
         return values
     return driver.asarray(values)

@@ -15,9 +15,10 @@ from handlepool._util.protocols import holds_values
 from handlepool.drivers.expression import Elementwise, bits_of
 from handlepool.errors import ArgumentError, TraceError
 from handlepool.graphs.annotations import ArrayT
-from handlepool.graphs.expression import Traced, as_number, trace
+from handlepool.graphs.expression import VOCABULARY, Traced, as_number, trace
 from handlepool.graphs.kernels import Described, KernelFunction, check_strides, dense
 from handlepool.graphs.launch import launches
+from handlepool.ops.activations import check_activation
 from handlepool.pool.context import LAUNCHES, BranchPlace, thread
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.inference import axis_order
@@ -44,6 +45,7 @@ class Arguments:
     def __init__(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.numbers = tuple([_bits(name, place, arg) if isinstance(arg, NUMBERS) else None for place, arg in enumerate(args)])
         self.options = options
+        # The options are sorted, so that keywords in another order find the same kernel.
         self._key = self.numbers, tuple([(option, _exact(value)) for option, value in sorted(options.items())])
         try:
             # The hash is computed once, because every look-up of a plan needs it.
@@ -76,8 +78,8 @@ def _unhashable(name: str, options: dict[str, Any]) -> ArgumentError:
                 f"{name} was given {option}={shown(value)} by keyword: arrays are positional; keywords are constants"
             )
     return ArgumentError(
-        f"{name} was given {', '.join(f'{option}={shown(value)}' for option, value in options.items())}, of which one cannot be "
-        f"hashed; keywords are constants of the kernel, so pass a tuple for a list"
+        f"{name} was given {', '.join((f'{option}={shown(value)}' for option, value in options.items()))}, and a "
+        "value there cannot be hashed; keywords are constants of the kernel, so pass a tuple for a list"
     )
 
 
@@ -105,6 +107,7 @@ class ElementwiseFunction:
         self.__qualname__ = str(getattr(function, "__qualname__", self.__name__))
         if module is not None:
             self.__module__, self.__qualname__ = module, self.__name__
+        # A partial has the docstring of the class `partial`, which says nothing about the function.
         if isinstance(function, partial):
             self.__doc__ = f"Apply {self.__name__} to each element."
         taken = [name for name in _RESERVED if name in inspect.signature(function).parameters]
@@ -132,7 +135,7 @@ class ElementwiseFunction:
 
     def _inline(self, args: tuple[Any, ...], out: object, options: dict[str, Any]) -> Any:
         if out is not None:
-            raise TraceError(f"{self.__name__} was given out= inside of an elementwise function; use what it returns")
+            raise TraceError(f"{self.__name__} was given out= inside of an elementwise function; use its return value")
         return self._function(*args, **options)
 
     def __repr__(self) -> str:
@@ -153,6 +156,7 @@ class ElementwiseFunction:
             f"{self.__module__}.{name} does not lead to it. Define it at the level of a module, under its own name"
         )
 
+    # A copy would go through `__reduce__`, which refuses a function that its name does not lead to.
     def __copy__(self) -> ElementwiseFunction:
         return self
 
@@ -168,6 +172,7 @@ def _as_branch(function: ElementwiseFunction, branch: BranchPlace, args: tuple[A
         branches.append(branch)
         return function(*args, **kwargs)
     finally:
+        # The launch takes its branch off the list. A call that fails before its launch leaves the branch there.
         del branches[outer:]
 
 
@@ -240,6 +245,7 @@ def describe(function: Callable[..., Any], name: str, layouts: tuple[Layout, ...
     left = iter(layouts)
     given = [next(left) if bits is None else None for bits in arguments.numbers]
     expression, output = trace(name, function, given, arguments.options)
+    # The result takes the layout of an operand of its shape. So a channels-last network stays channels-last.
     full = next((layout for layout in layouts if layout.shape == output.shape), None)
     order = None if full is None else axis_order(full.shape, full.strides)
     numbers = tuple([bits for bits in arguments.numbers if bits is not None])
@@ -271,6 +277,14 @@ def multiply(x: ArrayT, *others: object, out: object = None, pool: HandlePool | 
         For shapes that do not broadcast, types and strides that cannot be taken, and an ``out`` that does not fit.
     """
     return cast("ArrayT", _product(x, *others, out=out, pool=pool))
+
+
+def summed(x: Any, *others: object, activation: str | None = None) -> Any:
+    """Add traced values, and apply an activation to the sum."""
+    check_activation("add", activation)
+    for other in others:
+        x = x + other
+    return x if activation is None else VOCABULARY["silu" if activation == "swish" else activation](x)
 
 
 def _multiplied(x: Any, *others: object) -> Any:

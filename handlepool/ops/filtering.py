@@ -12,7 +12,7 @@ from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import GraphCall, run_known, typed_key
 from handlepool.ops.activations import check_activation
 from handlepool.ops.convolution import settings_of
-from handlepool.ops.epilogue import Stages, finisher, parts_of
+from handlepool.ops.epilogue import Finisher, Stages, parts_of
 from handlepool.pool.internals import PoolInternals
 
 Shape = tuple[int, ...]
@@ -31,15 +31,15 @@ class Filtering:
     plain, copying : GraphFunction
         Graph functions of the images, the filters and perhaps a bias. The second function copies operands where that
         is needed.
-    finish : GraphFunction
-        From `finisher`.
+    finish : Finisher
+        Of the operation.
     """
 
     name: str
     options: Callable[[tuple[Any, ...], tuple[Any, ...]], dict[str, Any]]
     plain: GraphFunction[..., Any]
     copying: GraphFunction[..., Any]
-    finish: GraphFunction[..., Any]
+    finish: Finisher
 
     @classmethod
     def of(
@@ -51,7 +51,7 @@ class Filtering:
     ) -> "Filtering":
         """Make an operation of a graph's builder and a check."""
         plain, copying = (GraphFunction(build, check=check, name=name, copies=copies) for copies in (False, True))
-        return cls(name, options, plain, copying, finisher(name, axis=1))
+        return cls(name, options, plain, copying, Finisher.of(name, axis=1))
 
     def call(
         self, arrays: tuple[Any, ...], activation: object, out: Any, values: tuple[Any, ...], limits: tuple[Any, ...], pool: Any

@@ -145,6 +145,7 @@ def _run(
     def prepare(chosen: PoolInternals) -> GraphCall:
         return graph.prepare(chosen, arrays, out, options, settings)
 
+    # The shape may be any sequence of the caller's, which makes no quick key. So no shortcut is looked up.
     return run_known(function.__name__, pool, (), arrays, out, (), prepare)
 
 

@@ -175,6 +175,7 @@ def _options_of_pad(widths: object, mode: object, value: object) -> dict[str, An
             raise TypeError
         found = tuple(map(as_integer, widths))
     except TypeError:
+        # A single width fails the test below, which has the message for every wrong value.
         found = (0,)
     if len(found) % 2 or not found:
         raise ArgumentError(
@@ -213,6 +214,7 @@ def _bits(dtype: np.dtype[Any], text: str) -> int:
         For a number that the type does not have.
     """
     if dtype.kind in "iu":
+        # A text without a point or an exponent is read as an integer, because a float has no integer beyond 2**53 exactly.
         number: Any = float(text) if set(text) & set(".en") else int(text.replace("True", "1").replace("False", "0"))
         limits = np.iinfo(dtype)
         if number != number or not limits.min <= number <= limits.max or number != int(number):
@@ -220,6 +222,7 @@ def _bits(dtype: np.dtype[Any], text: str) -> int:
         number = int(number)
     else:
         number = float({"True": "1", "False": "0"}.get(text, text))
+    # A constant beyond the range of a floating type becomes infinity, and NumPy would warn of that.
     with np.errstate(over="ignore"):
         return int.from_bytes(np.asarray(number).astype(dtype).tobytes(), "little")
 
@@ -237,7 +240,9 @@ def _describe_pad(layouts: tuple[Layout, ...], *, widths: tuple[int, ...], mode:
     shape = tuple(map(sum, zip(before, x.shape, behind, strict=True)))
     for axis, (extent, one, other) in enumerate(zip(x.shape, before, behind, strict=True)):
         if shape[axis] < 0:
-            raise ArgumentError(f"pad: widths of {one} and {other} leave {shape[axis]} of {extent} elements of axis {axis}")
+            raise ArgumentError(
+                f"pad: widths of {one} and {other} leave {shape[axis]} of {extent} elements of axis {axis}; take fewer away"
+            )
         if mode == "reflect" and max(one, other) >= max(extent, 1):
             raise ArgumentError(
                 f"pad: widths of {one} and {other} for {extent} elements of axis {axis} of x {x.shape}; to reflect, they must be "
@@ -246,7 +251,9 @@ def _describe_pad(layouts: tuple[Layout, ...], *, widths: tuple[int, ...], mode:
         if max(one, other) > 0 and not extent and (mode != "constant" or 0 not in shape):
             raise ArgumentError(f"pad: x of shape {x.shape} is empty, and has no elements to pad; make a full array instead")
         if mode != "constant" and min(one, other) < 0 and extent + min(one, other) < 1:
-            raise ArgumentError(f"pad: widths of {one} and {other} leave nothing of the {extent} elements of axis {axis}")
+            raise ArgumentError(
+                f"pad: widths of {one} and {other} leave nothing of the {extent} elements of axis {axis}; take fewer away"
+            )
     return Pad(before, mode, _bits(x.dtype, value) if mode == "constant" else 0), lying_as(x, shape)
 
 
@@ -254,12 +261,16 @@ def _describe_shuffle(layouts: tuple[Layout, ...], *, groups: int) -> Described:
     x = _check("channel_shuffle", layouts, 2)
     _check_bytes("channel_shuffle", x)
     if x.shape[1] % groups:
-        raise ArgumentError(f"channel_shuffle: {groups} groups, which do not divide the {x.shape[1]} channels of x {x.shape}")
+        raise ArgumentError(
+            f"channel_shuffle: {groups} groups do not divide the {x.shape[1]} channels of x {x.shape}; the channels "
+            "must be a multiple of the groups"
+        )
     return Shuffle(groups), lying_as(x, x.shape)
 
 
 def _describe_layout(name: str, last: bool, layouts: tuple[Layout, ...]) -> Described:
     x = _check(name, layouts, 3 if last else 1)
+    # A concatenation of one array is a copy into the layout of its output.
     return Concat(0), dense(x.shape, x.dtype, (0, *range(2, x.ndim), 1) if last else None)
 
 

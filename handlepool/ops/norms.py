@@ -226,7 +226,7 @@ def batch_norm(
         Of the type of x, or float32.
     weight, bias : array, shape (C,), optional
         Of the type of the means.
-    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last. "gelu" uses the exact formula.
     eps, out, pool
         As in `handlepool.layer_norm`.
@@ -418,8 +418,12 @@ def _describe_groups(
     _check_channels(name, layouts, _titles(weighted, biased))
     number = x.shape[1] if groups is None else groups
     if number and x.shape[1] % number:
-        raise ArgumentError(f"{name}: {number} groups, which do not divide the {x.shape[1]} channels of x {x.shape}")
+        raise ArgumentError(
+            f"{name}: {number} groups do not divide the {x.shape[1]} channels of x {x.shape}; the channels must be a "
+            "multiple of the groups"
+        )
     axes = tuple(range(2, x.ndim))
+    # An array without channels has no groups, and the kernel divides the channels by their number.
     return Normalise("mean", axes, number or 1, eps, weighted, biased), lying_as(x, x.shape)
 
 

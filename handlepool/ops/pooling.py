@@ -207,10 +207,11 @@ def _describe_whole(layouts: tuple[Layout, ...], *, keepdims: bool) -> Described
 def _options(name: str, window: object, stride: object, padding: object, ceil_mode: object) -> dict[str, Any]:
     rows, columns = size = pair(name, "window", window)
     margins = pair(name, "padding", padding, 0)
+    # A window of padding alone has no largest pixel.
     if margins[0] * 2 > rows or margins[1] * 2 > columns:
         raise ArgumentError(
-            f"{name}: padding={shown(padding)} is more than half of a window of {rows} x {columns} pixels, so that some windows "
-            f"would lie outside of the image; pad less, or pad the image itself"
+            f"{name}: padding={shown(padding)} is more than half of a window of {rows} x {columns} pixels, so some "
+            "windows would hold no pixel of the image; pad less, or pad the image itself"
         )
     steps = size if stride is None else pair(name, "stride", stride)
     return {"window": size, "stride": steps, "padding": margins, "ceil_mode": flag(f"{name}: ceil_mode", ceil_mode)}

@@ -12,7 +12,7 @@ from handlepool.graphs.function import GraphFunction
 from handlepool.graphs.launch import GraphCall, by_keyword, launches, misplaced, run_known, typed_key
 from handlepool.ops.activations import ACTIVATIONS, activate, check_activation
 from handlepool.ops.convolution import check_type, check_vector, settings_of
-from handlepool.ops.epilogue import Stages, along, finisher, parts_of
+from handlepool.ops.epilogue import Finisher, Stages, along, parts_of
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.graph_types import DeviceArray
@@ -44,7 +44,7 @@ def matmul(
         Of the same type. Batch axes are equal or 1. The array with fewer batch axes has 1 for each missing axis.
     bias : array, shape (N,), optional
         Added to each row; of any stride that is not negative, beginning at any element.
-    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last. "gelu" uses the exact formula.
     out : array, shape (..., M, N), optional
         Where the result goes. Without it the result is contiguous.
@@ -127,13 +127,13 @@ class _Product:
     name: str
     plain: GraphFunction[..., Any]
     copying: GraphFunction[..., Any]
-    finish: GraphFunction[..., Any]
+    finish: Finisher
 
     @classmethod
     def of(cls, name: str, build: Callable[..., Any], names: tuple[str, str], transposed: bool) -> "_Product":
         check = _checker(name, names, transposed)
         plain, copying = (GraphFunction(build, check=check, name=name, copies=copies) for copies in (False, True))
-        return cls(name, plain, copying, finisher(name, axis=-1))
+        return cls(name, plain, copying, Finisher.of(name, axis=-1))
 
     def __call__(self, a: object, b: object, bias: object, out: Any, values: tuple[Any, ...], pool: Any) -> Any:
         arrays = (a, b) if bias is None else (a, b, bias)
@@ -163,6 +163,7 @@ class _Product:
             if applied in ACTIVATIONS and applied not in BEHIND_A_PRODUCT:
                 raise GraphNotSupportedError(f"{self.name}: {applied} behind a product was not measured in one plan")
             function = self.copying if copies else self.plain
+            # The shortcut is looked up for the function without copies. A plan with copies must not answer for it.
             known = key if some == parts and not copies else None
             return function.prepare(pool, arrays, out, {"activation": applied}, settings, converted, known)
 
@@ -216,8 +217,8 @@ def _checker(name: str, names: tuple[str, str], transposed: bool) -> Callable[..
         for x, y in zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False):
             if x != y and 1 not in (x, y):
                 raise ArgumentError(
-                    f"{name}: batch axes {a.shape[:-2]} of {one} and {b.shape[:-2]} of {other} do not broadcast; from the last "
-                    f"on, each two must be equal, or one of them 1"
+                    f"{name}: batch axes {a.shape[:-2]} of {one} and {b.shape[:-2]} of {other} do not broadcast; counted from "
+                    "the last axis, two extents must be equal, or one must be 1"
                 )
         for bias in rest:
             check_vector(name, bias, columns, "columns", (one, a.dtype))

@@ -82,7 +82,7 @@ def interpolate2d(
 def _options(size: object, scale_factor: object, mode: object, align_corners: object) -> dict[str, Any]:
     name = "interpolate2d"
     if (size is None) == (scale_factor is None):
-        raise ArgumentError(f"{name}: size={shown(size)} and scale_factor={shown(scale_factor)}; give one of them")
+        raise ArgumentError(f"{name}: size={shown(size)} and scale_factor={shown(scale_factor)}; give exactly one of the two")
     if not isinstance(mode, str) or mode not in MODES:
         raise ArgumentError(f"{name}: mode={shown(mode)}; it can be {' or '.join(MODES)}")
     corners = flag(f"{name}: align_corners", align_corners)

@@ -88,6 +88,7 @@ def _options(arrays: tuple[Any, ...], values: tuple[Any, ...]) -> dict[str, Any]
         try:
             before, behind = map(as_integer, padding[0])
         except (TypeError, ValueError):
+            # A negative number fails the test below, which has the message for every wrong pair.
             before = behind = -1
         if min(before, behind) < 0:
             raise ArgumentError(f"conv1d: padding={shown(padding)}; the pair in it must be of two integers, each 0 or more")

@@ -55,7 +55,7 @@ def conv_transpose2d(
         Groups of channels that are convolved apart.
     bias : array, shape (K,), optional
         Added to each channel.
-    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last. "gelu" uses the exact formula.
     out : array, shape (N, K, P, Q), optional
         Where the result goes. Without it the result lies as x does.
@@ -199,8 +199,12 @@ def _check(
             f"...)"
         )
     if w.shape[0] % groups:
-        raise ArgumentError(f"{name}: {groups} groups, which do not divide the {w.shape[0]} channels of x {x.shape}")
+        raise ArgumentError(
+            f"{name}: {groups} groups do not divide the {w.shape[0]} channels of x {x.shape}; the channels must be a "
+            "multiple of the groups"
+        )
     for axis, (more, stride, dilation) in enumerate(zip(output_padding, how["stride"], how["dilation"], strict=True)):
+        # Torch has this bound. It keeps x the gradient of a convolution of the result.
         if more >= max(stride, dilation):
             raise ArgumentError(
                 f"{name}: output_padding={output_padding} with stride={how['stride']} and dilation={how['dilation']}; along "

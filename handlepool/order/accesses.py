@@ -62,8 +62,11 @@ class Operands:
         self.longest = max(reaches)
         self.read = reaches[:inputs] if self.dense else ()
         self.outputs = reaches[inputs:] if self.dense else ()
+        # Most plans have one dense output. `Recent` skips its loop over outputs for these.
         self.simple = len(self.outputs) == 1
         self.sizes = tuple([stop - start for start, stop, _ in pieces[inputs:]])
+        # Memory that is allocated for the launch has no earlier user in the region. So only outputs of the caller are looked
+        # up.
         self.written = () if fresh else self.outputs
         self.made = self.outputs if fresh else ()
         self.inputs = inputs
@@ -75,6 +78,7 @@ class Operands:
         ``read`` and ``written`` hold the addresses of all the launches. No launch may write memory that another launch reads or
         writes.
         """
+        # The proof below sorts a single array for each launch. Launches with several outputs are looked up instead.
         if len(self.written) != 1:
             return False
         length, longest = self.written[0], max(self.read + self.written)

@@ -32,6 +32,7 @@ def named_values(call: Call) -> dict[str, Any]:
     if isinstance(bound, MethodType):
         owner = bound.__self__
         values |= {f"self.{name}": value for name, value in getattr(owner, "__dict__", {}).items()}
+        # The object of a class method is the class, whose attributes are code.
         if not isinstance(owner, type):
             values |= {"self": attributes(owner)}
         bound = bound.__func__

@@ -8,6 +8,7 @@ from handlepool._util.frames import frames_inside
 AssumedWriter = tuple[str, Hashable]
 """The name and code of a possible writer of its arguments."""
 
+# A function may run in every step of a loop. One warning names it, and further warnings would hide other output.
 _warned: set[Hashable] = set()
 
 
@@ -16,8 +17,9 @@ def warn_of_assumed_write(writer: AssumedWriter) -> None:
     if writer not in _warned:
         _warned.add(writer)
         warnings.warn(
-            f"a branch waits since {writer[0]}, which does not return new arrays alone, may have written any array that it was "
-            f"given: say what it writes with @handlepool.operation(mutates=...), and nothing else waits for it",
+            f"a branch waits since {writer[0]}, which returns more than new arrays, may have written any array that "
+            "it was given. Declare its writes with @handlepool.operation(mutates=...), and only branches that use "
+            "these arrays wait",
             stacklevel=frames_inside(),
         )
 
@@ -30,8 +32,8 @@ def warn_of_change(writer: AssumedWriter) -> None:
     if (writer, "changed") not in _warned:
         _warned.add((writer, "changed"))
         warnings.warn(
-            f"{writer[0]} returned new arrays before, and this call did not. If it wrote an array that it was given, nothing "
-            f"orders that with another branch that was given the array: say what it writes with "
-            f"@handlepool.operation(mutates=...), or mutates=() where it writes nothing",
+            f"{writer[0]} returned new arrays before, and this call did not, so it may have written an array that an "
+            "unordered branch also uses. Declare its writes with @handlepool.operation(mutates=...), or mutates=() "
+            "if it writes nothing",
             stacklevel=frames_inside(),
         )

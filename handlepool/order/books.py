@@ -155,6 +155,7 @@ class DataOrder:
         self._uses = _NO_USES
         self._known = self._uses.known
         self._orders = _thread.orders
+        # A pool that checks wraps its driver, and the wrapped driver is the same GPU. So both find the same books.
         self._key = getattr(self.driver, "checked_driver", self.driver), device, thread.recording
 
     def open(self) -> None:
@@ -167,6 +168,8 @@ class DataOrder:
     def __enter__(self) -> None:
         if self.busy:
             raise in_the_middle()
+        # A finalizer may run at any allocation below, and may use a fork of this thread. `busy` lets it be refused instead of
+        # reading books in the middle of a change.
         self.busy = True
 
     def __exit__(self, *_: object) -> None:
@@ -201,6 +204,7 @@ class DataOrder:
             else:
                 self.note_launch(track, call, reads, writes, addresses, operands)
         except BaseException:
+            # The slot was leased before the error. Without a branch nothing would release it before the join.
             fork.undo_start()
             raise
         finally:
@@ -244,6 +248,7 @@ class DataOrder:
 
         The return value is the argument of `end_branch`.
         """
+        # Branches nest, and a generator may interleave them. So the caller keeps the outer state, not a stack of the books.
         outer = self.running, self.foreign_writes
         self.running, self.foreign_writes = track, []
         return outer
@@ -330,6 +335,8 @@ class DataOrder:
 
     def abandon_fork(self, fork: object, tracks: Sequence[Track], home: Track, kept: list[object] | None, stream: object) -> None:
         """Remove a fork whose branches may still use all kept memory."""
+        # A branch that was not joined may still read this memory, and no event tells when it ends. So the memory is never
+        # released.
         abandon(self.kept[:])
         self.leave_fork(fork, tracks, home, kept, stream)
 
@@ -530,6 +537,7 @@ class DataOrder:
     def follow(self, track: Track, needs: Needs) -> None:
         """Let a stream wait for calls, without repeated waits."""
         for needed, given in needs.items():
+            # The branch's stream may have been joined. Then its caller's stream stands for it, and its own events are released.
             other, call = last(needed, given)
             if not track.waits_for(other, call):
                 if other.marked < call:
@@ -562,6 +570,8 @@ class DataOrder:
         end_tracks(self.tracks.values(), self._give_back, closed=True)
         if self._uses is not _NO_USES:
             self._uses.close()
+        # Either the join was made, and the caller's stream follows every reader, or `abandon_fork` has kept this memory for
+        # good.
         self.kept.clear()
 
     def forget(self, pointer: int) -> None:
@@ -597,8 +607,8 @@ def in_the_middle() -> OwnershipError:
     The finalizer ran while its own thread was changing the books.
     """
     return OwnershipError(
-        "a finaliser that Python ran while its thread was starting a branch, or ending one, used a fork, a graph function, an "
-        "operation or a program: what orders the branches was in the middle of a change. Do it later, outside of finalisers"
+        "a finalizer used a fork, a graph function, an operation or a program while its thread was starting or "
+        "ending a branch, so the order of the branches was incomplete. Do that work later, outside of finalizers"
     )
 
 
@@ -607,6 +617,7 @@ def open_order(driver: Driver, device: int) -> DataOrder | None:
 
     The books are open while an ordered fork is.
     """
+    # `active` is one list for all threads. It is empty without a region anywhere, which spares most calls the key.
     order = _thread.orders.get((getattr(driver, "checked_driver", driver), device, thread.recording)) if active else None
     return None if order is None or order.closed else order
 
@@ -664,6 +675,7 @@ def written_since(pool: PoolInternals, memory: Piece, since: Needs) -> bool:
 
 def _after_fork() -> None:
     """Clear the child's regions after a process fork (guarantee 13)."""
+    # The events belong to the parent's context. A release would touch that context.
     _thread.orders.clear()
 
 

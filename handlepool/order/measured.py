@@ -118,12 +118,12 @@ class Writes:
             Where a measured call wrote an undeclared array.
         """
         if self.places and self._declared:
-            raise ContractError(f"{self.name} wrote {min(self.places)}, which it did not declare: say what it writes, {ADVICE}")
+            raise ContractError(f"{self.name} wrote {min(self.places)} without declaring it: declare its writes, {ADVICE}")
 
     def _warn(self, places: Sequence[str]) -> None:
         warnings.warn(
-            f"{self.name} returned new arrays and wrote {places[0]} as well: from now on its branches are ordered as writers of "
-            f"{' and '.join(places)}. Say what it writes with @handlepool.operation(mutates=...)",
+            f"{self.name} returned new arrays and wrote {places[0]} as well: from now on its branches are ordered as "
+            f"writers of {' and '.join(places)}. Declare its writes with @handlepool.operation(mutates=...)",
             stacklevel=frames_inside(),
         )
 
@@ -147,6 +147,7 @@ class _Answer:
         self._after = after
         # None for an array whose writes are ordered in another way.
         self._names = names
+        # A forked child shares no CUDA context with its parent, so it must be able to tell its parent's answers.
         self._process = process()
         self.read = False
         self.sure = sure
@@ -158,6 +159,7 @@ class _Answer:
         """
         if self._process == process():
             return False
+        # The sums hold events and memory of the parent. Their destructors would call CUDA.
         abandon(self)
         self.read = True
         return True
@@ -198,6 +200,7 @@ class Measurement:
         self._pool, self._pointer = pool, pointer
         self._arrays = arrays
         self._before = before
+        # Calls inside the measured call order themselves. Their writes are in the books, and must not count as undeclared.
         self._since = calls_so_far(pool)
         self._told: list[Any] = []
         self._outer = tell(self._told)
@@ -264,6 +267,7 @@ def begin(
     written : sequence of Piece or Token
         Memory that the call is known to write.
     """
+    # While work is captured, nothing runs that a checksum could read.
     if thread.recording is not None:
         return None
     if not writes.due:
@@ -271,6 +275,7 @@ def begin(
         return None
     driver = pool.driver
     try:
+        # CUDA refuses the question for the legacy stream while a blocking stream is being captured.
         if pointer != LEGACY_STREAM and driver.is_capturing(pointer):
             return None
         writes.count()
@@ -329,6 +334,7 @@ def read_answers(since: int = 0) -> None:
         for _, writes, _ in waiting:
             writes.read()
     finally:
+        # An answer that is not read yet stays with its thread, also after an error.
         awaited.answers.extend([each for each in waiting if not each[2].read])
     for _, writes, answer in waiting:
         if answer.read:
@@ -356,6 +362,7 @@ def writes_of(form: Hashable, name: str) -> Writes:
     known = functions.get(form)
     if known is None:
         if len(functions) >= _MOST_KNOWN:
+            # A program that makes functions without end would fill the table. A cleared entry only costs another measurement.
             functions.clear()
         known = functions.setdefault(form, Writes(name, declared=False))
     return known

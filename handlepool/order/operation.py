@@ -59,11 +59,12 @@ class Operation(Generic[P, R_co]):
                 f"operation was given {shown(function)}, which cannot be called: put @handlepool.operation right above the "
                 f"function, and @classmethod or @property above that"
             )
+        # The body of such a function runs after the call has returned, outside of its place in the order.
         for late in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
             if late(function):
                 raise ArgumentError(
-                    f"operation {name} would run after its call has returned, as a generator or a coroutine does, and could not "
-                    f"be ordered: make the part that launches an operation"
+                    f"operation {name} is a generator or a coroutine, which runs after its call has returned and cannot be "
+                    "ordered: decorate the function that launches the work"
                 )
         parameters = _parameters(function)
         self._out = _argument(parameters, "out") if "out" in parameters else _keyword("out", None)
@@ -90,7 +91,7 @@ class Operation(Generic[P, R_co]):
         """Call the function in the order of this thread's region."""
         pool = (thread.pool or ordering_pool()) if active else None
         if pool is not None:
-            # The pool has no other class: see `RunningPool`.
+            # `thread.pool` has the type of a protocol, because its module is below this package. Only this class implements it.
             return self._in_order(cast(PoolInternals, pool), args, kwargs)
         pool = pool_so_far()
         if pool is not None and pool.checked:
@@ -160,6 +161,7 @@ class Operation(Generic[P, R_co]):
         ContractError
             Where such a call was found to write more than it declares.
         """
+        # A flag may switch a write on. So calls with other flags are measured separately.
         flags = [value for value in (*args, *kwargs.values()) if value is None or value is True or value is False]
         form = (len(args), *kwargs, *flags)
         known = self._measured.get(form)
@@ -222,8 +224,8 @@ class Operation(Generic[P, R_co]):
     def _check_says(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._out(args, kwargs) is None:
             raise ContractError(
-                f"operation {self._name} declares nothing, returned nothing and was given no out=, so nobody knows what it "
-                f'wrote: say it, as with @handlepool.operation(mutates="x"); or mutates=() where it writes nothing'
+                f"operation {self._name} declares nothing, returned nothing and was given no out=, so its writes are "
+                'unknown. Declare them, as with @handlepool.operation(mutates="x"), or mutates=() if it writes nothing'
             )
 
     def __reduce__(self) -> Any:
@@ -240,6 +242,7 @@ class Operation(Generic[P, R_co]):
             f"not lead to it. Define it at the level of a module or a class, under its own name"
         )
 
+    # A copy would go through `__reduce__`, which refuses an operation that its name does not lead to.
     def __copy__(self) -> "Operation[P, R_co]":
         return self
 
@@ -504,6 +507,7 @@ def _attribute(
 ) -> Any:
     value = find(args, kwargs)
     for part in path:
+        # An optional argument may be None, and has no attributes then.
         if value is None:
             return None
         try:

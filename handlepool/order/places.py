@@ -31,6 +31,7 @@ def run(pool: PoolInternals, call: Call, slot: Slot) -> Any:
     slot : Slot
         The slot of the call's stream, outside of nodes.
     """
+    # `active` counts open regions and recordings of all threads. Most programs have none, and skip every look-up here.
     if active:
         lanes = lanes_for(pool, slot.pointer)
         if lanes is not None:
@@ -71,6 +72,7 @@ def lanes_for(pool: PoolInternals, pointer: int) -> CallRecorder | None:
     This holds outside of regions and nodes. The rehearsal notes such calls in the first call of a recorded function.
     """
     lanes = thread.rehearsal if thread.recording is None else thread.recording.lanes
+    # Inside a branch the fork orders the call. A node there would order it twice.
     if lanes is None or thread.region is not None or not lanes.takes(pool, pointer):
         return None
     return lanes if open_order(pool.driver, pool.current_device()) is None else None
@@ -92,6 +94,7 @@ def run_as_node(lanes: CallRecorder, pool: PoolInternals, call: Call, slot: Slot
             rest = in_torch(torch, lane.pointer, lane.pointer, device, *rest)
         return run_on(pool, lane.side_stream, device, None, *rest)
 
+    # A known launch writes its operands and nothing else. Only Python may return further arrays.
     new = call.new if call.runs_python else None
     options: dict[str, Any] = {"what": call.what, "assumed_writes": call.assumed_writes}
     result = lanes.run(call.name, call.reads, call.writes, call.keep, launch, new, **options)

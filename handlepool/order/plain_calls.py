@@ -219,6 +219,7 @@ class PlainCall(PythonCall):
         """
         if not _may_write.get(self._form):
             if len(_may_write) >= _MOST_KNOWN:
+                # The table must not grow without end. A form that is forgotten counts as writing until it is known again.
                 _may_write.clear()
             _may_write[self._form] = writes
 
@@ -276,8 +277,8 @@ class PlainCall(PythonCall):
 def _lies_in(memory: Piece, blocks: Sequence[tuple[int, int]]) -> bool:
     """Return whether memory lies inside any of several blocks."""
     start, stop, _ = memory
-    for first, last in blocks:  # noqa: SIM110 - a generator takes longer, and mostly there is one block
-        # A generator takes longer, and mostly there is one block.
+    # A generator takes longer, and mostly there is one block.
+    for first, last in blocks:  # noqa: SIM110
         if first <= start and stop <= last:
             return True
     return False

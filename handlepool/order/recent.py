@@ -50,11 +50,14 @@ class Recent:
         for reach in operands.read:
             block = blocks[index]
             if block not in written:
+                # Only blocks of the pool are known to be apart by identity. Any other memory may overlap a block.
                 if type(block) is not self._block_type:
                     return None
                 written[block] = False
             elif written[block]:
                 output = self._outputs.get(addresses[index])
+                # The launch reads a part of an output, or another place in its block. Only the entries of `Uses` can tell these
+                # apart.
                 if output is None or output[2] != reach:
                     return None
                 track, call, _ = output

@@ -30,11 +30,13 @@ def order(pool: PoolInternals, device: int, first: int, then: int) -> None:
     """
     if first == then:
         return
+    # CUDA refuses the question for the legacy stream while a blocking stream is being captured.
     captured = [pointer != LEGACY_STREAM and pool.driver.capture_id(pointer) != 0 for pointer in (first, then)]
     if captured[0] != captured[1]:
         raise CaptureError(
-            f"stream {(first, then)[captured[1]]:#x} is being captured and stream {(first, then)[captured[0]]:#x}, which arrays "
-            f"are in use on, is not: make one stream current for CuPy and for torch, or fork(stream=torch.cuda.current_stream())"
+            f"stream {(first, then)[captured[1]]:#x} is being captured, and stream {(first, then)[captured[0]]:#x}, "
+            "where arrays are in use, is not. Make one stream current for CuPy and for torch, or "
+            "fork(stream=torch.cuda.current_stream())"
         )
     pool.device(device).edges.order(first, then)
 

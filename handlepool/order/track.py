@@ -96,6 +96,7 @@ class Track:
         if not self.known:
             self.known = more
         elif more:
+            # Marks share this dictionary. A change in place would claim waits that an earlier event did not have.
             known = dict(self.known)
             for track, call in more.items():
                 if known.get(track, 0) < call:
@@ -110,6 +111,7 @@ class Track:
         if other is self or self.known.get(other, 0) >= call:
             return True
         home = self.home
+        # A branch starts after its caller's stream, and that stream after its own caller's. So all of these are waited for.
         while home is not None:
             if home is other:
                 return True

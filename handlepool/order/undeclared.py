@@ -72,6 +72,7 @@ def run_watched(pool: PoolInternals, region: BranchRegion, memory: PlainCall, ca
     """
     function, args, kwargs = call
     watch = Watch(pool, call, memory.writes, memory.reached)
+    # Calls inside the function write down their own writes. Only a write that the books do not know is undeclared.
     since = calls_so_far(pool) if pool.checked else None
     known = len(region.allocated)
     result = function(*args, **kwargs)
@@ -121,18 +122,19 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
     tensors = [*tensors]
     if tensors and (thread.rehearsal is not None or (thread.recording is not None and thread.recording.lanes is not None)):
         raise ContractError(
-            f"{name_of(call[0])} wrote {name_of_array(tensors[0], call)}, which it did not declare: say what it writes, {ADVICE}"
+            f"{name_of(call[0])} wrote {name_of_array(tensors[0], call)} without declaring it: declare its writes, {ADVICE}"
         )
     for tensor in tensors:
         memory = piece_of(pool.driver, tensor)
         if memory is not None:
             if late is None and beside(pool, (memory,)):
                 late = tensor
+            # The write has happened, so later calls have to wait for it, whether it was declared or not.
             before(pool, (), (memory,), tensor)
     if late is not None:
         raise ContractError(
-            f"{name_of(call[0])} wrote {name_of_array(late, call)}, which it did not declare and which a branch that nothing "
-            f"orders before it was given, too: say what it writes, {ADVICE}"
+            f"{name_of(call[0])} wrote {name_of_array(late, call)} without declaring it, and an unordered branch also "
+            f"uses that array. Declare its writes, {ADVICE}"
         )
 
 
@@ -141,6 +143,7 @@ def copies_before(given: Iterable[Any], pool: PoolInternals, writes: Writes) -> 
 
     Each copy holds the array's bytes. Making a copy waits for the stream. So the result is empty during a capture.
     """
+    # A copy waits for the stream, which a capture forbids.
     if thread.recording is not None:
         return []
     memory = _memory(writes)
@@ -162,7 +165,7 @@ def check_unchanged(pool: PoolInternals, copies: list[tuple[Any, bytes]], call: 
     for array, copy in copies:
         if _bytes_of(pool, array) not in (copy, None) and not _told(pool, array, since):
             raise ContractError(
-                f"{name_of(call[0])} wrote {name_of_array(array, call)}, which it did not declare: say what it writes, {ADVICE}"
+                f"{name_of(call[0])} wrote {name_of_array(array, call)} without declaring it: declare its writes, {ADVICE}"
             )
 
 

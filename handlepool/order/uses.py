@@ -203,6 +203,8 @@ class Uses:
             coarse = any(stretch.coarse for stretch in stretches)
             merged = self._stretches[at] = _Stretch(max(stop, *[each.stop for each in known]), known, coarse)
             self._end = max(self._end, merged.stop)
+            # Each new piece is compared with all its neighbours. Without this bound a loop over views would take quadratic
+            # time.
             if coarse or len(known) >= MOST_NEIGHBOURS:
                 return self._coarsen(at, merged)
             piece = (start, stop, use.piece)
@@ -210,6 +212,8 @@ class Uses:
                 if _overlap(each, piece):
                     self._link(each, use)
             merged.uses.append(use)
+        # The address alone is the quickest key. A single piece can have it. Other pieces at the address are found by all three
+        # values.
         dense = use.piece is None and start not in self.known
         self.known[start if dense else (start, stop, use.piece)] = use
         if not near:
@@ -299,6 +303,7 @@ def write_down(track: Track, call: int, reads: Iterable[Use], writes: Iterable[U
         else:
             use.readers[track] = call
     for use in writes:
+        # A later call that waits for this writer waits for the former readers as well. So they are dropped.
         use.writer, use.call, use.readers = track, call, UNREAD
         if use.others:
             use.overwritten()

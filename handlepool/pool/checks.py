@@ -39,8 +39,8 @@ def _guarded(kind: Any) -> Any:
             value: int | None = own["backend_handle"]
             if value is not None and own["_thread"] is not thread.token:
                 raise OwnershipError(
-                    f"a handle of {own['_owner']} is used by {_this_thread()}: call get_handle() where the handle is used, and "
-                    f"do not keep it for another thread, or beyond its fork"
+                    f"a handle of {own['_owner']} is used by {_this_thread()}: call get_handle() in the thread and fork that "
+                    "use the handle, and keep the handle nowhere"
                 )
             return value
 
@@ -158,7 +158,7 @@ class CheckedSlot(Slot):
             self._status.check()
             ended = "" if self.owner is not None else ", whose thread, stream or fork has ended"
             raise OwnershipError(
-                f"a state of {self._who}{ended} is used by {_this_thread()}: use a state inside its call alone, in its own thread"
+                f"a state of {self._who}{ended} is used by {_this_thread()}: use a state only inside its call, in its own thread"
             )
 
     def handed_out(self, pointer: int) -> bool:
@@ -246,9 +246,9 @@ class CheckedDriver:
             for slot in slots:
                 if slot.device == device and slot.pointer != handle.stream and slot.handed_out(pointer):
                     raise ContractError(
-                        f"{executable.name}: {executable.titles[index]} lies in the workspace of {slot.who()}, and the launch "
-                        f"is by {_this_thread()} on stream {handle.stream:#x}: a workspace is for its own stream alone; call "
-                        f"get_workspace() there"
+                        f"{executable.name}: {executable.titles[index]} lies in the workspace of {slot.who()}, and "
+                        f"{_this_thread()} launches on stream {handle.stream:#x}, but only its own stream may use a workspace. "
+                        "Call get_workspace() on that stream"
                     )
 
     def note(self, name: str) -> None:
@@ -265,8 +265,9 @@ class CheckedDriver:
         region = thread.region
         if use is not None and use.stream != stream and not use.region.over:
             raise ContractError(
-                f"{name} is used by {_this_thread()} on stream {stream:#x} beside {use.who}, before the outermost join: CuPy "
-                f"keeps one work area or state for both, so results would be wrong. Use it on one stream, or outside of branches"
+                f"{name} is used by {_this_thread()} on stream {stream:#x} and by {use.who} before the outermost join, "
+                "and CuPy keeps one work area or state for both streams, so results would be wrong. Use it on one "
+                "stream, or outside of branches"
             )
         if region is not None:
             use = _Use(stream, region)

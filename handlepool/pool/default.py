@@ -20,7 +20,7 @@ from handlepool.pool.status import live_pools
 
 _default: HandlePool | None = None
 # The lock guards the default pool and its substitutes, so two threads get one pool (guarantee 1). It is reentrant, because the
-# collector may run a finaliser inside it that asks for the default pool.
+# collector may run a finalizer inside it that asks for the default pool.
 _default_lock = threading.RLock()
 
 
@@ -79,7 +79,7 @@ def default_pool() -> HandlePool:
                 # The pool's method becomes this module's function, which follows the substitutes.
                 made.get_handle = get_handle  # type: ignore[method-assign]
                 _default = made if _default is None else _default
-                # A finaliser in the collector may have made a default pool meanwhile, and that pool stays.
+                # A finalizer in the collector may have made a default pool meanwhile, and that pool stays.
                 if _default is not made:
                     live_pools.discard(made.internals)
     return _default
@@ -120,8 +120,8 @@ def set_default_pool(pool: HandlePool) -> None:
         former = _default
         if former is not None and not former.internals.status.forked:
             raise OwnershipError(
-                f"set_default_pool came too late: {former!r} is the default pool, and others may have kept what is its. Set "
-                f"yours at the start of the program, before the first call that is given no pool"
+                f"set_default_pool came too late: {former!r} is the default pool already, and its handles may be in use. "
+                "Call it at the start of the program, before any call without pool="
             )
         pool.internals.is_default = True
         pool.get_handle = get_handle  # type: ignore[method-assign]

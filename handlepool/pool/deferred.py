@@ -20,7 +20,7 @@ class Deferred(deque[Callable[[], bool]]):
 
     A step returns False where it is too early, and raises nothing. The deque itself is the object, so that ``if deferred:`` on
     hot paths costs one look at a length. The deque has no lock. An append and a pop are one step each for other threads, and
-    for a finaliser that the collector runs in between (guarantee 10).
+    for a finalizer that the collector runs in between (guarantee 10).
     """
 
     def run(self, most: int = 8) -> None:
@@ -33,7 +33,7 @@ class Deferred(deque[Callable[[], bool]]):
     def run_all(self) -> None:
         """Try each step once.
 
-        Do not call this where a lock is held, because users' finalisers may run.
+        Do not call this where a lock is held, because users' finalizers may run.
         """
         self.run(len(self))
 

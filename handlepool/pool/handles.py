@@ -59,7 +59,7 @@ class DeviceHandles:
     builder : cudnn.Handle or None
         The handle that builds graphs.
     build_lock : RLock
-        Held by the thread that uses `builder` (guarantee 1). It is reentrant: a finaliser that the collector runs in between
+        Held by the thread that uses `builder` (guarantee 1). It is reentrant: a finalizer that the collector runs in between
         may build too, because the binding has returned by then.
     builds : int
         Number of builds under way, in the thread that holds the lock.
@@ -109,7 +109,7 @@ class DeviceHandles:
             return self._create()
         except Exception as error:
             self._status.diagnose(error)
-            _log.debug("device %d: no handle could be created (%s); what is idle is destroyed", self._device, error)
+            _log.debug("device %d: no handle could be created (%s); idle slots are destroyed", self._device, error)
             if forgotten:
                 deferred.run_all()
             self._make_room()
@@ -193,7 +193,7 @@ class DeviceHandles:
             # The build lock is held here, so the deferred steps may not run.
             made = self.create(forgotten=False)
             self.builder = made if self.builder is None else self.builder
-            # A finaliser that the collector ran meanwhile has built too.
+            # A finalizer that the collector ran meanwhile has built too.
             if self.builder is not made:
                 self.destroy(made)
         return self.builder

@@ -16,7 +16,7 @@ The promises of a pool, and their foundations:
   destructor, in the collector while this thread holds a lock, or after the interpreter has begun to exit. The next miss, fork
   or `trim` takes the slots in.
 - A lock is held for list and count changes alone, never across a driver call or user code. Locks are reentrant, because a
-  user's finaliser that the collector runs just then may call `trim`.
+  user's finalizer that the collector runs just then may call `trim`.
 """
 
 import logging
@@ -268,7 +268,7 @@ class PoolInternals:
             made = DeviceSlots(
                 self.status, self.driver, ordinal, self._scratch_limit, self._idle_limit, self._new_slot, self.release_left
             )
-            # This is one atomic step, for threads and for a finaliser that comes while `made` is made. A losing duplicate owns
+            # This is one atomic step, for threads and for a finalizer that comes while `made` is made. A losing duplicate owns
             # no resources yet.
             device = self.devices.setdefault(ordinal, made)
         return device

@@ -84,10 +84,10 @@ class Entry(Generic[P]):
         self.shortcuts: dict[Hashable, Shortcut | None] = {}
 
 
-class Recollection(dict[Hashable, int]):
-    """Numbers by key; a full table forgets all of them."""
+class Recollection(dict[Hashable, Any]):
+    """Values by key; a full table forgets all of them."""
 
-    def __setitem__(self, key: Hashable, value: int) -> None:
+    def __setitem__(self, key: Hashable, value: Any) -> None:
         if len(self) >= MOST_RECOLLECTED:
             self.clear()
         super().__setitem__(key, value)
@@ -112,8 +112,11 @@ class PlanCache(Generic[P]):
         key may stand for several plans, so each function of its list is tried. Read without the lock.
     tick : callable
         Returns the time: a number that grows from call to call.
-    fused_stage_counts : Recollection
-        Number of an operation's stages that one plan can fuse, where that is not all of them. Refused plans tell the number.
+    fused_parts : Recollection
+        The parts of an operation's epilogue that its plan contains, where that is not the default. Refused plans and
+        measurements tell the parts.
+    sites : Recollection
+        By a plan's identity, the other forms of the operation that the plan is of (`handlepool.graphs.choices.Site`).
     recent : Entry or None
         The entry whose shortcut was used last. A repeated use need not set its time again.
     """
@@ -124,14 +127,15 @@ class PlanCache(Generic[P]):
         self._counts: dict[int, Counter[str]] = defaultdict(Counter)
         self.shortcuts: dict[Hashable, list[Shortcut]] = {}
         self.tick = count().__next__
-        self.fused_stage_counts = Recollection()
+        self.fused_parts = Recollection()
+        self.sites = Recollection()
         self.recent: Entry[Any] | None = None
         self._dropped = False
         self._plans: dict[int, dict[Hashable, Entry[P]]] = {}
         self._builds: dict[Hashable, _Build[P]] = {}
         # The values are the arguments of the errors.
         self._refusals: OrderedDict[tuple[int, Hashable], tuple[Any, ...]] = OrderedDict()
-        # The lock guards the attributes above. A hit takes no lock. The lock is reentrant, because a finaliser that the
+        # The lock guards the attributes above. A hit takes no lock. The lock is reentrant, because a finalizer that the
         # collector runs inside may use the cache again (guarantee 10). So every section under it stays correct if the
         # dictionaries change between any two of its steps.
         self._lock = threading.RLock()
@@ -204,8 +208,8 @@ class PlanCache(Generic[P]):
                         return self._build(device, key, mine, build)
                     if running.thread is mine.thread:
                         raise ArgumentError(
-                            "a graph function called itself, or was called by a finaliser, with the same arrays while its graph "
-                            "is being built"
+                            "a graph function called itself, or a finalizer called it, with the same arrays during "
+                            "the build of its graph; call it after the build"
                         )
                     with running.lock, self._lock:
                         # An interrupt may have come in the last steps of the build.
@@ -291,7 +295,8 @@ class PlanCache(Generic[P]):
     def _clear(self) -> None:
         self._plans.clear()
         self.shortcuts.clear()
-        self.fused_stage_counts.clear()
+        self.fused_parts.clear()
+        self.sites.clear()
         self.recent = None
 
     def clear(self) -> None:
@@ -308,7 +313,22 @@ class PlanCache(Generic[P]):
                     self._forget(plans, key)
             for refused in [refused for refused in list(self._refusals) if match(refused[1])]:
                 self._refusals.pop(refused, None)
-            self.fused_stage_counts.clear()
+            self.fused_parts.clear()
+            self.sites.clear()
+
+    def drop_shortcuts(self, key: Hashable, shape: tuple[int, ...]) -> None:
+        """Forget shortcuts by option key and shape of the first array.
+
+        Their operation takes another form from now on. The plans stay.
+        """
+        with self._lock:
+            gone = [shortcut for shortcut in list(self.shortcuts) if isinstance(shortcut, tuple) and shortcut[1:] == (key, shape)]
+            for shortcut in gone:
+                self.shortcuts.pop(shortcut, None)
+                for plans in list(self._plans.values()):
+                    for entry in list(plans.values()):
+                        entry.shortcuts.pop(shortcut, None)
+            self.recent = None
 
     def count_copies(self, plan: P) -> None:
         """Count the operands that a launch of a plan copied."""

@@ -231,13 +231,13 @@ class PlanDirectory:
         found = os.fstat(directory)
         why = ""
         if found.st_uid not in (os.geteuid(), 0):
-            why = "belongs to somebody else"
+            why = "belongs to another user"
         elif found.st_mode & _OTHERS_WRITE:
-            why = f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+            why = f"is writable by other users (mode {stat.S_IMODE(found.st_mode):o})"
         if why:
             os.close(directory)
             raise ArgumentError(
-                f"plan directory {self.path} {why}, and might put plans of theirs there; pass one of yours, of mode 700"
+                f"plan directory {self.path} {why}, so another user may put plans there; pass your own, of mode 700"
             )
         return directory
 

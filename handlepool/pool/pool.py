@@ -13,6 +13,7 @@ from handlepool._util.names import shown
 from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import Handle
 from handlepool.errors import ArgumentError
+from handlepool.pool.context import on_device
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.plan_directory import VARIABLE, PlanDirectory
 from handlepool.pool.stats import Stats
@@ -164,7 +165,8 @@ class HandlePool:
     def prewarm(self, *, states: int = 0, workspace: int = 0, stream: object = None) -> None:
         """Make the handles and scratch of first calls in advance.
 
-        The call makes this key's handle and scratch, and side slots for forks.
+        The call makes this key's handle and scratch, and side slots for forks. With side slots it also loads the kernel that
+        measures a function's writes at its first call, since loading a kernel may wait for the device.
 
         Parameters
         ----------
@@ -187,6 +189,11 @@ class HandlePool:
         own = self.internals.slot(stream)
         own.reserve(workspace)
         self.internals.device(own.device).sides.prewarm(states, workspace)
+        # Branches that run Python are measured at their first calls.
+        if states:
+            driver = self.internals.driver
+            with on_device(driver, own.device), driver.relaxed():
+                driver.prepare_checksums()
 
     def trim(self, *, captured: bool = False) -> None:
         """Destroy idle handles, idle scratch, and blocks that were replaced.
@@ -220,7 +227,7 @@ class HandlePool:
 
         Later calls raise `PoolClosedError`. Scratch is freed with its handle.
 
-        Any thread may call it at any time, also in a finaliser and inside a branch. It waits for no other thread. A launch, a
+        Any thread may call it at any time, also in a finalizer and inside a branch. It waits for no other thread. A launch, a
         build or a branch that is under way goes on with its handle and scratch. These are destroyed by the next call of its
         thread, by the join, by a miss or a `trim` of another pool, or by another `close` of this pool. The memory of captures
         stays.

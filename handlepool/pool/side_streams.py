@@ -3,6 +3,7 @@
 Each side slot has a stream, a handle, scratch and two events.
 """
 
+import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -178,7 +179,8 @@ class SideSlots:
 
         Streams are reused because torch keeps memory for each stream for good.
         """
-        if stream is not None and not self._status.closed:
+        # Python's collector destroys the streams of a program that it found in a cycle, before the program defers its end.
+        if stream is not None and not gc.is_finalized(stream) and not self._status.closed:
             self._streams.append(stream)
 
     def release_captured(self) -> None:

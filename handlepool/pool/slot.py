@@ -173,7 +173,7 @@ class Slot:
         self._driver = driver
         self._scratch = scratch
         self.buffer = driver.launch_buffer()
-        # A finaliser that the collector runs inside a launch may not launch on the same slot, because both launches would use
+        # A finalizer that the collector runs inside a launch may not launch on the same slot, because both launches would use
         # buffer and scratch.
         self.busy = False
         # The first workspace is for our own plans, the second for get_workspace. So the scratch that a caller holds never

@@ -197,7 +197,7 @@ class LivePools(set[KnownPool]):
     """The pools that were not closed, or still have resources.
 
     The references are strong: the collector must not collect a pool that its user dropped without closing it, see
-    `HandlePool`'s notes. The set needs no lock. An addition, a removal and a copy are one atomic step each, so a finaliser may
+    `HandlePool`'s notes. The set needs no lock. An addition, a removal and a copy are one atomic step each, so a finalizer may
     make or close a pool at any line.
     """
 

@@ -130,7 +130,9 @@ def _pointer(stream: Any) -> int:
         try:
             version, pointer = answer
         except (TypeError, ValueError):
-            raise StreamError(f"__cuda_stream__ of {shown(stream)} gave {shown(answer)}, not (version, pointer)") from None
+            raise StreamError(
+                f"__cuda_stream__ of {shown(stream)} gave {shown(answer)}, not (version, pointer); pass the pointer as an integer"
+            ) from None
         if version != 0:
             raise StreamError(
                 f"__cuda_stream__ of {shown(stream)} speaks version {shown(version)} of the protocol; handlepool knows "
@@ -140,8 +142,9 @@ def _pointer(stream: Any) -> int:
             pointer = as_integer(pointer)
         except TypeError:
             raise StreamError(
-                f"__cuda_stream__ of {shown(stream)} gave the pointer {shown(pointer)}, which is no integer"
+                f"__cuda_stream__ of {shown(stream)} gave the pointer {shown(pointer)}, which is no integer; pass the "
+                "pointer as an integer"
             ) from None
     if pointer < 0:
-        raise StreamError(f"{shown(stream if protocol is None else pointer)} is no cudaStream_t")
+        raise StreamError(f"{shown(stream if protocol is None else pointer)} is no cudaStream_t; pass a pointer of 0 or more")
     return LEGACY_STREAM if pointer == 1 else pointer

@@ -45,8 +45,8 @@ class ThreadSlots:
                 if left.owner is None and self.slots.get(key) is left:
                     del self.slots[key]
             self._sweep_at = max(16, 2 * len(self.slots))
-        # A finaliser that the collector ran while this slot was made may have made a slot for the same key. That slot is left
-        # behind. No call happens between looking and storing, so no finaliser comes there.
+        # A finalizer that the collector ran while this slot was made may have made a slot for the same key. That slot is left
+        # behind. No call happens between looking and storing, so no finalizer comes there.
         key = slot.key
         known: Slot | None = self.slots[key] if key in self.slots else None  # noqa: SIM401 - `get` is a call
         self.slots[key] = slot
@@ -55,7 +55,7 @@ class ThreadSlots:
             self._left.append(known)
         if not foreign:
             return
-        # The loop copies the keys, because a finaliser that comes meanwhile may add a key.
+        # The loop copies the keys, because a finalizer that comes meanwhile may add a key.
         for other in list(self._foreign):
             if is_over(other, key):
                 self._forget(other)

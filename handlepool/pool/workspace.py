@@ -331,7 +331,7 @@ class Workspace:
     def _replace(self, scratch: DeviceScratch, new: ScratchBlock, stream: int) -> None:
         """Replace the present block, and defer its end.
 
-        A finaliser may have grown the present block meanwhile, so the block is read here.
+        A finalizer may have grown the present block meanwhile, so the block is read here.
         """
         old = scratch.exchange(self, new)
         try:

@@ -77,8 +77,8 @@ class KeptValues:
 T = TypeVar("T")
 
 ADVICE = (
-    "A recorded function gives work to streams and never waits for the GPU: what synchronises, reads values on the host "
-    "(float(y), y.get(), print(y)) or copies from the host belongs before or after it. Pass host data as an argument, or make "
+    "A recorded function gives work to streams and never waits for the GPU. Synchronise, read values on the host "
+    "(float(y), y.get(), print(y)) and copy from the host before it or after it. Pass host data as an argument, or make "
     "it on the device in an operation"
 )
 
@@ -178,8 +178,8 @@ class Recording:
             return
         if pointer == LEGACY_STREAM or driver.capture_id(pointer) != self._capture:
             raise CaptureError(
-                f"{what} on stream {pointer:#x} inside the recording of {self._name}, of which that stream is no part, so that "
-                f"replays would go without it: use the current stream there, and open forks inside the function that is recorded"
+                f"{what} ran on stream {pointer:#x}, which is not part of the recording of {self._name}, so a replay "
+                "would skip it. Use the current stream there, and open forks inside the recorded function"
             )
         if self.lanes is not None:
             self.lanes.in_order(what, pointer, fork)
@@ -343,8 +343,9 @@ class Recording:
         slot = sides.lease()
         if slot is None:
             raise StateBusyError(
-                f"every side stream of device {self.device} is in use, and a recording needs one{_held_by(self)}: record outside "
-                f"of forks, with executors that have fewer workers, and one after the other what is recorded with many lanes"
+                f"every side stream of device {self.device} is in use, and a recording needs one{_held_by(self)}: record "
+                "outside of forks, use executors with fewer workers, and record functions with many lanes one after the "
+                "other"
             )
         self._leased.append(slot)
         try:
@@ -355,8 +356,7 @@ class Recording:
         assert self.graph is not None
         if not self.graph.nodes and not self.launches_nothing:
             raise CaptureError(
-                f"{self._name} gave no work to the current stream or to streams that it forked from that, so there is nothing to "
-                f"replay"
+                f"{self._name} gave no work to the current stream or to streams forked from it, so there is nothing to replay"
             )
         return value
 
@@ -443,8 +443,8 @@ class Recording:
             place = self._allocated_at.get(address)
             where = f"an array that was allocated at {place}" if place else f"device memory at {address:#x}"
             raise CaptureError(
-                f"{self._name} cannot be recorded: it copies from the host into {where}, and every replay would read that host "
-                f"memory again. {REMEDIES}"
+                f"{self._name} cannot be recorded: it copies from the host into {where}, and every replay would read that "
+                f"host memory again. {REMEDIES}"
             )
 
     def _allocated(self, block: object) -> None:
@@ -553,14 +553,14 @@ class Recording:
                     one = self._memory.in_order + self.scratch_bytes // lanes.leased.got + rest
                     took, advice = f"{took}, where 1 lane takes about {one:,}", "record it with lanes=1; or "
                 raise OutOfMemoryError(
-                    f"the recording of {self._name} finds no memory on device {self.device} ({error}), at call {len(calls)} of "
-                    f"{len(self._rehearsed)}: until there it took {took}. To have enough, {advice}free arrays, close programs, "
-                    f"and call HandlePool.trim() and CuPy's free_all_blocks()"
+                    f"the recording of {self._name} found no memory on device {self.device} ({error}), at call {len(calls)} "
+                    f"of {len(self._rehearsed)}, when it had {took}. To have enough, {advice}free arrays, close programs, and "
+                    "call HandlePool.trim() and CuPy's free_all_blocks()"
                 ) from error
             if error is None and isinstance(ending, MemoryError):
                 raise OutOfMemoryError(
-                    f"the graph of {self._name} finds no memory on device {self.device} ({ending}): free arrays, close programs, "
-                    f"call HandlePool.trim() and CuPy's free_all_blocks(), and record it again"
+                    f"the graph of {self._name} found no memory on device {self.device} ({ending}): free arrays, close "
+                    "programs, call HandlePool.trim() and CuPy's free_all_blocks(), and record it again"
                 ) from ending
             causes = [self.pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
             cause = next(filter(None, causes), None)

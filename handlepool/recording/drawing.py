@@ -93,10 +93,10 @@ def check(name: str, file: str | PathLike[str]) -> None:
     kinds = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in kinds:
         raise ArgumentError(
-            f"{name}: draw({str(fspath(file))!r}): its ending must say of which kind it is: one of .{', .'.join(sorted(kinds))}"
+            f"{name}: draw({str(fspath(file))!r}): the ending selects the format, and must be one of .{', .'.join(sorted(kinds))}"
         )
     if not path.parent.is_dir():
-        raise ArgumentError(f"{name}: draw({str(path)!r}): there is no folder {str(path.parent)!r}; make it first")
+        raise ArgumentError(f"{name}: draw({str(path)!r}): the folder {str(path.parent)!r} does not exist; make it first")
 
 
 # The default counts the pictures of the process, so that two recordings of one name get two files.
@@ -127,11 +127,10 @@ def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
     from matplotlib.figure import Figure
 
     if not how.steps and how.limit is not None:
-        raise ArgumentError(f"{how.name} has no calls to be drawn: it has plain work alone, on the driver's one lane")
+        raise ArgumentError(f"{how.name} has no calls to draw: it consists of plain work on the driver's single lane")
     if not how.steps:
         raise ArgumentError(
-            f"{how.name} was not recorded with lanes, so there are no calls to be drawn: record it as in record(function, ..., "
-            f"lanes=8)"
+            f"{how.name} was not recorded with lanes, so it has no calls to draw: record it as in record(function, ..., lanes=8)"
         )
     theme = DARK if dark else LIGHT
     colours = _colours(how, theme)
@@ -145,7 +144,7 @@ def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
     figure.text(_MARGIN / _WIDTH, 1 - 0.65 / height, _subtitle(how), size=10.5, color=theme.pale, parse_math=False)
     _legend(figure, theme, colours, 1 - 0.95 / height)
     times = [*how.times] or [1.0] * len(how.steps)
-    unit = "microseconds, if each node took what it takes alone" if how.times else "steps, if all took as long as each other"
+    unit = "microseconds, if each node took its time alone" if how.times else "steps, if all took as long as each other"
     for place in range(panels):
         top = height - 1.4 - place * (panel + 0.75)
         axes = figure.add_axes((0.75 / _WIDTH, (top - panel) / height, 1 - (0.75 + _MARGIN) / _WIDTH, panel / height))

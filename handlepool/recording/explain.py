@@ -207,9 +207,9 @@ class Explanation:
             f"steps of {len(self.steps)}{least}"
         )
         if not self.nodes:
-            lines.append("No call of a graph function or an operation is in it, and lanes are for those alone")
+            lines.append("It has no call of a graph function or an operation, and lanes are for such calls only")
         if not self.exact:
-            lines.append("The driver cannot put a node behind others by choice, so all run one after the other")
+            lines.append("The driver cannot choose the dependencies of a node, so all steps run one after the other")
         elif self.wanted > self.recorded and self.recorded < self.limit:
             lines.append(f"Up to {self.wanted} lanes were wanted: no more side streams of the device were free")
         if self.recorded > self.got:

@@ -169,8 +169,9 @@ class FirstCall:
                 pairs = zip_longest(self._shapes, now, fillvalue="nothing")
                 one, other = next(pair for pair in pairs if pair[0] != pair[1])
                 raise CaptureError(
-                    f"{name} returned something else when it was called again to be recorded: {_text(one)} the first time, and "
-                    f"{_text(other)} the second. Take decisions, and prepare what is made once, before it is recorded"
+                    f"{name} returned something else in its second call, which is recorded: {_text(one)} the first "
+                    f"time, and {_text(other)} the second time. Before the recording, make all decisions and every object that "
+                    "is made only once"
                 )
             made = finish(recording, outputs)
             self._captured = True

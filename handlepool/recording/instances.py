@@ -125,8 +125,11 @@ class Instance:
         self.single = not reused and len(returned.own) == 1 and outputs is returned.own[0]
         self.run: Callable[..., Any] | None = None
         self.direct = False
-        if not any(map(is_tensor, [*inputs, *returned.own])):
-            copies = copies_of(inputs, [] if reused else returned.own, written)
+        arrays, taken = [*inputs, *returned.own], [] if reused else returned.own
+        if inputs and driver.name == "cuda" and all(map(is_tensor, arrays)):
+            self.run = integration().prepared(inputs, taken, written, driver.relaxed)
+        elif not any(map(is_tensor, arrays)):
+            copies = copies_of(inputs, taken, written)
             self.run, self.direct = driver.prepared(copies), all([*map(all, copies.runs())])
 
     def claimable(self, stream: object) -> bool:

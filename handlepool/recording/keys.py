@@ -118,7 +118,7 @@ class Reader:
         if self._several and any(driver.array_device(each) != device for each in arrays if not is_tensor(each)):
             raise NotRecorded(f"an argument lies on another device than the current one, device {device}")
         if call.tensors:
-            pieces = [piece_of(driver, each) for each in self._elements(call)]
+            pieces = [tensors.piece_of(each) if is_tensor(each) else piece_of(driver, each) for each in arrays]
             call.edges = sorted([each[:2] for each in pieces])
         else:
             # Begin and end depend on the geometry alone, so they are cached as offsets from the pointer.
@@ -191,7 +191,7 @@ class Reader:
         if value.requires_grad and modes[0]:
             raise NotRecorded("an argument is a tensor that requires a gradient: call it inside torch.no_grad()")
         try:
-            tensors.elements(self._driver, "an argument", value)
+            tensors.check(value)
         except Exception as error:
             raise NotRecorded(str(error)) from error
         call.arrays.append(value)

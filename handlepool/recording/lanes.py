@@ -519,9 +519,8 @@ class Lanes:
             if node.known.get(track, 0) < call:
                 step, other = self.steps[node.step], self.steps[self.leased.nodes({track: call})[0].step]
                 self.refused = (
-                    f"{step.name} at {step.place} calls what uses memory that {other.name} at {other.place} uses, too, and does "
-                    f"not say so itself, so that nothing orders the two: declare it, as with @handlepool.operation(mutates=..., "
-                    f"reads=...)"
+                    f"{step.name} at {step.place} calls a function that uses memory of {other.name} at {other.place} without "
+                    f"declaring it, so nothing orders the two. Declare it, as with @handlepool.operation(mutates=..., reads=...)"
                 )
         met += inner[0]
         changed += inner[1]
@@ -594,8 +593,8 @@ class Lanes:
                 wrote = memory is not None and memory[0] < memory[1] and not any(share(memory, each) for each in known)
         if wrote:
             self.refused = (
-                f"{made.name} at {made.place} gave no work to the stream that is recorded, so that replays would go without what "
-                f"it wrote. It belongs before the recording, or after; or its library has to launch on the current stream"
+                f"{made.name} at {made.place} gave no work to the stream that is recorded, so a replay would skip its "
+                f"writes. Call it before the recording or after it, or let its library launch on the current stream"
             )
             raise CaptureError(self.refused)
 

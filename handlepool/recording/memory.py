@@ -184,9 +184,9 @@ class Unwritten:
             if start is not None and start not in written:
                 array = next((leaf for leaf in leaves(arguments) if _begins(leaf) == piece[0]), None)  # type: ignore[index]
                 raise CaptureError(
-                    f"{name} at {place} reads {'an array' if array is None else shown(array)} that was allocated at "
-                    f"{self._blocks[start][1]} while recording, and that nothing has written: a replay reads what "
-                    f"was left there. If the call writes it, say so with mutates="
+                    f"{name} at {place} reads {'an array' if array is None else shown(array)}, which was allocated at "
+                    f"{self._blocks[start][1]} while recording and never written, so a replay reads leftover values. If the "
+                    "call writes it, declare that with mutates="
                 )
 
     def check_returned(self, name: str, array: object, piece: Piece) -> None:
@@ -200,9 +200,9 @@ class Unwritten:
         start = self._block_of(piece)
         if start is not None and piece[0] < piece[1]:
             raise CaptureError(
-                f"{name} returned {shown(array)}, which was allocated at {self._blocks[start][1]} while recording, and which "
-                f"nothing that was recorded writes: replays would leave it as it is. Work for it belongs on the stream that is "
-                f"current there"
+                f"{name} returned {shown(array)}, which was allocated at {self._blocks[start][1]} while recording, and no "
+                "recorded call writes it, so replays would leave it as it is. Launch the work for it on the stream that "
+                "is current there"
             )
 
     def _block_of(self, piece: Piece | Token) -> int | None:

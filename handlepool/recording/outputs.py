@@ -78,8 +78,8 @@ class Results:
             if share(self.pieces[one], self.pieces[other]):
                 first, second = (self.copies[index].place for index in sorted((one, other)))
                 raise ArgumentError(
-                    f"{first} and {second[len(name) + 2 :]} share memory, and would get two values; pass arrays that share none, "
-                    f"or None for one of them"
+                    f"{first} and {second[len(name) + 2 :]} share memory, and would get two values; pass arrays without shared "
+                    "memory, or None for either"
                 )
 
     def _entry(self, place: str, output: Any, given: Any) -> Any:
@@ -100,13 +100,13 @@ class Results:
             return self._tensor(place, output, given)
         if is_foreign(output):
             raise ArrayTypeError(
-                f"{self._name} returned a {kind_of(output)}, of which the {self._driver.name} driver makes no copies: replay it, "
-                f"and copy program.outputs in the order of that stream by its own library"
+                f"{self._name} returned a {kind_of(output)}, and the {self._driver.name} driver cannot copy it: replay "
+                "the program, and copy program.outputs with their own library, ordered on that stream"
             )
         if not isinstance(output, UNCHANGED):
             raise ArgumentError(
-                f"{self._name} returned a {kind_of(output)}, in which arrays would be overwritten by the next call: return "
-                f"arrays in lists, tuples and dictionaries, or replay it and read program.outputs"
+                f"{self._name} returned a {kind_of(output)}, and the next call would overwrite the arrays in it: return "
+                "arrays in lists, tuples and dictionaries, or replay the program and read program.outputs"
             )
         if given is not None:
             raise ArgumentError(f"{place} stands for a {kind_of(output)}, which is no array; pass None for it")
@@ -149,7 +149,7 @@ class Results:
         found: Any = given
         for what, returned, there in (("shape", output.shape, found.shape), ("type", output.dtype, found.dtype)):
             if returned != there:
-                raise ArgumentError(f"{place} has {what} {there}, and what {self._name} returned {what} {returned}")
+                raise ArgumentError(f"{place} has {what} {there}, and the result of {self._name} has {what} {returned}")
         if not getattr(found.flags, "writeable", True):
             raise ArgumentError(f"{place} is a read-only array")
         if found.size and overlaps_itself(found.shape, found.strides, found.dtype.itemsize):

@@ -60,7 +60,7 @@ class Outside:
         for pieces, call in calls:
             for piece in pieces:
                 if isinstance(piece, Token):
-                    raise self._refused(f"{call} changes an object that is no array and that nobody can copy")
+                    raise self._refused(f"{call} changes an object that is no array and cannot be copied")
                 if piece[1] > piece[0] and not own.have(piece):
                     written.setdefault(piece, call)
         known: list[Piece] = []
@@ -121,8 +121,8 @@ class Outside:
 
     def _refused(self, why: str) -> ArgumentError:
         return ArgumentError(
-            f"{self._name} cannot be replayed to be timed, since what replays change could not be restored: {why}. Record it "
-            f"with the lanes that you want, and time replays of your own"
+            f"{self._name} cannot be replayed for timing, because the changes of a replay could not be undone: {why}. "
+            "Record it with a number of lanes of your choice, and time your own replays"
         )
 
 

@@ -35,7 +35,7 @@ class Owned(ABC):
         Raises
         ------
         OwnershipError
-            In another thread than the owner, and in a finaliser inside another use of the program.
+            In another thread than the owner, and in a finalizer inside another use of the program.
         """
         self._use("handed over", self._leave)
 
@@ -48,9 +48,9 @@ class Owned(ABC):
         # A thread that has ended cannot use the program, so another thread may take the program over.
         if user is not None and user is not thread.token and not user.over:
             raise OwnershipError(
-                f"{self._name} belongs to {user!r}, and this is {thread.token!r}: update, replay and outputs are for the thread "
-                f"that used the program last. Call its hand_over() there first, or call the program, as in y = program(x), which "
-                f"any thread may do"
+                f"{self._name} belongs to {user!r}, and this is {thread.token!r}: only the thread that used the program "
+                "last may call update, replay and outputs. Call hand_over() in that thread first, or call the program, "
+                "as in y = program(x), from any thread"
             )
 
     @abstractmethod

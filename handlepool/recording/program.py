@@ -6,6 +6,7 @@ A program is a CUDA graph.
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from operator import itemgetter
@@ -30,6 +31,7 @@ from handlepool.recording.matching import matcher
 from handlepool.recording.outputs import Results
 from handlepool.recording.owner import OWNERS, Owned
 from handlepool.recording.prepared import arrays_once, bounds, builder, copies_of
+from handlepool.recording.replanning import Take, dispose
 from handlepool.recording.schedule import Arrangement
 from handlepool.recording.tensors import in_order
 from handlepool.recording.update import Copy, Inputs, copy_all, piece_of
@@ -97,6 +99,7 @@ class Program(Owned):
         tunings: tuple[Tuning, ...] = (),
         *,
         lent: bool = False,
+        again: Callable[..., Any] | None = None,
     ) -> None:
         pool = recording.pool
         self._status = pool.status
@@ -113,13 +116,17 @@ class Program(Owned):
         self._memory = memory
         # The check of a call's arrays, the call, and the call's value from its new arrays.
         self._prepared: tuple[Callable[..., bool], Callable[..., Any], Callable[[Any], Any]] | None = None
+        # Records the same call again: see `replanning`.
+        self._again = again
+        # Whether the program's function is being called outside of the lock, so that other uses are refused.
+        self._retaking = False
         # If `_lent`, each use records its event at once, and a use on another stream waits for the last use alone.
         self._lent = lent
         # `_unmarked` tells that a use began whose event is not recorded yet. An interrupt may leave it so, and the next use on
         # another stream records the event first (guarantee 8).
         self._unmarked = False
         # The lock admits a single use at a time: CUDA takes no two launches of a graph at once, and a close ends objects that
-        # launches read. The lock is reentrant, because the collector may run a finaliser inside a use. The finaliser finds
+        # launches read. The lock is reentrant, because the collector may run a finalizer inside a use. The finalizer finds
         # `_busy` and is refused, because it could only wait for its own thread.
         self._lock = threading.RLock()
         # `_busy` names the use by the thread that holds the lock: replayed, updated, tuned, timed or closed.
@@ -213,7 +220,7 @@ class Program(Owned):
         CaptureError
             If the stream, or the stream of the last replay, is being captured.
         OwnershipError
-            If the program belongs to another thread (see `hand_over`), and in a finaliser inside another use of the program.
+            If the program belongs to another thread (see `hand_over`), and in a finalizer inside another use of the program.
         PoolClosedError, ForkedProcessError, PoisonedContextError
             After the program or its pool was closed, in a forked child, and after the context failed.
         """
@@ -491,6 +498,53 @@ class Program(Owned):
         self._launch_on, self._launch = graph.launch, launch
         recording.arrange_as(graph, arrangement)
 
+    @contextmanager
+    def _refusing(self) -> Iterator[int]:
+        """Refuse other uses of the program; yield the stream's pointer.
+
+        User code runs meanwhile, so the lock is not held (guarantee 15). Work that was enqueued here comes before later uses.
+        """
+
+        def begin(pointer: int) -> int:
+            # Without a last stream each use takes the slow way, which refuses it, and an event is recorded after this one.
+            self._last, self._retaking = None, True
+            return pointer
+
+        def end() -> None:
+            self._retaking = False
+            if self._recording is not None:
+                self._driver.record_event(self._event, self._pointer)
+
+        try:
+            yield self._use("tuned", lambda: self._replayed(begin))
+        finally:
+            self._use("tuned", end)
+
+    def _become(self, take: Take) -> None:
+        """Replay another recording of the same call from now on.
+
+        The caller holds the lock, and gives up the recording that `take` holds. The outputs are new arrays.
+        """
+        former, recording, inputs, again = self._recording, take.recording, self._inputs, self._again
+        graph, home = recording.graph, resolve(self._driver)
+        if former is None:
+            self._refuse()
+        assert graph is not None
+        assert take.memory is not None
+        held: list[object] = []
+        with self._driver.relaxed():
+            event = recording.make_event()
+            self._driver.synchronize_stream(home.pointer)
+        self._detach(held)
+        self._recording, self._outputs, self._memory, self._event = recording, take.outputs, take.memory, event
+        self._inputs, self._again, self._unmarked = inputs, again, False
+        self._launch_on, self.nodes, self._user = graph.launch, graph.nodes, thread.token
+        graph.upload(home.pointer)
+        self._used_by(home)
+        if self._last is None:
+            self._driver.record_event(event, home.pointer)
+        dispose(former, held)
+
     def _use(self, what: str, act: Callable[..., T], *args: object) -> T:
         """Do something while no other call uses the program; return the value."""
         try:
@@ -517,8 +571,8 @@ class Program(Owned):
         with self._lock:
             if self._busy is not None:
                 raise OwnershipError(
-                    f"{self._name} is being {self._busy} by this very thread, and this call comes from a finaliser that Python "
-                    f"runs meanwhile: do it later"
+                    f"{self._name} is being {self._busy} by this thread, and this call comes from a finalizer that Python "
+                    "runs in between: call it later"
                 )
 
     def _claim(self) -> None:
@@ -565,6 +619,10 @@ class Program(Owned):
         """
         if self._recording is None:
             self._refuse()
+        if self._retaking:
+            raise OwnershipError(
+                f"{self._name} was used while its plans are tuned, which calls its function; use it after tune(plans=True)"
+            )
         driver = self._driver
         device = driver.current_device()
         if device != self.device:
@@ -625,7 +683,7 @@ class Program(Owned):
         CaptureError
             If the stream of the last replay is being captured; close the program afterwards.
         OwnershipError
-            In a finaliser inside another use of the program.
+            In a finalizer inside another use of the program.
         """
         self._end(wait=True)
 
@@ -702,8 +760,9 @@ class Program(Owned):
         """Move all objects of the program into a list, the recording first."""
         stream = self._last, self._owner, self._streams.pop(self._number, None)
         # No call follows, after which an interrupt could come: the holder of the list owns the recording.
-        held += [self._recording, self._inputs, self._outputs, stream, self._launch, self._launch_on, self._prepared]
-        self._recording = self._owner = self._last = self._user = self._prepared = None
+        kept = self._inputs, self._outputs, stream, self._launch, self._launch_on, self._prepared, self._again
+        held += [self._recording, kept]
+        self._recording = self._owner = self._last = self._user = self._prepared = self._again = None
         self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
 
     def _end_at_exit(self, deadline: float) -> None:
@@ -755,8 +814,8 @@ class Program(Owned):
 def capturing(pointer: int) -> CaptureError:
     """Return the error for a stream that is being captured."""
     if thread.recording is not None:
-        return CaptureError("a program cannot be a part of another recording: call the function there that it was recorded from")
+        return CaptureError("a program cannot be part of another recording: call its original function there")
     return CaptureError(
-        f"stream {pointer:#x} is being captured: a program can be neither used in a capture, nor be ordered after the last use "
-        f"there. Use it before the capture, or after"
+        f"stream {pointer:#x} is being captured, and a program can neither run in a capture nor be ordered after "
+        "its last use there. Use it before the capture, or after"
     )

@@ -5,8 +5,9 @@ The second call runs nothing, and the capture takes all work that the function g
 
 import os
 from collections.abc import Callable, Iterator, MappingView
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,11 +31,13 @@ from handlepool.recording.capture import Recording
 from handlepool.recording.first_call import FirstCall, check_returned, name_of_call
 from handlepool.recording.program import Program
 from handlepool.recording.rehearsal import ContainerSnapshot
+from handlepool.recording.replanning import Take
 from handlepool.recording.state import State
 from handlepool.recording.tuning import shown_progress
 from handlepool.recording.update import Inputs
 from handlepool.regions.states import ParallelStates
 
+T = TypeVar("T")
 TUNED = "record(plans=True)"
 MOST_SECONDS = 10.0
 """Time in seconds after which no more plans are tried."""
@@ -134,22 +137,60 @@ def record(
     values = [*leaves(args, kwargs)]
     check_values(name, values, args, kwargs)
     picture = drawing.asked_for(name) if width is not None and os.environ.get(drawing.VARIABLE) else None
-    driver = chosen.driver
-    inputs, given = Inputs(driver, args, kwargs), ContainerSnapshot(args, kwargs)
-    before = State(driver, function, args, kwargs, given.containers, values)
-    first = FirstCall(chosen, name, width, home, counted=measured)
+    inputs = Inputs(chosen.driver, args, kwargs)
+    again = partial(_take, chosen, name, width, function, args, kwargs)
+    tunings: tuple[Tuning, ...] = ()
+
+    def tune_plans(first: FirstCall) -> None:
+        nonlocal tunings
+        tunings = _tuned(chosen, name, first, home)
+
+    def finish(take: Take) -> Program:
+        assert take.memory is not None
+        # Only programs with several lanes can be tuned.
+        own = again if width is not None and width > 1 else None
+        made = Program(name, take.recording, inputs, take.outputs, home, take.memory, tunings, again=own)
+        return _drawn(made, picture)
+
+    return again(home, finish, values=values, counted=measured, between=tune_plans if measured else None)
+
+
+def _take(
+    pool: PoolInternals,
+    name: str,
+    width: int | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    home: StreamReference,
+    finish: Callable[[Take], T],
+    *,
+    values: list[Any] | None = None,
+    counted: bool = False,
+    between: Callable[[FirstCall], object] | None = None,
+) -> T:
+    """Call a function for real, then under capture.
+
+    Return the value of ``finish``.
+
+    ``between`` is called between the two calls. If ``finish`` raises an error, nothing of the recording is left.
+    """
+    values = [*leaves(args, kwargs)] if values is None else values
+    given = ContainerSnapshot(args, kwargs)
+    before = State(pool.driver, function, args, kwargs, given.containers, values)
+    first = FirstCall(pool, name, width, home, counted=counted)
     # The value is released at once, so that the arrays that remain are the arrays the function kept.
     check_returned(name, function, first.run(function, args, kwargs))
     given.check(name)
     before.check(name)
     first.end()
-    tunings = _tuned(chosen, name, first, home) if measured else ()
+    if between is not None:
+        between(first)
 
-    def finish(recording: Recording, outputs: object) -> Program:
-        memory = first.memory(recording, outputs)
-        return _drawn(Program(name, recording, inputs, outputs, home, memory, tunings), picture)
+    def finished(recording: Recording, outputs: object) -> T:
+        return finish(Take(recording, outputs, first.memory(recording, outputs), tuple(first.plans())))
 
-    return first.capture(function, args, kwargs, given, values, home, finish, before=before)
+    return first.capture(function, args, kwargs, given, values, home, finished, before=before)
 
 
 def _tuned(pool: PoolInternals, name: str, first: FirstCall, home: StreamReference) -> tuple[Tuning, ...]:
@@ -181,7 +222,9 @@ def check_recordable(pool: PoolInternals, name: str, lanes: int | None, function
     if not callable(function):
         raise ArgumentError(f"record({shown(function)}): pass a function, and its arguments after it")
     if thread.recording is not None:
-        raise CaptureError(f"{name} cannot be recorded inside a recording: call it there, and it becomes a part of that")
+        raise CaptureError(
+            f"{name} cannot be recorded inside a recording: call it there, and its work becomes part of that recording"
+        )
     if thread.region is not None:
         raise CaptureError(f"{name} cannot be recorded inside a branch or a task: record it outside, and replay it there")
     if lanes is not None and open_order(pool.driver, pool.current_device()) is not None:

@@ -628,8 +628,8 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         space = getattr(owner, "__dict__", None)
         if not isinstance(space, dict):
             raise ArgumentError(
-                f"recorded({self._options.name}): a {kind_of(owner)} has no __dict__ to keep the programs of its methods in: add "
-                f"'__dict__' to its __slots__, or record a function outside of the class"
+                f"recorded({self._options.name}): a {kind_of(owner)} has no __dict__ that could keep the programs of its "
+                "methods: add '__dict__' to its __slots__, or record a function outside of the class"
             )
         own = space.get(_PER_OBJECT)
         if own is None:
@@ -648,7 +648,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return RecordedFunction(Options(function, options.name, *values))
 
     def __reduce__(self) -> str:
-        """Be copied by reference, as functions are."""
+        """Copy by reference, as functions do."""
         return self._options.name
 
 
@@ -796,8 +796,8 @@ def recorded(
     """
     if args or others:
         raise ArgumentError(
-            "recorded takes a function and options, and was given arguments for the function: call what recorded(function) "
-            "returns with them, or use record(function, *args)"
+            "recorded takes a function and options, and was given arguments for the function: call the result of "
+            "recorded(function) with them, or use record(function, *args)"
         )
     if lanes is not None and not 1 <= as_integer(lanes, 0) <= MOST_SIDE_SLOTS:
         raise ArgumentError(f"recorded(lanes={shown(lanes)}); it must be an integer from 1 to {MOST_SIDE_SLOTS}, or None")

@@ -209,9 +209,9 @@ class LeftoverArrays:
         for _, held, call in self._held:
             if any(share(held, each) for each in read) and not any(share(held, each) for each in written):
                 raise CaptureError(
-                    f"{name} keeps state in a new array each time: its second call read what its first one had made by {call}, "
-                    f"and every replay would read just that. Write state into one array, by out= or state[...] = new, or take it "
-                    f"as an argument and return the new one"
+                    f"{name} keeps state in a new array each time: its second call read the array that its first call made by "
+                    f"{call}, and every replay would read that array again. Write state into a fixed array, by out= or "
+                    "state[...] = new, or take it as an argument and return the new one"
                 )
 
 
@@ -343,8 +343,8 @@ class ContainerSnapshot:
                     continue
                 what = f"{place}[{shown(key)}] is {'gone' if now is self else 'another object now'}"
                 raise CaptureError(
-                    f"{name} changed a list or dictionary that it was given, which no replay does: {what}. Have it change one of "
-                    f"its own, as dict(d) or list(d) makes one"
+                    f"{name} changed a list or dictionary that it was given, which no replay does: {what}. Change a copy in "
+                    "the function, as dict(d) or list(d) makes one"
                 )
 
 
@@ -365,9 +365,9 @@ def check_same(name: str, first: Sequence[CallSignature], second: Sequence[CallS
                 continue
             more = _options(one.what, ""), _options(other.what, ", with other options")
         raise CaptureError(
-            f"{name} gave other work when it was called again to be recorded. Call {number} was {one or 'none'}{more[0]} the "
-            f"first time, and {other or 'none'}{more[1]} the second. Take decisions, and prepare what is made once, before it is "
-            f"recorded"
+            f"{name} did other work in its second call, which is recorded: call {number} was {one or 'none'}{more[0]} "
+            f"the first time, and {other or 'none'}{more[1]} the second time. Before the recording, make all decisions "
+            "and every object that is made only once"
         )
 
 

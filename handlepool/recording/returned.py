@@ -86,7 +86,7 @@ class Returned:
         elif isinstance(value, driver.array_types) or tensors.takes(driver, value, self._recording.device):
             self._add_array(value)
         elif is_foreign(value) or not isinstance(value, UNCHANGED):
-            raise CaptureError(f"{self._name} returned a {kind_of(value)}, of which a program's call makes no copy")
+            raise CaptureError(f"{self._name} returned a {kind_of(value)}, which a program's call cannot copy")
 
     def _add_array(self, value: Any) -> None:
         driver, key = self._driver, id(value)
@@ -120,7 +120,7 @@ class Returned:
                     for each in elements_of(driver, [known, value])
                 ]
                 if one != two or type(known) is not type(value):
-                    raise CaptureError(f"{self._name} returned arrays that share a part of their memory, which copies would not")
+                    raise CaptureError(f"{self._name} returned arrays that share a part of their memory, and copies would not")
                 self._own_at[key] = self._own_at[id(known)]
                 return
         self._owned.append((piece, value))

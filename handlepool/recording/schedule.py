@@ -112,9 +112,9 @@ class Schedule:
         lost = graph.nodes - len(self._owner)
         if lost:
             raise CaptureError(
-                f"{lost} of {graph.nodes} operations were given to the stream of a call after the call had ended, so that nobody "
-                f"knows what comes after them: a call has to give its work while it runs, and to free there what it allocates "
-                f"with cudaMallocAsync"
+                f"{lost} of {graph.nodes} operations reached the stream of a call after the call had ended, so their "
+                "order is unknown. Inside a call, launch all its work before it returns, and free there the memory that "
+                "it allocates with cudaMallocAsync"
             )
         self._graph = graph
         self._parts: list[_Part] = []

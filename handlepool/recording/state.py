@@ -211,8 +211,8 @@ class State:
         paths = [each for each in self.aliases if each not in before.aliases]
         if paths:
             raise CaptureError(
-                f"{name} keeps an argument's array in {paths[0]}, which would hold the newest input at each replay. Copy the "
-                f"values into an array of its own, by state[...] = x"
+                f"{name} keeps an argument's array in {paths[0]}, which would hold the newest input at each replay. Copy "
+                "the values into a separate array, by state[...] = x"
             )
 
     def restore(self) -> None:

@@ -14,7 +14,7 @@ from handlepool.order.stream_order import integration, order
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.graph_types import FrontendTensor
 from handlepool.tensors.inference import dense_strides
-from handlepool.tensors.layout import HOST
+from handlepool.tensors.layout import HOST, Piece, piece
 
 
 def takes(driver: Driver, value: object, device: int | None = None) -> bool:
@@ -52,6 +52,23 @@ def elements(driver: Driver, place: str, tensor: FrontendTensor) -> Any:
         return driver.array_over(integration().elements(tensor))
     except (ArrayTypeError, ArgumentError) as error:
         raise type(error)(f"{place}, a {kind_of(tensor)}: {error}") from error
+
+
+def check(tensor: FrontendTensor) -> None:
+    """Refuse a tensor whose memory does not hold its elements.
+
+    Raises
+    ------
+    ArrayTypeError, ArgumentError
+        As `elements`.
+    """
+    integration().check_elements(tensor)
+
+
+def piece_of(tensor: Any) -> Piece:
+    """Return a tensor's memory."""
+    size = tensor.element_size()
+    return piece(tensor.data_ptr(), tensor.shape, [step * size for step in tensor.stride()], size)
 
 
 def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: int, *, strides: bool) -> None:

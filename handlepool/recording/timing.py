@@ -4,16 +4,20 @@
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from os import PathLike
+from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
 from handlepool._util.arguments import flag
 from handlepool.errors import ArgumentError, CaptureError
+from handlepool.graphs.tuning import check_gpu
 from handlepool.pool.context import thread
 from handlepool.recording import drawing
 from handlepool.recording.explain import Explanation
 from handlepool.recording.outside import Outside
-from handlepool.recording.tuning import LanesRig, LanesTuning, checked
+from handlepool.recording.replanning import Trials
+from handlepool.recording.tuning import LanesRig, LanesTuning, checked, shown_progress
 
 if TYPE_CHECKING:
     from handlepool.recording.program import Program
@@ -61,7 +65,13 @@ def explain(self: "Program", *, measure: bool = False) -> Explanation:
 
 
 def tune(
-    self: "Program", lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0, anew: bool = False
+    self: "Program",
+    lanes: Iterable[int] = (1, 2, 4, 8, 16),
+    *,
+    goal: str = "clock",
+    seconds: float = 10.0,
+    anew: bool = False,
+    plans: bool = False,
 ) -> LanesTuning:
     """Measure the best number of lanes for a program, and use it.
 
@@ -87,6 +97,11 @@ def tune(
         Time after which no more samples are taken. Each number of lanes has at least three samples.
     anew : bool
         Measure, even if the plan directory has a result.
+    plans : bool
+        Choose plans and forms of the heaviest operations as well, by the time of whole replays. A few changes at a time are
+        tried, until ``seconds`` have passed. The function is called and recorded again, and changes stay if replays become
+        quicker by more than the noise. Later calls of the operations use the changes that stay. If any stay, ``outputs`` are new
+        arrays, and arrays that were handed out keep their last values. Other uses of the program are refused meanwhile.
 
     Returns
     -------
@@ -104,12 +119,50 @@ def tune(
         If there is no memory for graphs or for saved arrays.
     OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
         As in `replay`.
+    DriverNotAvailableError, StateBusyError
+        With ``plans``, as in `handlepool.tune`. The function's errors, and those of `record`, may come as well. The plans and the
+        recording are then as before.
     """
     self._status.check()
     asked = checked(self._name, lanes, goal, seconds)
-    anew = flag(f"{self._name}: tune: anew", anew)
+    anew, plans = flag(f"{self._name}: tune: anew", anew), flag(f"{self._name}: tune: plans", plans)
     _check_place(self)
+    if plans:
+        return _tune_plans(self, asked, anew)
     return self._use("tuned", lambda: _rig(self, lambda rig: rig.tune(*asked, self._run_on, anew)))
+
+
+def _tune_plans(self: "Program", asked: tuple[tuple[int, ...], str, float], anew: bool) -> LanesTuning:
+    """Tune the lanes, then the plans for these lanes.
+
+    The lanes are tuned again if a plan changed.
+    """
+    counts, goal, seconds = asked
+    until = monotonic() + seconds
+    if self._again is None:
+        raise ArgumentError(f"{self._name} was not made by record, so its plans cannot be tuned; tune those of a recording")
+    check_gpu(self._driver, f"{self._name}: tune(plans=True)")
+    show = shown_progress(self._name, seconds)
+    tuning = self._use("tuned", lambda: _rig(self, lambda rig: rig.tune(counts, goal, seconds / 4, self._run_on, anew)))
+    with self._refusing() as pointer:
+        recording = self._recording
+        if recording is None:
+            self._refuse()
+        trials = Trials(recording, self._name, self._inputs, self._again, pointer, tuning.winner.got, goal)
+        try:
+            best = trials.run(until, show)
+        finally:
+            show(None)
+    if best is not None:
+        try:
+            self._use("tuned", lambda: self._become(best))
+        # Another thread may have closed the program meanwhile.
+        except BaseException:
+            if self._recording is not best.recording:
+                best.end()
+            raise
+        tuning = self._use("tuned", lambda: _rig(self, lambda rig: rig.tune(counts, goal, seconds / 4, self._run_on, True)))
+    return replace(tuning, plans=tuple(trials.changes))
 
 
 def draw(self: "Program", file: str | PathLike[str], *, dark: bool = False, measure: bool = True) -> None:
@@ -161,8 +214,7 @@ def _rig(self: "Program", act: Callable[[LanesRig], T]) -> T:
         self._refuse()
     if recording.lanes is not None and not recording.lanes.exact:
         raise ArgumentError(
-            f"{self._name} cannot be measured or tuned: the driver gives one lane, since it cannot put a node behind others "
-            f"by choice"
+            f"{self._name} cannot be measured or tuned: this driver cannot choose a node's dependencies, so it has a single lane"
         )
     if recording.schedule is None or recording.lanes is None or recording.lanes.limit == 1:
         how = "without lanes, and" if recording.lanes is None else "on one lane alone, and so"

@@ -16,6 +16,7 @@ from handlepool._util.arguments import as_integer
 from handlepool._util.cleanup import do_all, take_each
 from handlepool._util.names import shown
 from handlepool.drivers.captures import RecordedGraph
+from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.outside import Outside
@@ -75,6 +76,25 @@ class LanesTrial:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanChange:
+    """A trial of other plans or forms inside a program.
+
+    Attributes
+    ----------
+    changes : tuple of str
+        Operations with their other plans or forms.
+    before, after : float
+        Microseconds of a replay without the change and with it, by the goal of the tuning.
+    kept : bool
+    """
+
+    changes: tuple[str, ...]
+    before: float
+    after: float
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LanesTuning:
     """The result of `Program.tune`; as text a table.
 
@@ -95,6 +115,8 @@ class LanesTuning:
         Duration of the tuning in seconds.
     kept : bool
         Whether the result comes from the plan directory, from an earlier measurement by any process.
+    plans : tuple of PlanChange
+        The changes of plans that were tried, in their order.
     """
 
     name: str
@@ -105,6 +127,7 @@ class LanesTuning:
     rounds: int
     seconds: float
     kept: bool = False
+    plans: tuple[PlanChange, ...] = ()
 
     def __str__(self) -> str:
         kept = ", from the plan directory" if self.kept else ""
@@ -123,6 +146,9 @@ class LanesTuning:
             lines.append(
                 f"{trial.lanes:>5}{trial.got:>5}{trial.edges:>8}{trial.clock:>12,.2f}{trial.device:>12,.2f}  {note}".rstrip()
             )
+        for change in self.plans:
+            verdict = "kept" if change.kept else "undone"
+            lines.append(f"{change.before:>12,.2f} -> {change.after:,.2f}, {verdict}: {'; '.join(change.changes)}")
         return "\n".join(lines)
 
 
@@ -293,6 +319,29 @@ class LanesRig:
                 finally:
                     self._end()
 
+    def arrange(self, lanes: int) -> None:
+        """Have the recording use a number of lanes, by measured times."""
+        recording = self._recording
+        captured, former = recording.captured, recording.graph
+        assert captured is not None
+        assert former is not None
+        with self._driver.relaxed():
+            self._outside.save()
+            try:
+                arrangement = self._schedule.on(lanes, recording.measured(self.times))
+                graph = captured.arranged(*arrangement.edges)
+                self._graphs.append(graph)
+                graph.instantiate()
+                self._graphs.append(former)
+                recording.adopt(graph)
+                recording.arrange_as(graph, arrangement)
+            finally:
+                try:
+                    self._end()
+                # As in `tune`, an interrupt may have come before the first `_end` had begun.
+                finally:
+                    self._end()
+
     def times(self) -> list[float]:
         """Return the microseconds of each step when the steps run in sequence."""
         lanes = self._recording.lanes
@@ -378,23 +427,10 @@ class LanesRig:
         return MOST_ROUNDS
 
     def _clock(self, candidate: Candidate, replays: int) -> float:
-        launch, synchronize, pointer = candidate.graph.launch, self._driver.synchronize_stream, self._pointer
-        begin = perf_counter()
-        for _ in range(replays):
-            launch(pointer)
-            synchronize(pointer)
-        return (perf_counter() - begin) * 1e6 / replays
+        return clock(self._driver, candidate.graph, self._pointer, replays)
 
     def _device(self, candidate: Candidate, replays: int) -> float:
-        driver, (start, end), pointer = self._driver, self._events, self._pointer
-        # A replay before the start event keeps the device busy, so that the launch latency does not count.
-        candidate.graph.launch(pointer)
-        driver.record_event(start, pointer)
-        for _ in range(replays):
-            candidate.graph.launch(pointer)
-        driver.record_event(end, pointer)
-        driver.synchronize_event(end)
-        return driver.elapsed(start, end) * 1e3 / replays
+        return device(self._driver, candidate.graph, self._pointer, self._events, replays)
 
     def _end(self) -> None:
         """Restore changed memory, and destroy the graphs that the recording lacks.
@@ -432,6 +468,28 @@ def _best(candidates: Sequence[Candidate], results: dict[int, LanesTrial], goal:
     if near or one is None:
         return min(near, key=lambda each: each.arrangement.lanes)
     return one
+
+
+def clock(driver: Driver, graph: RecordedGraph, pointer: int, replays: int) -> float:
+    """Return the host's microseconds from a replay's launch to its end."""
+    begin = perf_counter()
+    for _ in range(replays):
+        graph.launch(pointer)
+        driver.synchronize_stream(pointer)
+    return (perf_counter() - begin) * 1e6 / replays
+
+
+def device(driver: Driver, graph: RecordedGraph, pointer: int, events: Sequence[Any], replays: int) -> float:
+    """Return the device's microseconds of a replay with a replay before it."""
+    start, end = events
+    # A replay before the start event keeps the device busy, so that the launch latency does not count.
+    graph.launch(pointer)
+    driver.record_event(start, pointer)
+    for _ in range(replays):
+        graph.launch(pointer)
+    driver.record_event(end, pointer)
+    driver.synchronize_event(end)
+    return driver.elapsed(start, end) * 1e3 / replays
 
 
 def shown_progress(name: str, seconds: float) -> Callable[[str | None], None]:

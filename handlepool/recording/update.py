@@ -136,7 +136,7 @@ class Inputs:
         fix = [f"give all of them{f', or those {arrays} alone' if few else ''}"] if there else []
         fix += [f"give {', '.join(self._named)} by keyword"] if self._named else []
         text += f", and was given {count}: {', and '.join(fix) or 'give none'}"
-        raise ArgumentError(f"{text}. None stands for an array that is to stay as it is")
+        raise ArgumentError(f"{text}. Pass None for an array that keeps its values")
 
     def _check_kept(self, driver: Driver, name: str, copy: Copy) -> None:
         """Refuse an overwritten input, and a part of such an input.
@@ -148,7 +148,7 @@ class Inputs:
         if not copy.shift:
             if begin not in self._replaced:
                 return
-            what, now = "is the array", "pass None for what it holds now"
+            what, now = "is the array", "pass None for its present values"
         else:
             target = self._replaced.get(begin - copy.shift)
             if begin in self._replaced or target is None:
@@ -158,10 +158,10 @@ class Inputs:
             near = [each for each in self._replaced.values() if first < each[1] and each[0] < last]
             if not near or not any(share(piece_of(driver, copy.source), each) for each in near):
                 return
-            what, now = "overlaps an array", "pass a copy of what is meant now"
+            what, now = "overlaps an array", "pass a copy of the intended values"
         raise ArgumentError(
-            f"{copy.place} {what} that {name} was recorded with, which was overwritten by a call or an update since: record with "
-            f"a copy, x.copy(order='K'), to keep x; or {now}"
+            f"{copy.place} {what} that {name} was recorded with, and a call or an update has overwritten it since "
+            f"then. To keep x, record with a copy, x.copy(order='K'); or {now}"
         )
 
     def copied(self, driver: Driver, copies: Sequence[Copy]) -> None:
@@ -284,18 +284,19 @@ def keys_of(place: str, old: Any, new: Any) -> Sequence[Any]:
             raise ArgumentError(f"{place} was recorded as a list or a tuple, and is now a {kind_of(new)}")
         if len(old) != len(new):
             raise ArgumentError(
-                f"{place} was recorded with {len(old)} entries, and was given {len(new)}; pass None for what is to stay as it is"
+                f"{place} was recorded with {len(old)} entries, and was given {len(new)}; pass None for each entry that "
+                "stays as it is"
             )
         return range(len(old))
     if not isinstance(new, dict):
         raise ArgumentError(f"{place} was recorded as a dictionary, and is now a {kind_of(new)}")
     for key in new:
         if key not in old:
-            raise ArgumentError(f"{place} was recorded without the key {shown(key)}; there is: {', '.join(map(shown, old))}")
+            raise ArgumentError(f"{place} was recorded without the key {shown(key)}; its keys are {', '.join(map(shown, old))}")
     for key in old:
         if key not in new:
             raise ArgumentError(
-                f"{place} was recorded with the key {shown(key)}, too; pass None for it if it is to stay as it is"
+                f"{place} was recorded with the key {shown(key)}, which is missing; pass None for it to keep its value"
             )
     return list(old)
 
@@ -329,15 +330,15 @@ def _check_alike(driver: Driver, place: str, device: int, target: Any, source: A
 def _check_unchanged(driver: Driver, place: str, old: object, new: object) -> None:
     if is_foreign(old):
         raise ArgumentError(
-            f"{place} was recorded as a {kind_of(old)}, which is no array of the {driver.name} driver's, so update cannot "
-            f"write to it: record with what {_converters(driver)} makes of it, or pass None here and have its own "
-            f"library write to it"
+            f"{place} was recorded as a {kind_of(old)}, which is no array of the {driver.name} driver, so update "
+            f"cannot write to it. Record with the result of {_converters(driver)}, or pass None here and write with "
+            "its own library"
         )
     if not same(old, new):
         was, now = shown(old), shown(new)
         raise ArgumentError(
-            f"{place} was recorded as {was} and is now {'another ' if was == now else ''}{now}; what is no array stays as it was "
-            f"recorded: give the same, or record again"
+            f"{place} was recorded as {was} and is now {'another ' if was == now else ''}{now}; a value that is no "
+            "array cannot change: pass the same value, or record again"
         )
 
 
@@ -385,8 +386,8 @@ def _check_values(driver: Driver, name: str, copies: Sequence[Copy]) -> None:
         # If both sources have the same shift, every byte of both targets has a single value.
         if first.shift != second.shift and share(piece_of(driver, first.target), piece_of(driver, second.target)):
             raise ArgumentError(
-                f"{first.place} and {second.place[len(name) + 2 :]} were recorded with the same memory, and were "
-                f"given two values for it; pass the same array for both, or None for one of them"
+                f"{first.place} and {second.place[len(name) + 2 :]} were recorded with the same memory, and were given two "
+                "values; pass the same array for both, or None for either"
             )
 
 

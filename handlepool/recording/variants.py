@@ -384,8 +384,8 @@ class Variant:
         for piece in recording.known_reads:
             if not isinstance(piece, Token) and piece[0] < piece[1] and not known.have(piece):
                 raise CaptureError(
-                    f"{self._options.name} reads an array that it reaches by no attribute, variable or global, so another one "
-                    f"in its place would not be seen: keep it in an attribute, or pass it as an argument"
+                    f"{self._options.name} reads an array that no attribute, variable or global holds, so a replacement of it "
+                    "would go unnoticed: keep it in an attribute, or pass it as an argument"
                 )
 
 

@@ -82,7 +82,7 @@ class ParallelStateExecutor(Executor):
         self._events: dict[DeviceSlots, Events] = {}
         workers = as_integer(max_workers, 0)
         if workers < 1:
-            raise ArgumentError(f"ParallelStateExecutor({shown(max_workers)}): 1 worker or more")
+            raise ArgumentError(f"ParallelStateExecutor({shown(max_workers)}): the number of workers must be 1 or more")
         if pool is None:
             pool = default_pool()
         check_pool("ParallelStateExecutor", pool)
@@ -240,13 +240,13 @@ class ParallelStateExecutor(Executor):
         outer = inherited(driver, reference.device, reference.pointer)
         if reference.pointer == PER_THREAD_STREAM or (outer is not None and outer.stream.ptr == PER_THREAD_STREAM):
             raise ArgumentError(
-                "the current stream is the per-thread default stream, which is another stream in each thread, so a worker cannot "
-                "wait for it: submit inside `with cupy.cuda.Stream(non_blocking=True):`"
+                "the current stream is the per-thread default stream, and a worker thread cannot wait for it, because "
+                "there it means another stream: submit inside `with cupy.cuda.Stream(non_blocking=True):`"
             )
         if reference.pointer != LEGACY_STREAM and driver.capture_id(reference.pointer):
             raise CaptureError(
-                "the current stream is being captured, and a worker thread's work would not be a part of the capture: use "
-                "ParallelStates.fork, whose branches are"
+                "the current stream is being captured, and the work of a worker thread would not be part of the capture: "
+                "use ParallelStates.fork, whose branches are part of it"
             )
         device = pool.device(reference.device)
         events = self._events.get(device)
@@ -303,8 +303,8 @@ class ParallelStateExecutor(Executor):
         pointer = stream.ptr
         if slot is None and pointer != LEGACY_STREAM and driver.capture_id(pointer):
             raise CaptureError(
-                "every side stream is in use, and the stream that the task was submitted from is being captured by now: ask for "
-                "results before a capture begins, or use fewer workers and states"
+                "every side stream is in use, and the stream that submitted the task is being captured: ask for results "
+                "before a capture begins, or use fewer workers and states"
             )
         task.begin(pointer)
         if task.torch is not None:

@@ -39,8 +39,11 @@ T = TypeVar("T")
 
 _ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
 
-_NOT_ENTERED, _LEFT = None, False
-"""Values of `_thread` for a fork that is not open."""
+_NOT_ENTERED, _LEFT, _DEFERRED = None, False, 0
+"""Values of `_thread` for a fork that is not open.
+
+The last value is for a fork whose join failed and was deferred.
+"""
 
 
 class Fork:
@@ -53,6 +56,7 @@ class Fork:
         "_count",
         "_driver",
         "_inherited",
+        "_join",
         "_leases",
         "_once",
         "_ordered",
@@ -63,6 +67,9 @@ class Fork:
         "_stream",
         "_thread",
     )
+
+    # The walk of arguments leaves such objects out.
+    __handlepool_keeps_calls__ = True
 
     _leases: Leases
 
@@ -75,7 +82,7 @@ class Fork:
         # This tells whether the fork is for one map, which no work comes after.
         self._once = once
         # The token of the thread that entered it, `_NOT_ENTERED` or `_LEFT`.
-        self._thread: ThreadToken | bool | None = _NOT_ENTERED
+        self._thread: ThreadToken | int | None = _NOT_ENTERED
 
     def __enter__(self) -> "Fork":
         if self._thread is not _NOT_ENTERED:
@@ -101,6 +108,7 @@ class Fork:
         self._inherited = outer is not None
         leases = Leases if self._ordered else UnorderedLeases
         self._leases = leases(pool, self._count, stream, ordinal, sides, outer)
+        self._join: Join | None = None
         self._thread = thread.token
         return self
 
@@ -109,26 +117,27 @@ class Fork:
 
         The side stream is the current stream of the branch.
 
-        In the body of the fork plain CuPy or torch code reads what branches made behind `wait` alone. Graph functions, operations
-        and programs wait on their own there.
+        In the body of the fork, call `wait` before plain CuPy or torch code reads the arrays of a branch. Graph functions,
+        operations and programs wait on their own there.
 
-        The branch starts after everything that the caller's stream has been given by now, after the branches whose outputs it
-        reads, and after those that read or write what it overwrites. Memory decides, so views count. A plain function reads the
-        arrays in its arguments, defaults and closure, and in the attributes of objects among these, ``self`` too, two attributes
-        deep. Globals, deeper attributes and raw pointers are not seen. `handlepool.operation` declares writes in place. Those of
-        another function are measured at its first call, which is ordered as if it wrote all that it was given.
+        The branch starts after three kinds of work: all work that the caller's stream has received by now, the branches whose
+        outputs this branch reads, and the branches that use memory which this branch overwrites. Memory decides, so views count.
+        A plain function counts as reading the arrays in its arguments, its defaults and its closure, and in the attributes of
+        objects among these, two attributes deep. ``self`` is such an object. Globals, deeper attributes and raw pointers are not
+        detected. `handlepool.operation` declares writes in place. The first call of any other function is ordered as if it wrote
+        every array that it was given, and its real writes are measured.
 
-        A branch that follows the last one of a state runs there. The others take the states in turn, and two on one state run one
-        after the other. Where every side slot of the device is out, the branch runs on the caller's stream, with the same result.
-        A branch may use another stream of its own choice. It then orders that stream itself, before and after, and memory is that
-        stream's, as outside of branches.
+        A branch that follows the last branch of a state runs on that state. All other branches take the states in turn. Two
+        branches on the same state run one after the other. If no side slot of the device is free, the branch runs on the caller's
+        stream, with the same result. A branch may use another stream. It has to order that stream before and after, and its
+        memory belongs to that stream, as outside of branches.
 
         Parameters
         ----------
         function : callable
-            A graph function or `handlepool.conv2d`, of which no Python runs in the branch; or any other.
+            Any callable. No Python runs in the branch of a graph function or of an operation such as `handlepool.conv2d`.
         *args, **kwargs
-            For the function. They are kept alive to the join.
+            Passed to the function, and kept alive until the join.
 
         Returns
         -------
@@ -138,11 +147,11 @@ class Fork:
         Raises
         ------
         ArgumentError
-            For a function that returns a generator or a coroutine, of which nothing has run.
+            For a function that returns a generator or a coroutine, because none of its code has run.
         OwnershipError
-            In another thread than the fork's; and inside a branch: open another fork there.
+            In any thread but the fork's, and inside a branch. Open another fork there.
         PoolClosedError
-            After the fork was left, or the pool closed.
+            After the fork was left, or after the pool was closed.
         """
         pool = self._pool
         if self._thread is not thread.token or self._status.unusable or self._inherited:
@@ -244,16 +253,15 @@ class Fork:
     def wait(self, *arrays: Any) -> Any:
         """Let the caller's stream wait for the branches that wrote arrays.
 
-        Plain CuPy or torch code in the body of the fork reads arrays that branches made only behind this. To overwrite what
-        branches may still read, call a `handlepool.operation` there: this does not wait for readers. Graph functions, operations,
-        programs and `ParallelStateExecutor.submit` wait on their own.
+        Plain CuPy or torch code in the body of the fork needs this call before it reads the arrays of a branch. The call does not
+        wait for readers. To overwrite arrays that branches may still read, call a `handlepool.operation` there. Graph functions,
+        operations, programs and `ParallelStateExecutor.submit` wait on their own.
 
         Parameters
         ----------
         *arrays : array
             Arrays of any library, or values that lead to arrays as an argument of `run` does. A program stands for its outputs.
-            An
-            array that no branch wrote costs nothing.
+            An array that no branch wrote costs nothing.
 
         Returns
         -------
@@ -265,7 +273,7 @@ class Fork:
         OwnershipError
             In another thread than the fork's, and inside a branch.
         PoolClosedError
-            After the fork was left, or the pool closed.
+            After the fork was left, or after the pool was closed.
 
         Examples
         --------
@@ -298,22 +306,22 @@ class Fork:
 
         The results come in order.
 
-        It does what as many calls of `run` do, with two differences for a graph function over lists, tuples and ranges. The
-        branches start together, after what the caller's stream has been given by the time of the call. And small outputs that
-        the function allocates may share a block of memory, as in `ParallelStates.map`.
+        The call equals as many calls of `run`, with two differences for a graph function over lists, tuples and ranges. The
+        branches start together, after the work that the caller's stream had received at the call. Small outputs that the function
+        allocates may share a block of memory, as in `ParallelStates.map`.
 
         Parameters
         ----------
         function : callable
         *iterables : iterable
-            Of its positional arguments, one entry of each for a call. They are equally long, but for `itertools.repeat`, `count`
-            and `cycle`, which give as many entries as there are calls. A generator alone is read while branches are run; beside
-            other iterables or ``out``, it is read to its end before the first call.
+            The positional arguments. Each call takes an entry of each iterable. All iterables are equally long, except
+            `itertools.repeat`, `count` and `cycle`, which give an entry for every call. A single generator is read while
+            branches run. Beside other iterables or ``out``, a generator is read to its end before the first call.
         out : iterable of array, optional
             The ``out`` that each call writes to.
         **kwargs
-            For the function, the same in every call, as ``padding=1``. `map` keeps the name ``out`` alone: bind one ``out`` for
-            all calls with `functools.partial`.
+            Keywords for every call, as ``padding=1``. `map` takes the name ``out`` for itself. To give all calls the same
+            ``out``, bind it with `functools.partial`.
 
         Returns
         -------
@@ -433,7 +441,7 @@ class Fork:
         status, leases = self._status, self._leases
         try:
             self._thread = _LEFT
-            join = Join(self._pool, leases, self._stream, self._ordinal)
+            join = self._join = Join(self._pool, leases, self._stream, self._ordinal)
             if error is not None:
                 status.lost(error, ask=False)
             if status.unusable and join.given_up():
@@ -452,9 +460,10 @@ class Fork:
                 leases.order.recover()
             # The fork did not reach its join, or the end of its join.
             if leases.slots or leases.order is not None:
-                join = Join(self._pool, leases, self._stream, self._ordinal)
+                join = self._join = self._join or Join(self._pool, leases, self._stream, self._ordinal)
                 join.fail()
                 defer(join.settle)
+                self._thread = _DEFERRED
             raise
         if error is None:
             if self._inherited:
@@ -466,8 +475,9 @@ class Fork:
         # The fork was not left: its thread ended inside, or an interrupt came during its exit.
         try:
             leases = self._leases
-            if self._thread or leases.slots or leases.order is not None:
-                _defer(_join(self._pool, leases, self._stream, self._ordinal).settle)
+            # After an interrupt behind the exit's `defer` this is a second step of the same join.
+            if self._thread is not _DEFERRED and (self._thread or leases.slots or leases.order is not None):
+                _defer((self._join or _join(self._pool, leases, self._stream, self._ordinal)).settle)
         # The fork was not entered, or an interrupt came meanwhile.
         except AttributeError:
             pass
@@ -520,7 +530,7 @@ def _equally_long(sources: tuple[Iterable[Any], ...], given: bool) -> tuple[Iter
     if len(set(lengths)) > 1:
         listed = ", ".join(map(str, lengths[: len(lengths) - given])) + (f", and out= {lengths[-1]}" if given else "")
         raise ArgumentError(
-            f"map() makes one call for each entry of its iterables, and they have {listed} entries: give equally many. "
-            f"No call was made"
+            f"map() makes a call for each entry, and its iterables have {listed} entries: pass iterables of equal "
+            "length. No call was made"
         )
     return tuple(cut)

@@ -123,8 +123,8 @@ class Task:
         try:
             if pointer != LEGACY_STREAM and driver.capture_id(pointer):
                 raise CaptureError(
-                    f"stream {pointer:#x}, which a task ran on, began to be captured meanwhile: nothing can wait for the task's "
-                    f"end. Begin a capture before tasks are submitted, or after their results"
+                    f"stream {pointer:#x} ran a task, and a capture began on it before the task's end, so no stream can wait "
+                    "for the task. Begin a capture before tasks are submitted, or after their results"
                 )
             end = self._events.acquire()
             try:
@@ -306,7 +306,7 @@ class StreamFuture(Future[T], Generic[T]):
             self._join()
         # The function's own error matters more, so the join's error becomes a note.
         except Exception as trouble:
-            error.add_note(f"Nothing waits for what the task launched, since the join failed, too: {trouble}")
+            error.add_note(f"No stream waits for the work of the task, because the join failed as well: {trouble}")
         try:
             raise error
         finally:

@@ -4,12 +4,14 @@ The join then releases the fork's leases and the kept memory.
 """
 
 import gc
+from collections import deque
 from typing import Any
 
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import CaptureError
 from handlepool.order.stream_order import order as order_streams
 from handlepool.pool.context import on_device, thread
+from handlepool.pool.deferred import run_some
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import unbind
 from handlepool.regions.leases import Leases
@@ -22,7 +24,7 @@ class Join:
     Where the fork was lost, any thread that settles makes the join.
     """
 
-    __slots__ = ("_device", "_driver", "_leases", "_pointer", "_pool", "_sides", "_status", "_stream")
+    __slots__ = ("_claim", "_device", "_driver", "_leases", "_pointer", "_pool", "_sides", "_status", "_stream")
 
     def __init__(self, pool: PoolInternals, leases: Leases, stream: Any, device: int) -> None:
         self._pool = pool
@@ -33,6 +35,9 @@ class Join:
         self._pointer: int = stream.ptr
         self._device = device
         self._sides = leases.sides
+        # The thread that settles takes the one entry. Otherwise two threads would release a slot twice where an interrupt led to
+        # two deferred steps of one join (guarantee 1).
+        self._claim = deque((leases,))
 
     @property
     def pool(self) -> PoolInternals:
@@ -134,8 +139,8 @@ class Join:
             try:
                 if captured and not driver.capture_id(slot.pointer):
                     raise CaptureError(
-                        f"stream {self._pointer:#x} began to be captured inside a fork, after a branch was run: the capture "
-                        f"cannot wait for the branch. Begin it before the fork, or after"
+                        f"a capture of stream {self._pointer:#x} began inside a fork, after a branch had run, and the capture "
+                        "cannot wait for that branch. Begin it before the fork, or after"
                     )
                 if not captured and slot.pointer in branch_regions and driver.is_capturing(slot.pointer):
                     raise _left_capturing(slot.pointer)
@@ -185,7 +190,10 @@ class Join:
 
     def settle(self) -> bool:
         """Join a fork that was not left; any thread may call it."""
-        leases = self._leases
+        run_some(self._claim, self._settle, 1)
+        return not self._claim
+
+    def _settle(self, leases: Leases) -> bool:
         if leases.order is not None and leases.order.busy and not leases.order.closed:
             # A finalizer or another thread found the books in the middle of a change.
             return False
@@ -222,6 +230,6 @@ def _left_capturing(pointer: int) -> CaptureError:
     The join would draw the caller's stream into that capture.
     """
     return CaptureError(
-        f"a branch began to capture its stream {pointer:#x} and did not end that: nothing can wait for the branch. End a "
-        f"capture where it was begun, also where something raises in between"
+        f"a branch began to capture its stream {pointer:#x} and did not end the capture, so no stream can wait "
+        "for the branch. End a capture in the branch that began it, also after an error"
     )

@@ -197,8 +197,8 @@ class Leases:
         order = self.order or open_order(self._driver, self._device)
         if order is not None and order.running is not self.within:
             raise OwnershipError(
-                f"{what} was called inside a branch: it is for the body of the fork. Inside a branch open another one, with "
-                f"states.fork() as inner"
+                f"{what} was called inside a branch, but it belongs into the body of the fork. Inside a branch open "
+                "another fork, with states.fork() as inner"
             )
         if recordings and thread.recording is not None and what != "fork.wait":
             thread.recording.check("a fork", self._pointer, self._driver, self.mark)
@@ -400,8 +400,8 @@ class Leases:
         """Refuse a fork in a branch whose own fork has ended."""
         if self.inherited and self.own_region().ended:
             raise OwnershipError(
-                "this fork was entered inside a branch, and the fork of that branch was left before it: nobody waits for its "
-                "branches. Leave a fork where it was entered; a generator that holds one open must be finished there"
+                "this fork was entered inside a branch, and the branch's own fork was left first, so no stream waits for "
+                "these branches. Leave a fork where it was entered, and finish a generator that holds a fork open there"
             )
 
     # Books

@@ -34,10 +34,10 @@ class ParallelStates:
     Parameters
     ----------
     count : int
-        1 to 32. What a fork gets at most; the states are the pool's, leased for each fork, so any number of threads and forks
-        may use one `ParallelStates` at a time.
+        The most side streams that a fork leases, 1 to 32. The pool owns them and leases them to each fork. So any number of
+        threads and forks may use a `ParallelStates` at the same time.
     pool : HandlePool, optional
-        The default pool where none is given.
+        The pool that lends the streams; the default pool if omitted.
 
     Examples
     --------
@@ -50,7 +50,10 @@ class ParallelStates:
     def __init__(self, count: int, *, pool: HandlePool | None = None) -> None:
         self.count = as_integer(count, 0)
         if not 1 <= self.count <= MOST_SIDE_SLOTS:
-            raise ArgumentError(f"ParallelStates({shown(count)}): 1 to {MOST_SIDE_SLOTS} states, as many as the GPU has queues")
+            raise ArgumentError(
+                f"ParallelStates({shown(count)}): the number of states must be 1 to {MOST_SIDE_SLOTS}, because a GPU has "
+                "as many queues"
+            )
         if pool is None:
             pool = default_pool()
         check_pool("ParallelStates", pool)
@@ -69,16 +72,15 @@ class ParallelStates:
         Parameters
         ----------
         stream : stream, optional
-            The caller's stream, as in `HandlePool.get_handle`; CuPy's current stream where none is given.
+            The caller's stream, as in `HandlePool.get_handle`; CuPy's current stream if omitted.
         ordered : bool
-            Whether branches wait for each other by what they read and write, as `Fork.run` says. Without it nothing stands
-            between two branches. It is for branches that share nothing which one of them writes, and half a microsecond to three
-            quicker for each that goes to a state.
+            Whether the reads and writes of branches decide their order, as `Fork.run` says. With False, branches have no order.
+            False is right only if no branch writes memory that another branch uses. It saves 0.5 to 3 microseconds a branch.
 
         Returns
         -------
         Fork
-            To be entered once, by the thread that runs its branches.
+            The thread that runs its branches enters it once.
         """
         if type(ordered) is not bool:
             ordered = flag("ordered", ordered)
@@ -95,14 +97,14 @@ class ParallelStates:
         ----------
         function : callable
         *iterables : iterable
-            Of its positional arguments, one entry of each for a call. They are equally long, but for `itertools.repeat`, `count`
-            and `cycle`, which give as many entries as there are calls. A generator alone is read while branches are run; beside
-            other iterables or ``out``, it is read to its end before the first call.
+            The positional arguments. Each call takes an entry of each iterable. All iterables are equally long, except
+            `itertools.repeat`, `count` and `cycle`, which give an entry for every call. A single generator is read while
+            branches run. Beside other iterables or ``out``, a generator is read to its end before the first call.
         out : iterable of array, optional
             The ``out`` that each call writes to.
         **kwargs
-            For the function, the same in every call, as ``padding=1``. `map` keeps the name ``out`` alone: bind one ``out`` for
-            all calls with `functools.partial`.
+            Keywords for every call, as ``padding=1``. `map` takes the name ``out`` for itself. To give all calls the same
+            ``out``, bind it with `functools.partial`.
 
         Returns
         -------
@@ -116,8 +118,8 @@ class ParallelStates:
 
         Notes
         -----
-        Outputs that a graph function allocates may share a block of memory, where together they take 1 MiB at most. The block is
-        free when none of them is left.
+        Outputs that a graph function allocates may share a block of memory if together they take 1 MiB at most. The block is
+        released when its last output is.
         """
         with Fork(self.pool.internals, self.count, once=True) as fork:
             return fork.map(function, *iterables, out=out, **kwargs)
@@ -127,17 +129,18 @@ class ParallelStates:
 
         The call is forked and joined at once.
 
-        This is the form of Caffe2's ``with_cudnn_state``. Calls with one index exclude each other, also between threads. Calls of
-        one thread never overlap on the GPU, since each joins at once; use `fork` for that.
+        This is the form of Caffe2's ``with_cudnn_state``. Calls with the same index exclude each other, also between threads. The
+        calls of a thread never overlap on the GPU, because each call joins at once. Use `fork` for overlap.
 
         Parameters
         ----------
         index : int
             0 to ``count - 1``.
         function : callable
-            Gets the state first: it has ``handle``, ``stream``, ``device`` and ``workspace(nbytes)``, until the function returns.
+            Its first argument is the state, with ``handle``, ``stream``, ``device`` and ``workspace(nbytes)``. The state is valid
+            until the function returns.
         *args, **kwargs
-            For the function, after the state.
+            Passed to the function after the state.
 
         Returns
         -------
@@ -147,21 +150,21 @@ class ParallelStates:
         Raises
         ------
         OwnershipError
-            By a state that was kept and is used after its call.
+            For a state that is used after its call.
         StateIndexError
             For an index out of range.
         StateBusyError
-            When the state is busy and this thread holds a state already, since waiting then could deadlock.
+            If the state is busy and this thread holds a state already, because a wait could deadlock.
         """
         number = as_integer(index, -1)
         if not 0 <= number < self.count:
             raise StateIndexError(f"state {shown(index)} of {self.count}: the index must be 0 to {self.count - 1}")
         self.pool.internals.status.check()
-        # A lock that a thread of the parent had stays locked in a forked child, which has locks of its own.
+        # A lock that another thread held at an `os.fork` stays locked in the child. So the locks are kept by process.
         lock = self._locks.setdefault((process(), self.pool.driver.current_device(), number), threading.Lock())
-        # Guarantee 15: the one lock that is held while user code runs. A thread that holds a state never waits for another. It is
-        # counted before the lock is taken and until after it is released, so that a finaliser that the collector runs just then
-        # does not wait for its own thread.
+        # Guarantee 15: only this lock is held while user code runs, so a thread that holds a state never waits for another state.
+        # The state counts as held from before the lock is taken until after its release. So a finalizer that the collector runs
+        # in between does not wait for its own thread.
         held = thread.states_held
         thread.states_held = held + 1
         try:
@@ -172,8 +175,8 @@ class ParallelStates:
                     return self._joined_at_once(function, args, kwargs)
             if not lock.acquire(blocking=False):
                 raise StateBusyError(
-                    f"state {number} is busy and this thread holds a state already: waiting could deadlock. Use fork() inside, "
-                    f"which leases states that are free"
+                    f"state {number} is busy and this thread holds a state already, so waiting could deadlock. Use fork() "
+                    "inside, which leases free states"
                 )
             try:
                 return self._joined_at_once(function, args, kwargs)
@@ -221,8 +224,8 @@ class State:
     def _mine(self) -> Slot:
         if not self._slots:
             raise OwnershipError(
-                "the call that this state was for has ended, and its handle, stream and scratch may be another branch's by now: "
-                "use a state inside its call alone"
+                "the call of this state has ended, and another branch may have its handle, stream and scratch: use a "
+                "state only inside its call"
             )
         return self._slots[0]
 
@@ -247,7 +250,7 @@ class State:
         Raises
         ------
         OwnershipError
-            After the call that the state was for.
+            After the state's call has ended.
         ArgumentError, OutOfMemoryError
             As in `HandlePool.get_workspace`.
         """
@@ -255,7 +258,7 @@ class State:
 
     def __reduce__(self) -> Any:
         """Refuse to be copied; a copy would outlive the call."""
-        raise TypeError("a state is its call's alone and cannot be copied or pickled; ask for another with with_state()")
+        raise TypeError("a state belongs to its call and cannot be copied or pickled; get another state with with_state()")
 
     def __repr__(self) -> str:
         return f"<State {f'of {self._slots[0]!r}' if self._slots else 'whose call has ended'}>"

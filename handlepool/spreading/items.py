@@ -47,15 +47,14 @@ def check_copied(place: str, value: object, driver: Driver, *, inside: bool) -> 
             raise ArrayTypeError(f"{place} holds {shown(leaf)}, whose mask is not copied to devices: pass its data and its mask")
         if isinstance(leaf, np.ndarray) and type(leaf) not in (np.ndarray, np.memmap, *driver.array_types):
             raise ArrayTypeError(
-                f"{place} holds {shown(leaf)}, of which its elements alone would be copied to devices: pass numpy.asarray(...)"
+                f"{place} holds {shown(leaf)}, and only its elements would be copied to devices: pass numpy.asarray(...)"
             )
         if isinstance(leaf, (np.ndarray, *driver.array_types, *PLAIN)):
             continue
         if is_foreign(leaf):
             converter = "cupy.from_dlpack" if driver.name == "cuda" else ASARRAY
             raise ArrayTypeError(
-                f"{place} holds {shown(leaf)}, which is not copied to devices: pass what {converter} makes of it, or an array of "
-                f"NumPy's"
+                f"{place} holds {shown(leaf)}, which is not copied to devices: convert it with {converter}, or pass a NumPy array"
             )
         for array in leaves(leaf, attributes(leaf), calls=True) if inside else ():
             if isinstance(array, driver.array_types) and not isinstance(array, np.ndarray):

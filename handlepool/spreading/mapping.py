@@ -141,11 +141,11 @@ def spread(
         raise ArgumentError(f"spread({shown(function)}): pass a function of an item")
     if isinstance(function, Program):
         raise ArgumentError(
-            f"spread({function!r}): a program has its memory on one device. Pass the function that it was recorded from, which "
-            f"is recorded for each device; what it was recorded with beside the item belongs in shared="
+            f"spread({function!r}): a program has its memory on one device. Pass the function that it was recorded "
+            "from, which spread records for each device, and pass its fixed arguments in shared="
         )
     if not isinstance(items, Iterable):
-        raise ArgumentError(f"spread({name}): items={shown(items)}; pass what can be iterated over, as a list or a generator")
+        raise ArgumentError(f"spread({name}): items={shown(items)}; pass an iterable, as a list or a generator")
     if holds_values(shared) or not isinstance(shared, (list, tuple)):
         raise ArgumentError(f"spread({name}): shared={shown(shared)}; pass a tuple of arguments, (weights,) for one")
     if lanes is not None and not 1 <= as_integer(lanes, 0) <= MOST_SIDE_SLOTS:
@@ -208,8 +208,8 @@ def _check_closure(driver: Driver, name: str, function: object, devices: Sequenc
         if wrong is not None:
             called = f"{names[id(value)]}, {shown(value)}," if id(value) in names else shown(value)
             raise DeviceMismatchError(
-                f"spread({name}): its closure holds {called} on device {where}, and it would run on device {wrong}, too: pass "
-                f"the array in shared=, which is copied to each device, and take it as an argument after the item"
+                f"spread({name}): its closure holds {called} on device {where}, but it also runs on device {wrong}: pass "
+                "the array in shared=, which is copied to each device, and take it as an argument after the item"
             )
 
 
@@ -329,7 +329,8 @@ class Spread(Iterator[Any]):
             # the `finally`.
             if not turn.acquire(blocking=False) or self._taking:
                 raise OwnershipError(
-                    f"spread({self._name}): a result is being taken by another thread, or by what called this: one at a time"
+                    f"spread({self._name}): another thread, or an outer call of this thread, is taking a result: take results "
+                    "one at a time"
                 )
             try:
                 self._taking = True
@@ -362,9 +363,9 @@ class Spread(Iterator[Any]):
         except BaseException as error:
             defer(partial(_settle, workers, self._status))
             if failure is None or not isinstance(error, Exception):
-                error.add_note(f"spread({self._name}): raised while it gave back what it had")
+                error.add_note(f"spread({self._name}): raised while it released its resources")
                 raise
-            failure.add_note(f"spread({self._name}): giving back what it had failed: {type(error).__name__}: {error}")
+            failure.add_note(f"spread({self._name}): the release of its resources failed: {type(error).__name__}: {error}")
         finally:
             # Dropping a generator ends it, and closes the resources that it has open.
             self._items = iter(())
@@ -488,7 +489,7 @@ class Spread(Iterator[Any]):
 
     def __reduce__(self) -> Any:
         """Refuse to be copied: two copies would end the same programs."""
-        raise TypeError(f"spread({self._name}) owns streams and programs and cannot be copied or pickled")
+        raise TypeError(f"spread({self._name}) owns streams and programs and cannot be copied or pickled; call spread again")
 
     def __repr__(self) -> str:
         state = "ended" if self._workers is None else f"{len(self._flights)} in flight"

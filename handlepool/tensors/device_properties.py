@@ -90,19 +90,24 @@ class DeviceProperties:
         try:
             found = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ArgumentError(f"properties of a device are JSON, not {shown(text)} ({error})") from None
+            raise ArgumentError(
+                f"properties of a device must be JSON, not {shown(text)} ({error}); describe the device by DeviceProperties.of"
+            ) from None
         if not isinstance(found, dict):
-            raise ArgumentError(f"properties of a device are a JSON object, not {shown(found)}")
+            raise ArgumentError(
+                f"properties of a device must be a JSON object, not {shown(found)}; describe the device by DeviceProperties.of"
+            )
         if VERSION not in found:
             raise ArgumentError(
-                f"properties of a device have no {VERSION!r}, the version of the cuDNN that wrote them, as 91900 for 9.19.0; "
-                f"describe the device again by DeviceProperties.of"
+                f"properties of a device lack {VERSION!r}, the version of the cuDNN that wrote them, as 91900 for 9.19.0; "
+                "describe the device again by DeviceProperties.of"
             )
         missing = [key for key in KEYS if key not in found]
         if missing:
             raise ArgumentError(
-                f"properties of a device have no {', '.join(map(repr, missing))}, which cuDNN asks for; describe the device again"
+                f"properties of a device lack {', '.join(map(repr, missing))}, which cuDNN needs; describe the device again"
             )
+        # Only these two keys are computed with here. cuDNN checks the others itself.
         for key in (VERSION, "deviceVer"):
             if type(found[key]) is not int:
                 raise ArgumentError(f"properties of a device have {found[key]!r} as {key!r}; it must be an integer")
@@ -162,11 +167,15 @@ class DeviceProperties:
             try:
                 version = cudnn.backend_version()
             except RuntimeError as absent:
-                raise DriverNotAvailableError(f"plans are made by libcudnn, which was not found ({absent})") from error
+                raise DriverNotAvailableError(
+                    f"libcudnn makes plans, and was not found ({absent}); install nvidia-cudnn-cu12 or nvidia-cudnn-cu13"
+                ) from error
+            # The frontend has no type for this error, and its status is in the text alone.
             if "SUBLIBRARY_LOADING_FAILED" in str(error):
                 raise DriverNotAvailableError(
-                    f"cuDNN {version} loads CUDA's driver library to plan, and found no libcuda.so.1: the CUDA toolkit has one "
-                    f"without a driver, lib64/stubs/libcuda.so, to be found under that name by LD_LIBRARY_PATH ({error})"
+                    f"cuDNN {version} loads CUDA's driver library to plan, and found no libcuda.so.1. The CUDA toolkit has "
+                    "one without a driver, lib64/stubs/libcuda.so: make it available under that name by LD_LIBRARY_PATH "
+                    f"({error})"
                 ) from error
             missing = ", ".join(repr(key) for key in LATER if key not in self._values)
             what = f"without {missing}" if missing else f"({error})"

@@ -64,7 +64,9 @@ def device_of(array: Any) -> int:
     if kind in _HOST_MEMORY:
         return HOST
     if kind not in _GPU_MEMORY:
-        raise ArrayTypeError(f"an array on a device of DLPack's type {kind}, which is neither the host nor a CUDA device")
+        raise ArrayTypeError(
+            f"an array on a device of DLPack's type {kind}, and only the host and CUDA devices are supported; copy it there"
+        )
     return int(ordinal)
 
 
@@ -88,6 +90,7 @@ def from_dlpack(array: Any, stream: int) -> View:
     asked: dict[str, Any] = {"stream": None if device == HOST else stream or 1}
     try:
         try:
+            # Only the versioned form says whether the array is read-only.
             capsule = array.__dlpack__(max_version=(1, 0), **asked)
         except TypeError:
             # The library is older than DLPack 1.
@@ -102,8 +105,11 @@ def from_dlpack(array: Any, stream: int) -> View:
         tensor = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
     dtype = _dtype(tensor.code, tensor.bits, tensor.lanes)
     shape = tuple(tensor.shape[: tensor.ndim])
+    # DLPack allows a null pointer for the strides of a contiguous array.
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else dense_strides(shape)
+    # `ctypes` gives None for a null pointer, which an empty array may have.
     pointer = (tensor.data or 0) + tensor.byte_offset
+    # The capsule is never consumed. Its end calls the deleter, so the view keeps it, and the array that made it.
     return View(pointer, shape, tuple([step * dtype.itemsize for step in strides]), dtype, device, readonly, (capsule, array))
 
 
@@ -112,7 +118,9 @@ def _dtype(code: int, bits: int, lanes: int) -> np.dtype[Any]:
     if name is None and code in _KINDS:
         name = "bool" if code == 6 else f"{_KINDS[code]}{bits}"
     if name is None or lanes != 1:
-        raise ArrayTypeError(f"an array of DLPack's type code {code} with {bits} bits and {lanes} lanes, which cuDNN has not")
+        raise ArrayTypeError(
+            f"an array of DLPack's type code {code} with {bits} bits and {lanes} lanes, and cuDNN has no such type; convert it"
+        )
     return as_dtype(name)
 
 
@@ -132,10 +140,10 @@ def from_cuda_array(array: Any) -> tuple[View, int | None]:
     """
     described = array.__cuda_array_interface__
     if described.get("mask") is not None:
-        raise ArrayTypeError(f"a {kind_of(array)} with a mask; cuDNN knows no masks")
+        raise ArrayTypeError(f"a {kind_of(array)} with a mask, and cuDNN has no masks; pass its data")
     typestr = str(described["typestr"])
     if typestr.startswith(">"):
-        raise ArrayTypeError(f"a {kind_of(array)} of type {typestr!r}, whose bytes are in another order than the GPU's")
+        raise ArrayTypeError(f"a {kind_of(array)} of type {typestr!r}, whose byte order differs from the GPU's; convert it")
     dtype = as_dtype(typestr)
     shape = tuple(described["shape"])
     strides = described.get("strides")
@@ -143,6 +151,10 @@ def from_cuda_array(array: Any) -> tuple[View, int | None]:
     pointer, readonly = described["data"]
     stream = described.get("stream")
     if stream == 0:
-        raise ArgumentError(f"a {kind_of(array)} names stream 0, which the CUDA array interface forbids as ambiguous; 1 is meant")
+        raise ArgumentError(
+            f"a {kind_of(array)} names stream 0, which the CUDA array interface forbids as ambiguous; use 1 for the "
+            "legacy default stream"
+        )
     view = View(int(pointer), shape, strides, dtype, UNKNOWN, bool(readonly), array)
+    # 1 is the legacy default stream in the interface, and 0 is that stream here.
     return view, None if stream is None else 0 if stream == 1 else int(stream)

@@ -72,6 +72,7 @@ def _numpy_dtype(kind: str) -> np.dtype[Any]:
         raise ArrayTypeError(f"NumPy has no type for cuDNN's {kind}")
     try:
         return np.dtype(name)
+    # NumPy has no such type of its own. ml_dtypes registers one when it is imported.
     except TypeError:
         try:
             import ml_dtypes

@@ -119,7 +119,7 @@ class Convolution:
         )
 
     def transposes(self, size: Sequence[int], taps: Sequence[int], image: Sequence[int]) -> bool:
-        """Whether a transposed convolution can produce the image's spatial extents.
+        """Return whether a transposed convolution can produce the image's spatial extents.
 
         The loss has the extents ``size``.
 
@@ -131,7 +131,7 @@ class Convolution:
 
 
 def conv_fprop(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Image (N, C, …) and weight (K, C / groups, …)."""
+    """Infer the result of image (N, C, …) and weight (K, C / groups, …)."""
     return _convolved(node, *_operands(node, inputs, "image", "weight"))
 
 
@@ -276,8 +276,8 @@ def concatenate(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape
     axis = concatenation_axis(node, len(shapes[0]) if shapes else 0)
     if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) > 1:
         raise ArgumentError(
-            f"{title(node)}: its inputs {', '.join(map(str, shapes))} do not lie one behind the other along axis {axis}; "
-            f"give inputs whose other extents are equal"
+            f"{title(node)}: its inputs {', '.join(map(str, shapes))} cannot be joined along axis {axis}; give inputs "
+            "whose other extents are equal"
         )
     if node.params.get("in_place_index") is not None:
         _index(node, "in_place_index", len(shapes), "inputs")
@@ -296,7 +296,7 @@ def _index(node: FrontendNode, name: str, count: int, of: str) -> int:
     value = node.params.get(name)
     index = as_integer(value, -1)
     if not 0 <= index < count:
-        raise ArgumentError(f"{title(node)}: {name}={shown(value)} is none of its {count} {of}, counted from 0")
+        raise ArgumentError(f"{title(node)}: {name}={shown(value)} is none of its {count} {of}; count them from 0")
     return index
 
 
@@ -359,6 +359,7 @@ def _convolved(node: FrontendNode, image: Shape, weight: Shape) -> Shape:
             f"{what()}: the image's {image[1]} channels are no multiple of the weight's {weight[1]}; "
             "axis 1 of a weight holds the channels of one group"
         )
+    # An image without channels has no group to divide by.
     groups = image[1] // weight[1] if image[1] else 1
     if weight[0] % groups:
         raise ArgumentError(
@@ -369,23 +370,24 @@ def _convolved(node: FrontendNode, image: Shape, weight: Shape) -> Shape:
     padded = [sum(sides) for sides in zip(image[2:], geometry.before, geometry.after, strict=True)]
     if (elements := math.prod((*image[:2], *padded))) > MOST_ELEMENTS:
         raise ArgumentError(
-            f"{what()}: the image has {elements:,} elements with a padding of {geometry.before} before and {geometry.after} "
-            f"after, and cuDNN's tensors have at most {MOST_ELEMENTS:,}; pad less, or split the image"
+            f"{what()}: the image has {elements:,} elements with a padding of {geometry.before} before and "
+            f"{geometry.after} after, and cuDNN's tensors have at most {MOST_ELEMENTS:,}; pad less, or split the image"
         )
     spatial = geometry.forward(image[2:], weight[2:])
     if min(spatial) < 1:
         raise ArgumentError(
-            f"{what()}: nothing comes out, because the filter covers {geometry.extent(weight[2:])} of an image padded by "
-            f"{geometry.before} and {geometry.after}; pad more, or take a smaller filter or dilation"
+            f"{what()}: the result is empty, because the filter covers {geometry.extent(weight[2:])} of an image "
+            f"padded by {geometry.before} and {geometry.after}; pad more, or take a smaller filter or dilation"
         )
     return (image[0], weight[0], *spatial)
 
 
 def _yields(node: FrontendNode, image: Shape, weight: Shape, loss: Shape, transposed: Convolution | None = None) -> bool:
-    """Whether an image and a weight lead to a loss.
+    """Return whether an image and a weight lead to a loss.
 
     With ``transposed``, whether they may lead to it in a transposed convolution.
     """
+    # The shapes may be declared by the caller, so they are checked before the arithmetic relies on them.
     if not len(image) == len(weight) == len(loss) or min(*image, *weight) < 0:
         return False
     found = _convolved(node, image, weight)
@@ -411,6 +413,7 @@ def axis_order(shape: Sequence[int], strides: Sequence[int]) -> Shape:
         A permutation of the axes, as `dense_strides` takes it.
     """
     rank = len(shape)
+    # An axis of one element, or of stride 0, lies anywhere. Only the other axes tell the order.
     telling = [axis for axis in range(rank) if shape[axis] > 1 and strides[axis] != 0]
     # The sort is stable, so axes of equal strides keep their own order.
     order = sorted(telling, key=strides.__getitem__, reverse=True)
@@ -491,8 +494,8 @@ def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[i
         uid = getattr(tensor, "uid", -1)
         if made.get(uid) is not tensor or tensor is None:
             raise ArgumentError(
-                f"{getattr(tensor, 'name', tensor)!r} is made by no node of this graph, so it cannot be an output; "
-                "return what an operation returned (an input can be passed through g.identity)"
+                f"no node of this graph makes {getattr(tensor, 'name', tensor)!r}, so it cannot be an output; return the "
+                "result of an operation (g.identity passes an input through)"
             )
         if uid in seen:
             raise ArgumentError(f"tensor {tensor.name!r} is named twice among the outputs; name it once")
@@ -502,6 +505,7 @@ def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[i
 
 
 def _make_real(tensor: FrontendTensor, shape: Shape, order: Shape, dtype: object) -> None:
+    # The frontend keeps every other tensor virtual, and writes it nowhere.
     tensor.set_output(True)
     if not tensor.dim_assigned:
         tensor.set_dim(list(shape))
@@ -518,7 +522,9 @@ def _make_real(tensor: FrontendTensor, shape: Shape, order: Shape, dtype: object
 def _input_shape(node: FrontendNode, port: str, tensor: FrontendTensor) -> Shape:
     shape = tuple(tensor.dim)
     if tensor.is_virtual:
-        raise ArgumentError(f"{title(node)}: its {port} {tensor.name!r} is virtual, but no node before it makes it")
+        raise ArgumentError(
+            f"{title(node)}: its {port} {tensor.name!r} is virtual, but no earlier node makes it; add that node first"
+        )
     most = MOST_AXES if node.node_type.name not in MERGED else len(shape)
     if not 1 <= len(shape) <= most or min(shape) < 0 or len(tensor.stride) != len(shape):
         raise ArgumentError(

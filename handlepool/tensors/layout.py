@@ -19,6 +19,7 @@ from handlepool.tensors import frontend
 from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.inference import dense_strides
 
+# A frozen dataclass sets its fields through these two. They are bound once, because each launch makes layouts.
 _new, _set = object.__new__, object.__setattr__
 
 HOST = -1
@@ -138,12 +139,13 @@ def span(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: i
 
 
 def share_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    """Whether two arrays share a byte, or may share a byte.
+    """Return whether two arrays share a byte, or may share a byte.
 
     The answer is True where the proof takes too long.
     """
     try:
         return np.shares_memory(one, other, max_work=_MOST_WORK)
+    # The general question is NP-complete. A wait too many costs overlap, and a missing wait costs a right value.
     except np.exceptions.TooHardError:
         return True
 
@@ -164,6 +166,7 @@ def piece(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: 
 
     An array without elements has an empty piece at its address.
     """
+    # The cache below needs values that can be hashed.
     shape, strides = tuple(shape), tuple(strides)
     start, stop, gaps = _reach(shape, strides, itemsize)
     return address + start, address + stop, (address, shape, strides, itemsize) if gaps else None
@@ -183,7 +186,7 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> t
 
 @lru_cache(maxsize=4096)
 def one_run(shape: tuple[int, ...], strides: tuple[int, ...], others: tuple[int, ...], itemsize: int) -> bool:
-    """Whether two arrays lie alike, each in a single run of bytes.
+    """Return whether two arrays lie alike, each as one run.
 
     The arrays have the same shape. A run begins at an array's address, has no gap and no byte twice.
 
@@ -201,7 +204,7 @@ def one_run(shape: tuple[int, ...], strides: tuple[int, ...], others: tuple[int,
 
 
 def share(one: Piece, other: Piece) -> bool:
-    """Whether two pieces of memory share a byte.
+    """Return whether two pieces of memory share a byte.
 
     NumPy decides from addresses alone, and reads no memory.
     """
@@ -214,7 +217,7 @@ def share(one: Piece, other: Piece) -> bool:
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether two elements of an array share a byte, or may.
+    """Return whether two elements of an array share a byte, or may.
 
     They may where an axis steps into the reach of the axes with smaller strides.
     """
@@ -266,12 +269,12 @@ class Ranges:
                 self._stops.append(stop)
 
     def have(self, piece: Piece) -> bool:
-        """Whether a stretch has all of a piece."""
+        """Return whether a stretch has all of a piece."""
         place = bisect_right(self._starts, piece[0]) - 1
         return place >= 0 and piece[1] <= self._stops[place]
 
     def meet(self, piece: Piece) -> bool:
-        """Whether a stretch and a piece overlap."""
+        """Return whether a stretch and a piece overlap."""
         place = bisect_left(self._starts, piece[1]) - 1
         return piece[0] < piece[1] and place >= 0 and self._stops[place] > piece[0]
 
@@ -322,7 +325,7 @@ class Layout:
         return piece(address, self.shape, self.strides, self.dtype.itemsize)
 
     def lies_as(self, other: "Layout") -> bool:
-        """Whether another layout has the same elements at the same places.
+        """Return whether another layout has the same elements at the same places.
 
         Strides of axes of extent 1 do not count.
         """
@@ -395,7 +398,10 @@ class ArraySpec:
             except TypeError:
                 raise ArgumentError(f"layout={shown(layout)}; it can be 'NCHW', 'NHWC' or the strides in bytes") from None
             if len(self.strides) != len(self.shape):
-                raise ArgumentError(f"{len(self.strides)} strides for the {len(self.shape)} axes of shape {self.shape}")
+                raise ArgumentError(
+                    f"{len(self.strides)} strides for the {len(self.shape)} axes of shape {self.shape}; give one stride for "
+                    "each axis"
+                )
 
     def __repr__(self) -> str:
         return f"ArraySpec({self.shape}, {self.dtype.name!r}, {self.strides})"

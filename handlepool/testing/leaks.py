@@ -23,9 +23,9 @@ ADVICE = {
     ),
     "bytes of the driver's memory that no slot has": (
         "byte of the driver's memory that no slot has",
-        "free what driver.allocate gave",
+        "free the memory of driver.allocate",
     ),
-    "handles that no slot has": ("handle that no slot has", "destroy what driver.create_handle gave"),
+    "handles that no slot has": ("handle that no slot has", "destroy the handles of driver.create_handle"),
 }
 """Map each counted resource to its singular and its remedy."""
 
@@ -46,7 +46,9 @@ def leak_check(pool: HandlePool) -> Iterator[None]:
     """
     before, programs = _held(pool), _programs()
     yield
+    # Objects in cycles release their resources when the collector finds them. A test that dropped them leaks nothing.
     gc.collect()
+    # Released resources wait for the next call that may destroy them. `trim` is such a call.
     pool.trim()
     leaked = [_said(count, what) for what, count in (_held(pool) - before).items()]
     leaked += [f"{program!r} (close it)" for program in _programs() if program not in programs]

@@ -44,6 +44,7 @@ def host_pool(*, seed: int = 0) -> Iterator[HandlePool]:
     with _as_default(driver) as pool:
         yield pool
     assert driver.order is not None
+    # The code under test may catch the error at the access. The test must fail all the same.
     if found := driver.order.found:
         raise AssertionError(f"the code under test swallowed errors of missing order, {len(found)} in all, the first: {found[0]}")
 
@@ -93,6 +94,7 @@ def no_gpu() -> Iterator[None]:
     """
     opened = _opened()
     nobody = _Nobody()
+    # A pool loads its driver by name at its first use. So the name itself has to lead to the refusal.
     former = drivers.replace("cuda", cast(Driver, nobody))
     try:
         with ExitStack() as stack:
@@ -106,7 +108,7 @@ def no_gpu() -> Iterator[None]:
     if nobody.asked:
         raise AssertionError(REFUSAL)
     if more := _opened() - opened:
-        raise AssertionError(f"this test must not touch a GPU, and something has opened {', '.join(sorted(more))}")
+        raise AssertionError(f"this test must not touch a GPU, and some code has opened {', '.join(sorted(more))}")
 
 
 REFUSAL = (
@@ -133,6 +135,7 @@ class _Nobody:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
+        # The code under test may catch the error. The fixture looks at this flag afterwards.
         self.asked = True
         raise AssertionError(REFUSAL)
 

@@ -21,6 +21,8 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "tanh": np.tanh,
     "gelu": lambda y: y * special.ndtr(y),
     "swish": lambda y: y * special.expit(y),
+    "hardsigmoid": lambda y: np.clip(y / 6 + 0.5, 0, 1),
+    "hardswish": lambda y: y * np.clip(y / 6 + 0.5, 0, 1),
 }
 MODES: Mapping[str, Callable[..., Array]] = {
     "cross_correlation": signal.correlate2d,
@@ -64,7 +66,7 @@ def conv2d(
         Added to each channel.
     add : array_like, shape (N, K, P, Q), optional
         Added before the activation.
-    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last; "gelu" with the exact error function.
 
     Returns
@@ -121,7 +123,7 @@ def matmul(a: npt.ArrayLike, b: npt.ArrayLike, *, bias: npt.ArrayLike | None = N
         Its batch axes broadcast with the batch axes of ``a``.
     bias : array_like, shape (N,), optional
         Added to each row.
-    activation : {"relu", "sigmoid", "tanh", "gelu", "swish"}, optional
+    activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last.
 
     Returns
@@ -252,6 +254,7 @@ def relative_error(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
     """
     right = np.asarray(expected, np.float64)
     error, norm = (float(np.linalg.norm(part)) for part in (np.asarray(actual, np.float64) - right, right))
+    # Two zeros would divide 0 by 0.
     if error == 0:
         return 0.0
     return error / norm if norm > 0 and np.isfinite(error) else float("inf")

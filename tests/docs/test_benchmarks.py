@@ -355,15 +355,22 @@ def small_network(module, make_pool, make_default):
     """A network with few channels and small images: ``small_network(name)``."""
     pool = make_pool()
     make_default(pool)
-    options = SimpleNamespace(dtype="float32", thin=32, batch=1, side=33)
-    return lambda name: module("networks").Network(pool.driver, name, options)
+
+    def make(name):
+        dtype = "float16" if name == "vit_b_16" else "float32"  # attention takes no float32
+        return module("networks").Network(pool.driver, name, SimpleNamespace(dtype=dtype, thin=32, batch=1, side=33))
+
+    return make
 
 
 FIRST_LAYERS = dict.fromkeys(("googlenet", "squeezenet1_1", "resnet18", "resnet50", "inception_v3", "googlenet_stacked"), "1")
 FIRST_LAYERS |= {"ensemble": "0.0", "unet": "0.1"}
+MODERN_LAYERS = dict.fromkeys(("efficientnet_b0", "mobilenet_v3_large", "convnext_tiny", "shufflenet_v2"), "stem")
+MODERN_LAYERS |= {"vit_b_16": "patches", "unet_bilinear": "0.1"}
+EVERY = FIRST_LAYERS | MODERN_LAYERS
 
 
-@pytest.mark.parametrize("name", FIRST_LAYERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_network_is_right_eagerly_and_recorded_with_lanes(name, small_network):
     network = small_network(name)
     network.checked("right", lambda: network.run(network.p, network.x))
@@ -374,9 +381,10 @@ def test_a_network_is_right_eagerly_and_recorded_with_lanes(name, small_network)
 
 def test_every_network_is_tested(module):
     assert set(module("nets").NETWORKS) == set(FIRST_LAYERS)
+    assert set(module("nets").MODERN) == set(MODERN_LAYERS)
 
 
-@pytest.mark.parametrize(("name", "layer"), FIRST_LAYERS.items())
+@pytest.mark.parametrize(("name", "layer"), EVERY.items())
 def test_control_a_network_with_other_weights_is_stopped(name, layer, small_network):
     network = small_network(name)
     w, _ = network.p.values[layer]
@@ -386,7 +394,7 @@ def test_control_a_network_with_other_weights_is_stopped(name, layer, small_netw
         network.checked("wrong", lambda: network.run(network.p, network.x))
 
 
-@pytest.mark.parametrize("name", FIRST_LAYERS)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_network_of_torch_is_right(name, small_network, module):
     torch = pytest.importorskip("torch")
     network = small_network(name)

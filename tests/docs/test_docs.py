@@ -73,9 +73,14 @@ def test_the_examples_of_networks_operations_run(make_driver):
         names = {"handlepool": handlepool, "x": x, "w": w, "products": halves.random(2, 10, 3, 4, 8)}
         names["taken"] = arrays.take
         names |= {name: arrays.random(16) for name in ("weight", "bias", "mean")} | {"variance": arrays.put(np.ones(16))}
-        normalised, moved, transposed, attended = blocks_of("networks.md")
+        normalised, gating, moved, transposed, attended = blocks_of("networks.md")
         exec(normalised, names)
         assert arrays.error(names["total"], networks.softmax(names["taken"](names["y"]), axis=1)) < 1e-5
+        layers = {"w1": (4, 16), "b1": (4,), "w2": (16, 4), "b2": (16,)}
+        names |= {name: arrays.random(*shape) for name, shape in layers.items()}
+        exec(gating, names)
+        expected = networks.squeeze_excite(*(arrays.take(names[each]) for each in ("x", *layers)), "swish")
+        assert arrays.error(names["gated"], expected) < 1e-5
         exec(moved, names)
         assert arrays.error(names["large"], networks.interpolate2d(arrays.take(x), scale_factor=2, mode="bilinear")) < 1e-5
         exec(transposed, names)
@@ -237,6 +242,22 @@ def test_the_examples_with_torch_run(make_driver):
         assert w.grad.shape == w.shape
         with torch.no_grad():
             torch.testing.assert_close(c, names["first"](names["second"](x)), rtol=1e-2, atol=1e-2)
+
+
+def test_the_examples_with_models_of_torch_run(make_driver, monkeypatch):
+    torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
+    if not torch.cuda.is_available():
+        from harness.torch_host import QueuedHost
+
+        monkeypatch.setattr("handlepool.integrations.torch.places._host", QueuedHost)
+    with HandlePool(driver="cuda" if torch.cuda.is_available() else make_driver()) as pool, as_default(pool):
+        names = {}
+        for block in blocks_of("torch-models.md"):
+            exec(block, names)
+        with torch.no_grad():
+            right = names["model"](names["x"])
+        for name in ("y", "first", "second"):
+            torch.testing.assert_close(names[name], right, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)

@@ -20,7 +20,7 @@ SHARED, CASES = wrong_results.programs()
 def test_every_block_is_a_case_or_what_they_share():
     assert wrong_results.PAGE.read_text(encoding="utf-8").count("```python") == 1 + len(CASES) > 30
     for name, code in CASES.items():
-        assert re.findall(r'run\(\n    "(\w+)",', code) == [name]
+        assert re.findall(r'run\("(\w+)",', code) == [name]
 
 
 @pytest.fixture

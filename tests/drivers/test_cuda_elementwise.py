@@ -71,7 +71,7 @@ def test_random_expressions_are_the_reference_and_nothing_else_is_written(tmp_pa
 
 @needs_compiler
 def test_packs_tails_and_broadcast_operands(tmp_path, monkeypatch):
-    """Each way to have neighbours along the innermost axis: all, some, with a tail, with an axis that does not divide."""
+    """Each way to have neighbours along the innermost axis: all, some, with a tail, across the ends of the axis, or none."""
 
     def scaled(x, s, b):
         return x * s + b
@@ -85,6 +85,13 @@ def test_packs_tails_and_broadcast_operands(tmp_path, monkeypatch):
             layouts += [[x, dense(shape, dtype, "NCHW"), bias, x] for shape in shapes]
         x, number = dense((3, 7, 5, 5), dtype, "NCHW"), dense((), dtype, "NCHW")
         layouts.append([x, number, number, x])
+        window = dense((3, 2, 3, 7, 7), dtype, "NCHW")
+        layouts += [[window, dense((each, 7, 7), dtype, "NCHW"), number, window] for each in (3, 1)]
+        turned = placed(dense((3, 2, 3, 7, 7), dtype, "NCHW"))[0].transpose(0, 1, 4, 3, 2)
+        layouts.append([Layout.of(turned), dense((3, 2, 7, 7, 3), dtype, "NCHW"), number, dense((3, 2, 7, 7, 3), dtype, "NCHW")])
+        layouts.append(
+            [dense((2, 1, 5, 7), dtype, "NCHW"), dense((24, 1, 1), dtype, "NCHW"), bias, dense((2, 24, 5, 7), dtype, "NCHW")]
+        )
     launches = []
     for operands in layouts:
         made, output = trace("scaled", scaled, operands[:-1], {})

@@ -5,7 +5,7 @@ from harness.kernel_cases import check, lying
 from harness.kernels_on_cpu import COMPILER, Compiled
 from harness.network_cases import CASES, expects, groups, random_case, rows
 
-from handlepool.drivers.cuda import kernels
+from handlepool.drivers.cuda import kernels, network_kernels
 from handlepool.drivers.kernel import Normalise, Resample
 
 pytest.importorskip("ml_dtypes")
@@ -18,6 +18,9 @@ def in_packs(kernel, operands):
         small = {"MOST_BLOCKS": 2, "THREADS": 16, "LANES": 4, "SHARES": 4, "MOST_PIXELS": 2, "LARGEST_BLOCK": 64}
         for name, value in {"PLENTY": 0, **small}.items():
             patch.setattr(kernels, name, value)
+        small = {"SQUEEZED_LANES": 3, "SQUEEZED_THREADS": 16, "EXCITED_LANES": 3, "EXCITED_THREADS": 32, "LAYER_THREADS": 64}
+        for name, value in {**small, "EXCITED_EACH": 1, "EXCITED_BLOCKS": 8}.items():
+            patch.setattr(network_kernels, name, value)
         return kernels.plan(kernel, operands)
 
 
@@ -45,7 +48,7 @@ def test_each_variant_computes_the_reference_and_writes_nothing_else(tmp_path):
     assert {each["ACROSS"] for each in macros} == {"0", "1"}
     assert {"0", "1"} < {each["EACH"] for each in macros}
     assert {each["WEIGHT_WAY"] for each in macros} == {"0", "1", "2"}
-    assert {launch.entry for launch in launches} == {"normalise", "affine", "gather", "resample"}
+    assert {launch.entry for launch in launches} == {"normalise", "affine", "gather", "resample", "squeeze", "layer", "excite"}
     check_all([*CASES, *some], launches, tmp_path)
 
 
@@ -84,6 +87,7 @@ def test_few_rows_have_many_threads_each_and_many_rows_few():
 
     assert threads(197, 768) == (1, 128, 1)
     assert threads(64 * 197, 768) == (4, 32, 3)
+    assert threads(12 * 197, 197) == (4, 32, 7)  # a warp a row, without barriers
     assert threads(56 * 56 * 8, 96) == (32, 4, 3)
 
 

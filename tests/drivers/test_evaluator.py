@@ -14,9 +14,10 @@ from handlepool.drivers.host import evaluator
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.pointwise import OPERATIONS
 from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.ops import ACTIVATIONS
 from handlepool.tensors import frontend
 from handlepool.tensors.inference import infer
-from handlepool.testing.reference import ACTIVATIONS, conv2d, relative_error
+from handlepool.testing.reference import conv2d, relative_error
 
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 1e-14}
 DTYPES = [np.dtype(name) for name in ("float16", "float32")]
@@ -366,7 +367,7 @@ def test_the_output_goes_where_its_strides_say():
 def test_a_pointwise_operation_that_it_does_not_know_is_named(monkeypatch):
     monkeypatch.delattr(OPERATIONS, "tanh", raising=False)
     monkeypatch.setattr(evaluator, "OPERATIONS", {name: rule for name, rule in OPERATIONS.items() if name != "tanh"})
-    with pytest.raises(GraphNotSupportedError, match=r"'last' \(tanh\): the host driver has no such pointwise operation"):
+    with pytest.raises(GraphNotSupportedError, match=r"'last' \(tanh\): the host driver lacks this pointwise operation"):
         evaluate(lambda g, x: g.tanh(x, name="last"), *arrays((1, 1, 2, 2)))
 
 

@@ -232,7 +232,7 @@ def test_a_wait_in_a_capture_is_an_error_that_names_the_line(make_driver, name):
     with driver.create_stream() as stream:
         y = driver.asarray(M)
         stream.begin_capture()
-        with driver.relaxed(), pytest.raises(CaptureError, match="what is captured has not run") as raised:
+        with driver.relaxed(), pytest.raises(CaptureError, match="captured work has not run") as raised:
             WAITS[name](y)
         with pytest.raises(CaptureError):  # it would have harmed the capture, too
             stream.end_capture()

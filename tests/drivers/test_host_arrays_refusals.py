@@ -61,7 +61,10 @@ REFUSED = {
     "copyto": (lambda y: np.copyto(y, M), ASARRAY),
     "an array of Python's": (lambda y: y + array.array("f", [1, 2, 3, 4]), ASARRAY),
     "a range": (lambda y: y + range(4), rf"^add was given a range .*{ASARRAY}"),
-    "what is an array by a protocol": (lambda y: y + foreign(M, "__array__"), rf"^add was given a .*Foreign beside .*{ASARRAY}"),
+    "what is an array by a protocol": (
+        lambda y: y + foreign(M, "__array__"),
+        rf"^add was given a .*Foreign together .*{ASARRAY}",
+    ),
     "what is one by its interface": (lambda y: np.add(foreign(M, "__array_interface__"), y), ASARRAY),
     "a comparison with what is one": (lambda y: y == foreign(M[0, 0], "__array__"), ASARRAY),
     "where of a list": (lambda y: np.where(y > 0, y, [1, 2, 3, 4]), ASARRAY),

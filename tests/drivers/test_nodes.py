@@ -348,7 +348,7 @@ REFUSED = {
     "a concatenation of unlike arrays": (
         lambda g, x: g.concatenate(inputs=[x, g.transpose(x, permutation=[0, 2, 1])], axis=0, name="it"),
         ArgumentError,
-        r"\(2, 3, 4\), \(2, 4, 3\) do not lie one behind the other along axis 0",
+        r"\(2, 3, 4\), \(2, 4, 3\) cannot be joined along axis 0",
     ),
     "a concatenation of nothing": (lambda g, x: g.concatenate(axis=0, name="it"), ArgumentError, "axis=0 is none of its 0 axes"),
     "a concatenation along no axis": (

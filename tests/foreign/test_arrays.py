@@ -109,7 +109,7 @@ def test_out_may_be_of_any_kind_and_is_what_is_returned(pool, kind, x, w):
 @pytest.mark.parametrize("lanes", [None, 4])
 def test_an_array_whose_kind_the_output_would_have_is_refused_while_recording_on_the_host(pool, x, w, lanes):
     given, weights = Namespaced(x), pool.driver.asarray(w)
-    with pytest.raises(CaptureError, match=r"argument 0, a .*Namespaced, cannot be recorded on the host driver: .* on a GPU at "):
+    with pytest.raises(CaptureError, match=r"argument 0, a .*Namespaced, cannot be recorded on the host driver, .* on a GPU"):
         handlepool.record(lambda t: conv2d(t, weights), given, lanes=lanes)
     with handlepool.record(conv2d, pool.driver.asarray(x), weights, lanes=lanes) as program:
         program.replay()

@@ -18,7 +18,7 @@ class Allocator:
 
     def __init__(self):
         self.used, self.uses, self.segments, self.forgotten = [], {}, {}, []
-        self.allocated, self.stream, self.last = 0, 7, 0
+        self.allocated, self.stream, self.last, self.live = 0, 7, 0, set()
         self.strided = object()
         self.uint8 = "uint8"
         self.__version__ = "2.8"
@@ -58,6 +58,7 @@ class Allocator:
     def snapshot(self):
         return [
             {"address": start, "total_size": 2 * MEBIBYTE, "stream": stream, "segment_pool_id": owner or (0, 0)}
+            | {"active_size": owner in self.live}
             for (owner, stream), start in self.segments.items()
         ]
 
@@ -115,6 +116,7 @@ def test_what_is_allocated_meanwhile_is_from_the_pool_and_known_by_its_stream(to
     assert torch.used == []
     assert torch.forgotten == [False, False]  # workspaces, before and after
     assert pool.stream_of(torch.empty(1).data_ptr()) is None
+    foreign._spare[0] = [(0, (0, 8)), (0, (0, 9))]
     for _ in range(2):
         pool.close()
     assert torch.uses == {(0, 1): 0}
@@ -181,3 +183,49 @@ def test_what_begins_with_an_error_ends(torch, foreign):
     pool.end()
     pool.close()
     assert (torch.used, torch.uses, pool.nbytes) == ([], {}, 0)
+
+
+def recorded(torch, foreign):
+    """Make a tensor for a recording; its pool, which is not closed."""
+    pool = foreign.recording_pool(0)
+    pool.begin()
+    tensor = torch.empty(1)
+    assert pool.stream_of(tensor.data_ptr()) == 7
+    pool.check()
+    pool.end()
+    return pool
+
+
+def test_recordings_that_follow_each_other_use_one_pool(torch, foreign):
+    for _ in range(10):
+        recorded(torch, foreign).close()
+    assert len(torch.segments) == 1
+    assert torch.uses == {(0, 1): 1}
+
+
+def test_only_so_many_pools_are_kept(torch, foreign):
+    for pool in [recorded(torch, foreign) for _ in range(5)]:
+        pool.close()
+    assert sorted(torch.uses.values()) == [0, 0, 0, 1, 1]
+    assert len(foreign._spare[0]) == foreign.MOST_SPARE
+
+
+def test_a_pool_with_a_live_tensor_is_not_used_again(torch, foreign):
+    recorded(torch, foreign).close()
+    torch.live.add((0, 1))
+    recorded(torch, foreign).close()
+    assert set(torch.uses) == {(0, 1), (0, 2)}
+    torch.live.clear()
+    recorded(torch, foreign).close()
+    assert set(torch.uses) == {(0, 1), (0, 2)}
+
+
+def test_of_a_pool_that_is_used_again_it_is_checked_that_tensors_come_from_it(torch, foreign):
+    recorded(torch, foreign).close()
+    torch.used.append((0, 99))
+    pool = foreign.recording_pool(0)
+    pool.begin()
+    torch.empty(1)
+    with pytest.raises(CaptureError, match="another pool"):
+        pool.check()
+    pool.end()

@@ -30,6 +30,7 @@ _needs = {
     "test_gpu_recorded_torch.py": "torch",
     "test_gpu_torch_arrays.py": "torch",
     "test_gpu_torch_kernels.py": "torch",
+    "test_gpu_torch_models.py": "torch",
     "test_gpu_integrations_torch.py": "torch",
     "test_gpu_integrations_cudnn.py": "torch",
     "test_gpu_jax.py": "jax",

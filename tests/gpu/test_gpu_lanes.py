@@ -352,7 +352,7 @@ def test_too_little_memory_is_an_error_that_says_what_lanes_take(lanes):
         first.append(1)
         return [*calls, large(y if len(first) > 1 else x)]
 
-    with pytest.raises(OutOfMemoryError, match="finds no memory"):
+    with pytest.raises(OutOfMemoryError, match="found no memory"):
         handlepool.record(run, cupy.ones(4, np.float32), cupy.ones(16, np.float32), lanes=4)
     assert lanes.stats()["handles_leased"] == 0
 

@@ -1,8 +1,5 @@
 """What the pages say of channels-last arrays and of CuPy code as an operation holds of CuPy's arrays."""
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 from harness.arrays import Arrays
@@ -12,8 +9,6 @@ import handlepool
 from handlepool import ArgumentError
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 def channels_last(x):
@@ -35,20 +30,6 @@ def test_what_makes_an_array_channels_last_and_what_keeps_that(pool, stream):
         assert channels_last(program(x))
         with pytest.raises(ArgumentError, match="in bytes; lay it out as it was recorded, channels-last"):
             program(plain)
-
-
-@pytest.mark.skipif(not DOCS.exists(), reason="docs/ is not here")
-def test_upsampling_as_an_operation_is_a_node(pool, stream):
-    names = {"handlepool": handlepool, "x": Arrays(pool, layout="NHWC").random(1, 16, 6, 5)}
-    (block,) = re.findall(r"```python\n(@handlepool.operation\n.*?)```", (DOCS / "pooling.md").read_text(), re.DOTALL)
-    with as_default(pool):
-        exec(block, names)
-        x, upsampled = names["x"], names["upsampled"]
-        assert channels_last(names["large"])
-        with handlepool.record(lambda x: upsampled(handlepool.add(x, x)), x, lanes=2) as program:
-            how = program.explain()
-            assert (len(how.nodes), how.serial) == (2, [])
-            assert np.array_equal(program(x).get(), 2 * x.get().repeat(2, 2).repeat(2, 3))
 
 
 def test_repeat_tile_and_reshape_are_recorded_and_views_give_a_graph_nothing(pool, stream):

@@ -424,7 +424,7 @@ def test_g16_ffts_and_random_numbers_in_concurrent_branches_are_refused_under_ch
         x = cupy.ones(1000, cupy.complex64)
         use(x)
         with pytest.raises(ContractError, match=rf"cupy\.{name} is used by .* beside a branch"):
-            ParallelStates(2, pool=pool).map(use, [x, x])
+            ParallelStates(2, pool=pool).map(use, [x, x.copy()])
         ParallelStates(1, pool=pool).map(use, [x, x])
         use(x)
 

@@ -145,7 +145,7 @@ def test_g19_record_refuses_an_operation_that_does_not_say_what_it_writes(lanes)
         h += a
         return h * 2
 
-    with pytest.raises(ContractError, match="wrote argument h, which it did not declare"):
+    with pytest.raises(ContractError, match="wrote argument h without declaring it"):
         handlepool.record(lambda a: [step(h, a) for _ in range(4)], one, lanes=lanes)
 
 

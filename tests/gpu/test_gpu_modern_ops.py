@@ -110,6 +110,20 @@ def test_copies_and_resampling(pool, stream, random_array, dtype, layout):
             assert error(ops.interpolate2d(x, **more, pool=pool), reference.interpolate2d(values, **more)) < TOLERANCE[dtype]
 
 
+@LAYOUTS
+@TYPES
+@pytest.mark.parametrize("shape", [(1, 32, 112, 112), (3, 96, 56, 56), (1, 1152, 7, 7), (2, 13, 9, 11)], ids=str)
+def test_gates(pool, stream, random_array, shape, dtype, layout):
+    channels, squeezed = shape[1], max(1, shape[1] // 24)
+    layers = (squeezed, channels), (squeezed,), (channels, squeezed), (channels,)
+    x, *rest = random_array(shape, dtype, layout), *(random_array(each, dtype, seed=seed) for seed, each in enumerate(layers, 1))
+    for activation, gate in (("swish", "sigmoid"), ("relu", "hardsigmoid")):
+        expected = reference.squeeze_excite(*map(taken, (x, *rest)), activation, gate)
+        for _ in range(2):
+            y = ops.squeeze_excite(x, *rest, activation=activation, gate=gate, pool=pool)
+            assert error(y, expected) < 2 * TOLERANCE[dtype]
+
+
 def test_more_elements_than_32_bits_count(pool, stream):
     free, _ = cupy.cuda.runtime.memGetInfo()
     if free < 24 << 30:

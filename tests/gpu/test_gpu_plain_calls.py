@@ -77,6 +77,7 @@ def test_g17_what_writes_in_place_waits_for_readers_whatever_others_returned(poo
     assert (y.get() == 10).all()
 
 
+@pytest.mark.unmeasured
 def test_g17_control_where_all_are_taken_for_one_it_does_not(pool, stream, kernels, latch, comes_to_pass, monkeypatch):
     monkeypatch.setattr(plain_calls, "_codes", lambda values: ())
     monkeypatch.setattr(DataOrder, "waits_for_all", lambda *_: True)  # or it is warned of

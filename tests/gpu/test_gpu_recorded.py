@@ -73,14 +73,14 @@ def test_g19_each_call_has_the_plain_functions_value(network, stream):
     assert (stats.keys, stats.recorded, stats.eager) == (4, 4, 0)
 
 
-def test_g19_threads_and_geometries_give_the_plain_functions_values_and_memory_is_flat(network, stream):
+def test_g19_threads_and_geometries_give_the_plain_functions_values_and_memory_is_bounded(network, stream):
     recorded = handlepool.recorded(network, programs=20, instances=4)
     sizes = [(h, w) for h in (6, 8, 10, 12) for w in (5, 7, 9, 11, 13)]
     inputs = {(size, value): image(*size, value) for size in sizes for value in range(4)}
     right = {key: network(x) for key, x in inputs.items()}
+    stream.synchronize()
     for size in sizes:
         recorded(inputs[size, 0])
-    stream.synchronize()
     one_each = recorded.stats().nbytes
 
     def work(number):
@@ -90,11 +90,11 @@ def test_g19_threads_and_geometries_give_the_plain_functions_values_and_memory_i
             y = recorded(inputs[key])
             assert cupy.array_equal(y, right[key]), (number, call, key)
 
-    for turn in range(4):
+    for _ in range(4):
         in_threads(THREADS, work)
         cupy.cuda.Device().synchronize()
-        # A further instance comes only when two calls meet, so their number grows for a while, up to `instances`.
-        assert recorded.stats().nbytes <= 4 * one_each, turn
+        # How many of a key's four instances there are depends on the threads.
+        assert one_each <= recorded.stats().nbytes <= 4 * one_each
     stats = recorded.stats()
     assert stats.keys == 20
     assert stats.eager < THREADS * CALLS

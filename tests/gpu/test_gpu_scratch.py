@@ -49,6 +49,7 @@ def test_g5_concurrent_convolutions_with_scratch_of_their_own_are_right(pool, ke
     assert wrong_results(pool, kernels, convolutions, lambda slot: slot.reserve(size)) == 0
 
 
+@pytest.mark.unmeasured
 def test_g5_control_concurrent_convolutions_that_share_one_workspace_are_wrong(pool, kernels, convolutions):
     shared = cupy.empty(convolutions[0].workspace_size, cupy.uint8)
     pool.prewarm(states=STREAMS)

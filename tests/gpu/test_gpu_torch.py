@@ -67,7 +67,11 @@ def test_g17_a_tensor_that_was_written_beside_its_reader_and_not_declared_is_an_
     import torch
 
     y = torch.zeros(1 << 16, device="cuda")
-    with ParallelStates(2, pool=pool).fork() as fork:
-        fork.run(handlepool.operation(torch.sum), y)
-        with pytest.raises(handlepool.ContractError, match="wrote argument y, which it did not declare"):
-            fork.run(handlepool.operation(lambda y: y.add_(1) is None, mutates=()), y)
+    read, write = handlepool.operation(torch.sum), handlepool.operation(lambda y: y.add_(1) is None, mutates=())
+    with ParallelStates(3, pool=pool).fork() as fork:
+        fork.run(read, y)
+        # The first call is ordered as a writer.
+        fork.run(write, y)
+        fork.run(read, y)
+        with pytest.raises(handlepool.ContractError, match="wrote argument y without declaring it"):
+            fork.run(write, y)

@@ -7,6 +7,7 @@ from harness.process import as_default
 import handlepool
 from handlepool import ArraySpec, CaptureError, HandlePool, ParallelStates
 from handlepool.graphs.tuning import GAIN
+from handlepool.testing import reference
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -182,6 +183,68 @@ def test_a_program_with_measured_plans_is_not_slower(default_pool, stream, rando
         times = [microseconds(program) for program in (plain, chosen)]
         print(times)
         assert times[1] < 1.03 * times[0]
+
+
+@pytest.mark.parametrize("kind", ["relu", "swish", "hardswish"])
+def test_a_program_whose_plans_are_tuned_inside_is_right_and_not_slower(default_pool, stream, random_array, kind):
+    x = random_array((1, 64, 28, 28), "float16", "nhwc", 1)
+    filters = [random_array(shape, "float16", "nhwc", 2) / 16 for shape in ((128, 64, 1, 1), (64, 128, 3, 3))]
+    biases = [random_array((count,), "float16", seed=count) for count in (128, 64)]
+
+    def network(x):
+        for _ in range(3):
+            y = handlepool.conv2d(x, filters[0], bias=biases[0], activation=kind)
+            x = handlepool.conv2d(y, filters[1], bias=biases[1], padding=1, add=x, activation="relu")
+        return x
+
+    program = handlepool.record(network, x, lanes=4)
+    program.replay()
+    before = cupy.asnumpy(program.outputs).astype(np.float64)
+    tuning = program.tune((1, 2), goal="device", seconds=8, plans=True)
+    print(tuning)
+    assert tuning.plans
+    for change in tuning.plans:
+        assert not change.kept or change.after < change.before
+    program.replay()
+    after = cupy.asnumpy(program.outputs).astype(np.float64)
+    assert np.linalg.norm(after - before) / np.linalg.norm(before) < 1e-2
+    assert np.linalg.norm(cupy.asnumpy(network(x)).astype(np.float64) - before) / np.linalg.norm(before) < 1e-2
+    free = default_pool.stats()["handles_leased"]
+    assert free == 0
+    program.close()
+
+
+GEOMETRIES = [((1, 64, 14, 14), (96, 64, 3, 3), 1), ((2, 96, 28, 28), (24, 96, 1, 1), 0), ((1, 24, 56, 56), (72, 24, 1, 1), 0)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_g18_each_form_and_each_of_its_plans_is_right(default_pool, stream, random_array, geometry, dtype):
+    (shape, filters, padding), tolerance = geometry, {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-3}[dtype]
+    x, w = random_array(shape, dtype, "nhwc", 1), random_array(filters, dtype, "nhwc", 2)
+    b, add = random_array(filters[:1], dtype, seed=3), random_array((shape[0], filters[0], *shape[2:]), dtype, "nhwc", 4)
+    wide = [each.get().astype(np.float64) for each in (x, w, b, add)]
+    values = reference.conv2d(*wide[:2], padding=padding, bias=wide[2], add=wide[3])
+    sites, tried = default_pool.internals.plans.sites, 0
+    for kind, right in ((None, values), ("relu", np.maximum(values, 0)), ("swish", values / (1 + np.exp(-values)))):
+        sites.clear()
+        handlepool.conv2d(x, w, bias=b, add=add, padding=padding, activation=kind)
+        (site,) = sites.values()
+        for form in site.forms():
+            try:
+                plan = site.prepare(form, (x, w, b, add), None).plan
+            except handlepool.GraphNotSupportedError:
+                continue
+            site.choose(form)
+            for index in range(min(plan.candidates, 8)):
+                try:
+                    plan.select(index)
+                except handlepool.GraphNotSupportedError:
+                    continue
+                y = handlepool.conv2d(x, w, bias=b, add=add, padding=padding, activation=kind).get().astype(np.float64)
+                assert np.linalg.norm(y - right) / np.linalg.norm(right) < tolerance, (kind, form, index)
+                tried += 1
+    assert tried > 12
 
 
 def test_from_the_null_stream(default_pool, x, w):

@@ -233,7 +233,7 @@ def test_graphs_that_cudnn_has_no_form_for_are_refused_on_both_drivers(arrays):
     x, w = arrays.random(2, 16, 7, 6, layout="NHWC"), arrays.random(24, 16, 3, 3, layout="NHWC")
     with pytest.raises(GraphNotSupportedError, match=r"something comes before node 'conv_fprop\.0'"):
         relu_convolution(x, w)
-    with pytest.raises(GraphNotSupportedError, match=r"outputs of one shape\. Make two graph functions"):
+    with pytest.raises(GraphNotSupportedError, match=r"outputs of one shape\..* two graph functions"):
         row_and_sum(arrays.random(4, 16), arrays.random(1, 16))
 
 
@@ -266,7 +266,7 @@ def test_checked_pools_compare_each_new_plan_with_float64(monkeypatch):
 
     monkeypatch.setattr(pointwise, "OPERATIONS", Table(pointwise.OPERATIONS))
     monkeypatch.setattr("handlepool.drivers.host.evaluator.OPERATIONS", pointwise.OPERATIONS)
-    with HandlePool(driver=HostDriver(), check=True) as pool, pytest.raises(ContractError, match=r"relu: plan .* otherwise than"):
+    with HandlePool(driver=HostDriver(), check=True) as pool, pytest.raises(ContractError, match=r"relu: plan .* float64"):
         ops.relu(x, pool=pool)
 
 
@@ -302,11 +302,9 @@ def test_an_operand_that_is_taken_twice_is_right_or_refused(arrays):
     x, w = arrays.random(2, 16, 7, 6), arrays.random(16, 16, 3, 3)
     expected = reference(arrays.take(x), arrays.take(w), padding=1) + arrays.take(x)
     assert arrays.error(residual_of_itself(x, w), expected) < 1e-2
-    with pytest.raises(
-        GraphNotSupportedError, match=r"argument 0 \(x\) is taken by node 'conv_fprop\.0' .* where it would repeat"
-    ):
+    with pytest.raises(GraphNotSupportedError, match=r"argument 0 \(x\) is used by node 'conv_fprop\.0' .* again"):
         residual_of_itself(arrays.random(2, 1, 7, 6), arrays.random(16, 1, 3, 3))
-    with pytest.raises(GraphNotSupportedError, match="something comes behind node 'conv_dgrad"):
+    with pytest.raises(GraphNotSupportedError, match="a node follows node 'conv_dgrad"):
         gradient_relu(x, w)
 
 

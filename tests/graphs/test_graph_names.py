@@ -73,7 +73,7 @@ def test_inputs_of_any_number_of_parameters_cannot_be_named(pool):
     def total(g, *tensors):
         return g.add(*tensors)
 
-    with pytest.raises(ArgumentError, match=r"takes \*tensors, of which no reference says how many"):
+    with pytest.raises(ArgumentError, match=r"takes \*tensors, .* name its parameters"):
         total.compile(*[handlepool.ArraySpec((4,), "float32")] * 2)
 
 
@@ -96,7 +96,7 @@ def test_outputs_in_an_order_of_their_own(given):
 
 
 def test_outputs_and_a_returned_tensor_do_not_go_together(given):
-    with pytest.raises(ArgumentError, match=r"returned .* and its decorator names outputs=; leave one of them out"):
+    with pytest.raises(ArgumentError, match=r"returned .* and its decorator names outputs="):
         handlepool.graph(convolve, outputs=["conv2d::Y"])(given.x, given.w)
 
 

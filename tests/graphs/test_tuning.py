@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from harness.accounts import RESTORES, Accounts
+from harness.arrays import Arrays
 from harness.graphs import convolution as conv
 from harness.hidden import hidden
 from harness.lines import some_lines
@@ -34,6 +35,7 @@ from handlepool import (
 from handlepool.graphs.timing import ROUNDS, SCREENING
 from handlepool.pool.context import thread
 from handlepool.pool.deferred import deferred
+from handlepool.testing import reference
 
 SHAPES = (1, 4, 6, 6), (4, 4, 3, 3)
 
@@ -75,6 +77,59 @@ def in_order(scene, complete=True):
     if complete:
         Accounts(scene.pool).check()
     assert_usable(scene.pool)
+
+
+ACTIVATED = {"activation": "swish", "padding": 1}
+
+
+def layer(scene, **options):
+    """Arrays of a convolution with a bias, the call, and its right result."""
+    arrays = Arrays(scene.pool, layout="NHWC")
+    x, w, b = arrays.random(1, 4, 6, 6), arrays.random(8, 4, 3, 3), arrays.random(8)
+    expected = reference.conv2d(*map(arrays.take, (x, w)), bias=arrays.take(b), **ACTIVATED)
+    return arrays, lambda: handlepool.conv2d(x, w, bias=b, **ACTIVATED, **options), expected
+
+
+@pytest.mark.parametrize(
+    ("of_nodes", "launches", "form"),
+    [
+        ({}, 1, "conv2d + bias + activation"),
+        ({3: 20}, 2, "conv2d + bias; activation behind it"),
+        ({3: 20, 2: 19}, 2, "conv2d; bias + activation behind it"),
+        ({3: 0.5, 2: 0}, 1, "conv2d + bias + activation"),  # the launch behind it takes longer than that
+    ],
+)
+def test_the_quickest_form_of_an_epilogue_is_taken(make, of_nodes, launches, form):
+    scene = make(Fake(alone=10), Fake(alone=5))
+    scene.driver.of_nodes = of_nodes
+    arrays, call, expected = layer(scene)
+    (tuning, *_) = handlepool.tune(call)
+    assert tuning.form == form
+    assert dict(tuning.forms)[form] == min(time for _, time in tuning.forms)
+    assert f"{form}, chosen" in str(tuning)
+    for _ in range(3):  # by the slow way, which makes a shortcut, and by that
+        before = scene.driver.calls["launch"]
+        assert arrays.error(call(), expected) < 1e-5
+        assert scene.driver.calls["launch"] - before == launches
+
+
+def test_a_form_that_was_chosen_can_lose_again(make):
+    scene = make(Fake(alone=10), Fake(alone=5))
+    arrays, call, expected = layer(scene)
+    for of_nodes, launches in (({3: 20}, 2), ({2: 20, 1: 20}, 1)):
+        scene.driver.of_nodes = of_nodes
+        handlepool.tune(call)
+        before = scene.driver.calls["launch"]
+        assert arrays.error(call(), expected) < 1e-5
+        assert scene.driver.calls["launch"] - before == launches
+
+
+def test_states_side_by_side_leave_the_form(make):
+    scene = make(Fake(alone=10), Fake(alone=5))
+    scene.driver.of_nodes = {3: 20}
+    _, call, _ = layer(scene)
+    (tuning, *_) = handlepool.tune(call, states=ParallelStates(2))
+    assert (tuning.form, tuning.forms) == ("", ())
 
 
 GREEDY, SOCIABLE = Fake(alone=10, concurrent=50), Fake(alone=12, concurrent=20)
@@ -232,7 +287,7 @@ def test_where_nothing_can_be_tuned_the_function_is_not_even_called(make, make_p
     with scene.states.fork() as fork, pytest.raises(CaptureError, match="handlepool cannot be tuned inside a branch"):
         fork.run(handlepool.tune, called.append, 3)
     make_default(make_pool())
-    with pytest.raises(DriverNotAvailableError, match=r"handlepool\.tune times plans on a GPU; this is the host driver"):
+    with pytest.raises(DriverNotAvailableError, match=r"handlepool\.tune times plans on a GPU, and the host driver"):
         handlepool.tune(called.append, 3)
     assert called == []
 

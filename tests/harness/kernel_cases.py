@@ -25,7 +25,16 @@ def additions():
         yield Add("relu"), [lying((3, 7, 5, 5), dtype, "NCHW")] * 3  # with a tail
         if dtype != "float16":
             continue
-        for count, activation in ((1, None), (2, "sigmoid"), (3, "gelu"), (2, "tanh"), (4, "swish"), (9, None)):
+        for count, activation in (
+            (1, None),
+            (2, "sigmoid"),
+            (3, "gelu"),
+            (2, "tanh"),
+            (4, "swish"),
+            (2, "hardsigmoid"),
+            (3, "hardswish"),
+            (9, None),
+        ):
             yield Add(activation), [alike] * (count + 1)
         yield Add(), [lying((2, 8, 5, 7), dtype, "NCHW"), alike, alike]
         yield Add(), [sliced((2, 8, 5, 7), dtype, 2), alike, sliced((2, 8, 5, 7), dtype, 3)]
@@ -99,6 +108,7 @@ def depthwise():
             ((2, 3), Depthwise((1, 3), (0, 4), (3, 2), None)),
             ((1, 1), Depthwise((10**6, 1), (0, 0), (1, 1), "gelu")),
             ((7, 7), Depthwise((1, 1), (3, 3), (1, 1), "tanh")),
+            ((3, 3), Depthwise((1, 1), (1, 1), (1, 1), "hardswish")),
         ][:few]:
             for place, (channels, layout) in enumerate([(16, "NHWC"), (3, "NCHW"), (72, "NHWC"), (7, "NHWC")][:few]):
                 x = lying((2, channels, 9, 8), dtype, layout)

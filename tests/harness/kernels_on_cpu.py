@@ -66,9 +66,9 @@ GEOMETRIES = {
     "depthwise": "Depthwise",
     "elementwise": "Elements",
 }
-GEOMETRIES |= {name: name.capitalize() for name in ("normalise", "affine", "gather", "resample")}
+GEOMETRIES |= {name: name.capitalize() for name in ("normalise", "affine", "gather", "resample", "squeeze", "layer", "excite")}
 # Their threads wait for each other.
-IN_STEP = ("whole", "depthwise", "normalise")
+IN_STEP = ("whole", "depthwise", "normalise", "squeeze", "layer", "excite")
 OWN_MACROS = ("FOR_EACH_INDEX", "LOADED", "HELPER", "NOTHING", "FOR_EACH_PACK", "PACK_AT")
 
 

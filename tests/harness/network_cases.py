@@ -4,7 +4,7 @@ import numpy as np
 from harness import network_references as reference
 from harness.kernel_cases import TOLERANCE, lying, random_layout, sliced
 
-from handlepool.drivers.kernel import Affine, Normalise, Pad, Resample, Shuffle
+from handlepool.drivers.kernel import Affine, Excite, Layer, Normalise, Pad, Resample, Shuffle, Squeeze
 from handlepool.tensors.layout import Layout, as_dtype
 
 TINY = 1e-5
@@ -100,7 +100,32 @@ def resamplings():
             yield Resample("bilinear", (0.5, 0.5)), [sliced((1, 3, 4, 4), dtype, 2), lying((1, 3, 8, 8), dtype, layout)]
 
 
-CASES = [*normalisations(), *affines(), *copies(), *resamplings()]
+def excitation(x, squeezed, parts, activation, gate, y=None):
+    images, channels = x.shape[:2]
+    dtype = x.dtype.name
+    sums = lying((images, parts, channels), "float32", "NCHW")
+    weights = [lying((squeezed, channels), dtype, "NCHW"), lying((channels, squeezed), dtype, "NCHW")]
+    (w1, w2), b1, b2 = weights, vector(squeezed, dtype), vector(channels, dtype)
+    yield Excite(gate, False, activation), [x, sums, w1, b1, w2, b2, y or x]
+    hidden = lying((images, squeezed), "float32", "NCHW")
+    yield Layer(activation), [x, sums, w1, b1, hidden]
+    yield Excite(gate, True), [x, hidden, w2, b2, y or x]
+
+
+def gatings():
+    for dtype in TOLERANCE:
+        for layout in ("NCHW", "NHWC"):
+            x = lying((2, 16, 5, 6), dtype, layout)
+            yield Squeeze(1), [x, lying((2, 1, 16), "float32", "NCHW")]
+            yield Squeeze(4), [x, lying((2, 4, 16), "float32", "NCHW")]
+            yield from excitation(x, 3, 4, "swish", "sigmoid")
+        x = lying((1, 40, 9, 7), dtype)
+        yield Squeeze(3), [x, lying((1, 3, 40), "float32", "NCHW")]
+        yield from excitation(x, 10, 1, "relu", "hardsigmoid")
+        yield from excitation(sliced((2, 9, 3, 4), dtype, 2), 1, 2, None, "sigmoid", lying((2, 9, 3, 4), dtype))
+
+
+CASES = [*normalisations(), *affines(), *copies(), *resamplings(), *gatings()]
 """Kernels with the layouts of their operands, inputs before the output."""
 
 
@@ -124,6 +149,16 @@ def expects(shape):
                 if kernel.kind == "square":
                     return reference.rms_norm(x, kernel.axes, weight, kernel.eps)
                 return reference.layer_norm(x, kernel.axes, weight, bias, kernel.eps)
+        if isinstance(kernel, Squeeze):
+            pixels = x.astype(np.float64).reshape(*x.shape[:2], -1)
+            each = -(-pixels.shape[2] // kernel.parts)
+            parts = [pixels[:, :, part * each : (part + 1) * each].sum(2) for part in range(kernel.parts)]
+            return np.stack(parts, 1)
+        if isinstance(kernel, (Excite, Layer)):
+            given, *layers = (each.astype(np.float64) for each in parameters)
+            means = given.sum(1) / np.prod(x.shape[2:]) if given.ndim == 3 else None
+            hidden = given if means is None else reference.layer(means, *layers[:2], kernel.activation)
+            return hidden if isinstance(kernel, Layer) else reference.excited(x, hidden, *layers[-2:], kernel.gate)
         if isinstance(kernel, Shuffle):
             return reference.channel_shuffle(x, kernel.groups).astype(np.float64)
         if isinstance(kernel, Pad):

@@ -144,3 +144,17 @@ def attention(q, k, v, attn_mask=None, is_causal=False, scale=None):
     if attn_mask is not None:
         scores = np.where(attn_mask, scores, -np.inf) if attn_mask.dtype == bool else scores + double(attn_mask)
     return softmax(scores) @ v
+
+
+def layer(x, w, b, activation):
+    """A layer of rows, whose weights may be filters of 1x1."""
+    return activated(double(x) @ double(w).reshape(w.shape[:2]).T + double(b), activation)
+
+
+def excited(x, hidden, w2, b2, gate):
+    """Images by the gates that the second layer makes."""
+    return double(x) * layer(hidden, w2, b2, gate)[:, :, None, None]
+
+
+def squeeze_excite(x, w1, b1, w2, b2, activation="relu", gate="sigmoid"):
+    return excited(x, layer(double(x).mean((2, 3)), w1, b1, activation), w2, b2, gate)

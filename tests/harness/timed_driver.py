@@ -1,6 +1,6 @@
 """A host driver that proposes several plans and whose clock is told how long each takes, alone and side by side."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from handlepool import GraphNotSupportedError
 from handlepool.drivers.host.driver import HostDriver
@@ -25,6 +25,8 @@ class TimedDriver(HostDriver):
     def __init__(self, plans, **options):
         super().__init__(**options)
         self.plans = list(plans)
+        self.of_nodes = {}  # microseconds more of a plan by the number of its graph's nodes
+        self.of_kernels = 1.0  # microseconds of a kernel of our own
         self.graphs = []  # (plan's index, launches by stream) of every graph that was captured
         self.eager = []  # (plan's index, stream) of every other launch
         self._last = 0.0
@@ -37,22 +39,37 @@ class TimedDriver(HostDriver):
         limit = settings.get("workspace_limit")
         if fake.refused or (limit is not None and fake.scratch > limit):
             raise GraphNotSupportedError("cuDNN answered: Deselecting execution plan")
-        made = super().compile(graph, operands, **settings)
-        launch = made.launch
+        nodes = len(graph.nodes)
 
+        def slower():
+            more = self.of_nodes.get(nodes, 0)
+            return replace(fake, alone=fake.alone + more, concurrent=fake.concurrent + more)
+
+        made = super().compile(graph, operands, **settings)
+        made.launch = self._timed(made.launch, index, slower)
+        made.candidates, made.engine = len(self.plans), f"engine {index}"
+        made.workspace_size = max(made.workspace_size, fake.scratch)
+        return made
+
+    def kernel(self, *args, **options):
+        made = super().kernel(*args, **options)
+        made.launch = self._timed(made.launch, "kernel", lambda: Fake(self.of_kernels, self.of_kernels))
+        return made
+
+    def _timed(self, launch, index, fake_of):
         def launched(handle, *args):
+            fake = fake_of()
             if fake.fails:
                 raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
             if self._launches is None:
-                self.eager.append((index, handle.stream))
+                if index != "kernel":
+                    self.eager.append((index, handle.stream))
                 self._last = fake.alone
             else:
-                self._launches.append((index, handle.stream))
+                self._launches.append((index, handle.stream, fake))
             launch(handle, *args)
 
-        made.launch, made.candidates, made.engine = launched, len(self.plans), f"engine {index}"
-        made.workspace_size = max(made.workspace_size, fake.scratch)
-        return made
+        return launched
 
     def begin_capture(self, pointer):
         super().begin_capture(pointer)
@@ -61,11 +78,11 @@ class TimedDriver(HostDriver):
     def end_capture(self, pointer):
         launches, self._launches = self._launches, None
         graph = super().end_capture(pointer)
-        if len({index for index, _ in launches}) != 1:  # nothing, or not one plan alone, as where plans are timed
+        if len({index for index, *_ in launches}) != 1:  # nothing, or not one plan alone, as where plans are timed
             return graph
-        index, streams = launches[0][0], tuple(stream for _, stream in launches)
+        (index, _, fake), streams = launches[0], tuple(stream for _, stream, _ in launches)
         self.graphs.append((index, streams, graph))
-        fake, launch = self.plans[index], graph.launch
+        launch = graph.launch
         each = streams.count(streams[0])
 
         def timed(pointer):

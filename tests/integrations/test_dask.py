@@ -226,7 +226,7 @@ def test_zarr_to_zarr(here, tmp_path):
     ("function", "x", "options", "message"),
     [
         (3, image(), {}, "pass a function of a tile"),
-        (tiles.conv, IMAGE, {}, "pass a dask.array.Array, and not what is of type ndarray"),
+        (tiles.conv, IMAGE, {}, "is of type ndarray; pass a dask.array.Array"),
         (tiles.conv, image(), {"extents": {2: 8}}, "axis 2"),
         (tiles.conv, image(), {"extents": {4: 8}}, "axis 4"),
         (tiles.conv, image(), {"shared": WEIGHTS}, r"shared is of type ndarray; pass a tuple"),
@@ -252,7 +252,7 @@ def test_zarr_to_zarr(here, tmp_path):
         (tiles.conv, image(), {"extents": {"a": 3}}, "extents has axis 'a'; it must be one of x"),
         (tiles.conv, image(), {"extents": {1: -3}}, "extents has -3 for axis 1"),
         (tiles.conv, image(), {"extents": 3}, "extents is of type int"),
-        (tiles.conv, image(), {"depth": {2: (1, 2)}}, r"\(1, 2\) for axis 2; Dask takes two with boundary 'none' alone"),
+        (tiles.conv, image(), {"depth": {2: (1, 2)}}, r"\(1, 2\) for axis 2; Dask takes two depths .* boundary 'none'"),
     ],
 )
 def test_what_cannot_be_mapped_is_refused(function, x, options, message):
@@ -262,7 +262,7 @@ def test_what_cannot_be_mapped_is_refused(function, x, options, message):
 
 @pytest.mark.parametrize(("value", "kind"), [([WEIGHTS], "list"), (np.ma.masked_greater(WEIGHTS, 0), "MaskedArray")])
 def test_what_is_shared_goes_to_workers_as_it_is(value, kind):
-    with pytest.raises(ArrayTypeError, match=f"shared holds what is of type {kind}"):
+    with pytest.raises(ArrayTypeError, match=f"shared holds .* of type {kind}"):
         map_tiles(tiles.conv, image(), depth=0, shared=(value,))
 
 

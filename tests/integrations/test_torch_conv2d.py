@@ -239,7 +239,7 @@ def test_bad_arguments_are_typed_errors():
     for arguments, options, message in (
         ((x, w), {"stride": (1, 2, 3)}, r"stride is \(1, 2, 3\); give an integer of at least 1, or two"),
         ((x, w), {"padding": []}, r"padding is \[\]; give an integer of at least 0"),
-        ((x, w), {"dilation": 5}, "nothing comes out of images"),
+        ((x, w), {"dilation": 5}, "empty result"),
         ((x, w), {"groups": 3}, "4 channels in x"),
         ((x, w), {"stride": 0}, "stride is 0; give an integer of at least 1"),
         ((x, w), {"stride": 1.5}, r"stride is 1\.5; give an integer of at least 1"),

@@ -52,6 +52,8 @@ CASES = {
     "matmul": product("matmul", None),
     "linear, relu": product("linear", "relu"),
     "linear, tanh": product("linear", "tanh"),
+    "linear, hardsigmoid": product("linear", "hardsigmoid"),
+    "conv2d, contiguous, a residual, hardswish": convolution("NCHW", add=True, activation="hardswish"),
 }
 
 

@@ -126,7 +126,7 @@ def test_sixty_three_arrays_are_the_most(each_pool):
     assert np.array_equal(arrays.take(concat(xs[:63], 1)), np.concatenate(expected, 1))
     assert arrays.error(add(*xs[:63]), np.sum(expected, 0)) < FULL
     for call, name in ((lambda: concat(xs, 1), "concat"), (lambda: add(*xs), "add")):
-        with pytest.raises(ArgumentError, match=rf"{name}: 64 arrays; at most 63 are taken at once\. Do it in two steps"):
+        with pytest.raises(ArgumentError, match=rf"{name}: 64 arrays; .*at most 63"):
             call()
     assert np.array_equal(arrays.take(concat([concat(xs[:63], 1), *xs[63:]], 1)), np.concatenate([*map(arrays.take, xs)], 1))
 
@@ -146,8 +146,8 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
         r"add: activation=<numpy.ndarray .*>; it can be .*, or None": lambda: add(x, activation=np.ones(2)),
         r"add: argument 1 is of shape \(0, 8, 6, 8\)": lambda: add(x, x[:0]),
         "concat was called without arrays": lambda: concat([], 1),
-        r"concat: argument 1 is of shape \(2, 8, 6, 4\) .* along axis 1 alone": lambda: concat([x, y], 1),
-        r"concat: argument 1 is of shape \(8, 6, 8\)": lambda: concat([x, x[0]], 0),
+        r"concat: argument 1 has shape \(2, 8, 6, 4\) .* only along axis 1": lambda: concat([x, y], 1),
+        r"concat: argument 1 has shape \(8, 6, 8\)": lambda: concat([x, x[0]], 0),
         "concat: axis=4; it must be an integer from -4 to 3 for 4 axes": lambda: concat([x, x], 4),
         "concat: axis=-5": lambda: concat([x, x], -5),
         "concat: axis=True": lambda: concat([x, x], True),
@@ -158,7 +158,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
         "concat: argument 1 is float16 and argument 0 is float32": lambda: concat([x, half], 1),
         "concat takes a list or a tuple of arrays, not <": lambda: concat(x, 1),
         "concat takes arrays, axis by position": lambda: concat([x, x], 1, x),
-        r"the output is float32 of shape \(2, 16, 6, 8\)": lambda: concat([x, x], 1, out=x),
+        r"it must be float32 of shape \(2, 16, 6, 8\)": lambda: concat([x, x], 1, out=x),
         "shares memory with argument 0": lambda: concat([x[1:], x[:1]], 0, out=x),
         "has the strides .* negative": lambda: add(x[:, :, ::-1]),
         "its elements overlap": lambda: (

@@ -128,7 +128,7 @@ def test_a_view_that_cudnn_has_no_plan_for_is_refused_with_what_to_do(make_pool)
     x, w, out = arrays.random(2, 16, 7, 6), arrays.random(24, 16, 1, 1), VIEWS["channels"](arrays.poisoned, *SHAPE)
     with pytest.raises(GraphNotSupportedError, match=r"no plan\. x is a view with gaps; pass a contiguous copy"):
         conv2d(VIEWS["channels"](arrays.random, 2, 16, 7, 6), w, pool=pool)
-    with pytest.raises(GraphNotSupportedError, match=r"no plan\. out is a view .*; leave it out, and copy what is ret"):
+    with pytest.raises(GraphNotSupportedError, match=r"no plan\. out is a view .*; leave it out, and copy the res"):
         conv2d(x, w, out=out, pool=pool)
     conv2d(x, w, out=out, bias=arrays.random(24), pool=pool)  # copied
 

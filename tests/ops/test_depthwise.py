@@ -50,7 +50,7 @@ def test_it_is_the_reference_in_one_launch(each_pool, kernel, dtype, layout):
     padding=st.integers(0, 3) | st.tuples(*[st.tuples(st.integers(0, 9), st.integers(0, 9))] * 2),
     dilation=st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 4)),
     biased=st.booleans(),
-    activation=st.none() | st.sampled_from(["relu", "sigmoid", "tanh", "gelu", "swish"]),
+    activation=st.none() | st.sampled_from(["relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"]),
     layouts=st.tuples(st.sampled_from(["NCHW", "NHWC"]), st.sampled_from([None, "NCHW", "NHWC"])),
 )
 @hypothesis.settings(max_examples=80, deadline=None, derandomize=True)

@@ -354,7 +354,7 @@ def test_a_value_that_was_kept_of_another_call_is_refused(scene):
     keep = elementwise([*traced_errors()][-1][0])
     x = scene.driver.asarray(np.ones((2, 3), np.float32))
     keep(x, pool=scene.pool)
-    with pytest.raises(TraceError, match="left behind"):
+    with pytest.raises(TraceError, match="earlier call"):
         keep(x[:1], pool=scene.pool)
 
 

@@ -57,7 +57,7 @@ def expected(arrays, x, w, rest, **options):
     return reference.conv2d(arrays.take(x), arrays.take(w), **{k: arrays.take(v) for k, v in rest.items()}, **options)
 
 
-@pytest.mark.parametrize("kind", [None, "relu", "gelu"])
+@pytest.mark.parametrize("kind", [None, "relu", "gelu", "hardswish"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -69,6 +69,30 @@ def test_a_residual_is_the_reference(each_pool, dtype, layout, bias, kind):
     assert arrays.error(y, expected(arrays, x, w, rest, padding=1, activation=kind)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("kind", [None, "relu", "swish", "tanh", "hardswish"])
+@pytest.mark.parametrize(("bias", "add"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_g18_each_form_is_the_reference(each_pool, layout, bias, add, kind):
+    arrays = Arrays(each_pool, "float16", layout)
+    x, w, rest = given(arrays, bias, add)
+    wanted = expected(arrays, x, w, rest, padding=1, activation=kind)
+    sites = each_pool.internals.plans.sites
+    conv2d(x, w, padding=1, activation=kind, **rest)
+    (site,), right = sites.values(), []
+    for form in site.forms():
+        try:
+            site.prepare(form, (x, w, *rest.values()), None)
+        except GraphNotSupportedError:
+            continue
+        site.choose(form)
+        right.append(form)
+        for _ in range(3):
+            y = conv2d(x, w, padding=1, activation=kind, **rest)
+            assert arrays.error(y, wanted) < TOLERANCE["float16"], form
+    assert () in right
+    assert (("add", "bias") in right) is (bias and add and layout == "NHWC")
+
+
 FUSED = {
     ("NHWC", True, True, "relu"): 1,
     ("NHWC", False, True, None): 1,
@@ -78,6 +102,8 @@ FUSED = {
     ("NCHW", True, False, "relu"): 1,
     ("NCHW", False, True, None): 2,
     ("NCHW", False, False, "gelu"): 2,
+    ("NHWC", True, False, "hardswish"): 2,  # cuDNN has no node for it
+    ("NHWC", True, True, "hardsigmoid"): 2,
 }
 
 
@@ -149,7 +175,7 @@ def test_what_was_refused_once_is_not_asked_for_at_each_call(make_pool, monkeypa
 
 def test_splits_are_forgotten_where_there_are_too_many(limits):
     limits(MOST_RECOLLECTED=3)
-    splits = PlanCache().fused_stage_counts
+    splits = PlanCache().fused_parts
     for number in range(4):
         splits[number] = number
     assert dict(splits) == {3: 3}

@@ -60,8 +60,8 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
     arrays = Arrays(each_pool)
     x = arrays.random(2, 4, 4, 4)
     for match, refused in {
-        "size=None and scale_factor=None; give one": lambda: interpolate2d(x),
-        "size=3 and scale_factor=2; give one": lambda: interpolate2d(x, size=3, scale_factor=2),
+        "size=None and scale_factor=None; give exactly one": lambda: interpolate2d(x),
+        "size=3 and scale_factor=2; give exactly one": lambda: interpolate2d(x, size=3, scale_factor=2),
         "size=0": lambda: interpolate2d(x, size=0),
         r"size=\(1, 2, 3\)": lambda: interpolate2d(x, size=(1, 2, 3)),
         "scale_factor=-1": lambda: interpolate2d(x, scale_factor=-1),

@@ -128,7 +128,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
         "value=200 for x of int8; it must be an integer from -128 to 127": lambda: pad(many, (1, 1), value=200),
         "value=0.5 for x of int8": lambda: pad(many, (1, 1), value=0.5),
         "value=nan for x of int8": lambda: pad(many, (1, 1), value=np.nan),
-        "3 groups, which do not divide the 8 channels": lambda: channel_shuffle(x, 3),
+        "3 groups do not divide the 8 channels": lambda: channel_shuffle(x, 3),
         "groups=0": lambda: channel_shuffle(x, 0),
         "x has 1 axes": lambda: channel_shuffle(x[0, 0], 1),
         "x has 2 axes": lambda: to_channels_last(x[0]),

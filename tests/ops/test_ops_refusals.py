@@ -118,9 +118,9 @@ AXES = [(name, shape) for name in ("x", "w") for shape in ((8, 8), (4, 8, 8), (2
 UNFIT = {
     "none": ("NoneType", lambda scene: {"w": None}),
     **{f"{name} {shape}": (f"{name} has {len(shape)} axes.*must have 4", of(name, shape)) for name, shape in AXES},
-    "no rows": ("nothing comes out", of("x", (2, 4, 0, 8))),
+    "no rows": ("the result is empty", of("x", (2, 4, 0, 8))),
     "channels": (r"4 channels in x.*3 x groups=1 in w.*C / groups", of("w", (6, 3, 3, 3))),
-    "groups": ("2 groups, which do not divide 5 filters", lambda scene: {"w": given(scene, "w", (5, 2, 3, 3)), "groups": 2}),
+    "groups": ("2 groups do not divide 5 filters", lambda scene: {"w": given(scene, "w", (5, 2, 3, 3)), "groups": 2}),
     **{
         f"add {shape}": (r"add of shape .* for a result of \(2, 6, 6, 6\)", of("add", shape))
         for shape in ((6,), (1, 6, 6, 6), (2, 6, 8, 8))
@@ -129,10 +129,13 @@ UNFIT = {
     "a set": ("stride={1, 2}; it must be an integer", {"stride": {1, 2}}),
     **{f"padding {value}": ("padding=.*; it must be .* or two pairs", {"padding": value}) for value in PADDINGS},
     **{f"bias {shape}": ("bias", of("bias", shape)) for shape in ((5,), (1,), (6, 1))},
-    "large filters": ("nothing comes out.*pad more, or take a smaller filter", of("w", (6, 4, 9, 3))),
+    "large filters": ("the result is empty.*pad more, or take a smaller filter", of("w", (6, 4, 9, 3))),
     **{f"{name} 0": (f"{name}=0; it must be an integer, or two, each 1 or more", {name: 0}) for name in ("stride", "dilation")},
-    "activation": ("activation='selu'; it can be relu, sigmoid, tanh, gelu, swish, or None", {"activation": "selu"}),
-    "torch's name": ("activation='silu'; it can be .*swish, which is torch's silu, or None", {"activation": "silu"}),
+    "activation": (
+        "activation='selu'; it can be relu, .*, swish, .*, hardswish, or None",
+        {"activation": "selu"},
+    ),
+    "torch's name": ("activation='silu'; it can be .*, or None; torch's silu is swish", {"activation": "silu"}),
     **{f"limit {n!r}": (f"workspace_limit={n!r}", {"workspace_limit": n}) for n in (-1, 1.5, "1")},
     "no workspace": ("workspace", {"workspace_limit": 0}),
     "gaps": (r"strides.*without gaps.*ascontiguousarray\(x\)", lambda scene: {"x": given(scene, "x", (2, 4, 16, 8))[:, :, ::2]}),

@@ -158,7 +158,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
     row, taps = arrays.random(2, 4, 9), arrays.random(6, 4, 3)
     for match, refused in {
         r"4 channels in x \(2, 4, 5, 5\) and 3 filters in w": lambda: conv_transpose2d(x, w[:3]),
-        "3 groups, which do not divide the 4 channels": lambda: conv_transpose2d(x, w, groups=3),
+        "3 groups do not divide the 4 channels": lambda: conv_transpose2d(x, w, groups=3),
         r"output_padding=\(2, 2\) with stride=\(2, 2\) .* below 2": lambda: conv_transpose2d(x, w, stride=2, output_padding=2),
         r"lead to spatial extents of \(-1, -1\)": lambda: conv_transpose2d(x, w, padding=4),
         "padding=-1": lambda: conv_transpose2d(x, w, padding=-1),

@@ -242,7 +242,9 @@ def test_g16_what_streams_share_is_refused_in_branches_beside_each_other(make_po
     use()
     with states.fork() as fork:
         fork.run(use)
-        with pytest.raises(ContractError, match=rf"{name} is used by .* beside a branch of thread 'MainThread' on stream 0x"):
+        with pytest.raises(
+            ContractError, match=rf"{name} is used by .* on stream .* by a branch of thread 'MainThread' on stream 0x"
+        ):
             fork.run(use)
         with pytest.raises(ContractError, match="before the outermost join"):
             use()  # in the body

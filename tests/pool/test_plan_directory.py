@@ -181,7 +181,7 @@ def test_a_file_that_is_no_directory_is_refused(tmp_path):
 def test_a_directory_that_others_may_write_to_is_refused(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o770)
-    with pytest.raises(ArgumentError, match=r"can be written by others \(mode 770\)"):
+    with pytest.raises(ArgumentError, match=r"is writable by other users \(mode 770\)"):
         PlanDirectory(tmp_path / "open")
     (tmp_path / "open").chmod(0o755)
     PlanDirectory(tmp_path / "open")
@@ -193,7 +193,7 @@ def test_a_directory_of_somebody_elses_is_refused(tmp_path, monkeypatch):
     if tmp_path.stat().st_uid == 0:  # root may do anything anyway
         PlanDirectory(tmp_path)
         os.chown(tmp_path, 12345, -1)
-    with pytest.raises(ArgumentError, match="belongs to somebody else"):
+    with pytest.raises(ArgumentError, match="belongs to another user"):
         PlanDirectory(tmp_path)
 
 

@@ -1,6 +1,8 @@
 """Streams as keys: an identity, not an address. Guarantee 4."""
 
+import gc
 import threading
+from typing import ClassVar
 
 import pytest
 from harness.scenes import Thread
@@ -381,3 +383,33 @@ def test_g11_captures_and_streams_that_are_over_at_a_pointer_keep_no_handle(make
         del other  # its pointer is the next one's
     assert pool.stats()["handles_live"] <= 5
     assert pool.get_handle(stream.ptr) is eager
+
+
+class Resurrected:
+    """An object in a cycle that keeps its stream at its end, as a program that is closed later does."""
+
+    kept: ClassVar[list[object]] = []
+
+    def __init__(self, stream):
+        self.stream, self.itself = stream, self
+
+    def __del__(self):
+        self.kept.append(self.stream)
+
+
+def test_g4_a_stream_that_the_collector_destroyed_serves_no_later_program(pool):
+    """The collector ends all objects of a cycle, those too that another one of them keeps."""
+    Resurrected.kept.clear()
+    Resurrected(pool.driver.create_stream())
+    gc.collect()
+    alive = pool.driver.create_stream()
+    (destroyed,) = Resurrected.kept
+    sides = pool.internals.device(0).sides
+    for stream in (destroyed, alive):
+        sides.reuse(stream)
+    slot = sides.lease()
+    sides.replace_stream(slot)
+    assert slot.side_stream is alive
+    sides.replace_stream(slot)
+    assert slot.side_stream is not destroyed
+    sides.release(slot, captured=False)

@@ -248,7 +248,7 @@ def test_g5_a_finalisers_launch_inside_a_launch_of_its_slot_is_refused_and_harms
 
         def launch(called):
             if called == "launch" and not refused:
-                with pytest.raises(OwnershipError, match="by a finaliser that Python runs while its thread makes another launch"):
+                with pytest.raises(OwnershipError, match="by a finalizer that Python ran during another launch"):
                     large.launch(slot)
                 refused.append(True)
 

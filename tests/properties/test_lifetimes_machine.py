@@ -27,8 +27,6 @@ PARTS = 8  # as units of work for test processes
 
 # Branches write what they were given, and in turns return new arrays: a warning says so once for each function.
 @pytest.mark.filterwarnings("ignore:.* returned new arrays")
-# Not settled: a slot is lost to the accounts, or to the pool, in some examples with a nested fork.
-@pytest.mark.xfail(strict=False, reason="the accounts miss a slot since forks, leases and joins are objects of their own")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
 def test_whatever_happens_the_pool_can_account_for_all_it_has(part):

@@ -239,7 +239,7 @@ def test_memory_that_nobody_wrote_is_not_read_and_call_and_array_are_named(scene
         return adding(scene, x, z)
 
     line = function.__code__.co_firstlineno
-    message = rf"add at \S+:{line + 2} reads <\S+ of shape \(8,\), float64> that was allocated at \S+ while recording"
+    message = rf"add at \S+:{line + 2} reads <\S+ of shape \(8,\), float64>, which was allocated at \S+ while recording"
     with pytest.raises(CaptureError, match=message):
         handlepool.record(function, scene.array(1), lanes=4)
     assert leased(scene) == 0
@@ -261,7 +261,7 @@ def test_memory_of_a_call_that_gave_no_work_is_not_read_before_it_is_written(sce
             filled(scene, z)
         return adding(scene, x, z)
 
-    with pytest.raises(CaptureError, match=r"add at .* reads .* that was allocated at .* and that nothing has written"):
+    with pytest.raises(CaptureError, match=r"add at .* reads .* allocated at .* never written"):
         handlepool.record(function, scene.array(1), False, lanes=4)
     assert works(scene)
     with handlepool.record(function, scene.array(1), True, lanes=4) as program:
@@ -286,7 +286,7 @@ def test_an_output_that_nothing_recorded_writes_is_refused(scene, by):
     x = scene.array(1)
     scene.read(x)  # who made it is waited for
     message = (
-        r"function returned <\S+ of shape \(8,\), float64>, which was allocated at \S+:\d+ while recording, and which nothing"
+        r"function returned <\S+ of shape \(8,\), float64>, which was allocated at \S+:\d+ while recording, and no recorded call"
     )
     with pytest.raises(CaptureError, match=message):
         handlepool.record(function, x, lanes=4)
@@ -356,7 +356,7 @@ def test_too_little_memory_says_how_far_it_came_and_how_much_there_was():
                 each += made
             return made
 
-        message = r"function finds no memory on device 0 .*, at call 1\d of 40: until there it took [\d,]+ bytes on 1\d lanes"
+        message = r"function found no memory on device 0 .*, at call 1\d of 40, when it had [\d,]+ bytes on 1\d lanes"
         with pytest.raises(OutOfMemoryError, match=message):
             handlepool.record(function, scene.array(1), lanes=8)
         assert leased(scene) == 0
@@ -371,7 +371,7 @@ def test_too_little_memory_for_several_lanes_says_what_one_takes():
         with pytest.raises(OutOfMemoryError, match="record it with lanes=1") as caught:
             handlepool.record(beside, scene, x, lanes=8)
         assert leased(scene) == 0
-        took, one = re.search(r"took ([\d,]+) bytes on \d lanes, where 1 lane takes about ([\d,]+)", str(caught.value)).groups()
+        took, one = re.search(r"had ([\d,]+) bytes on \d lanes, where 1 lane takes about ([\d,]+)", str(caught.value)).groups()
         with handlepool.record(beside, scene, x, lanes=1) as program:  # as it says
             program.replay()
             assert [scene.read(y) for y in program.outputs] == expected

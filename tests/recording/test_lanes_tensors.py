@@ -245,6 +245,6 @@ def test_torchs_error_for_want_of_memory_is_ours(scene):
             raise RuntimeError("CUDA out of memory. Tried to allocate")
         return plus(scene, x, 1)
 
-    with pytest.raises(OutOfMemoryError, match="finds no memory on device 0"):
+    with pytest.raises(OutOfMemoryError, match="found no memory on device 0"):
         handlepool.record(function, scene.array(1), lanes=4)
     assert scene.torch.calls == ["begin", "end", "close"]

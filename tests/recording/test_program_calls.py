@@ -143,9 +143,7 @@ def test_outputs_may_be_carried_into_the_inputs(scene):
 
 def test_what_was_recorded_without_an_array_stays_and_is_said_to(scene):
     with handlepool.record(lambda x, factor: scene.plus(x, factor), scene.array(1), factor=2) as program:
-        with pytest.raises(
-            ArgumentError, match=r"factor was recorded as 2 and is now 3; what is no array stays as it was recorded"
-        ):
+        with pytest.raises(ArgumentError, match=r"factor was recorded as 2 and is now 3; .* pass the same value"):
             program(scene.array(2), factor=3)
         assert scene.read(program(scene.array(2))) == 4
 
@@ -280,7 +278,9 @@ def test_the_count_says_which_arguments_are_meant(scene):
         with pytest.raises(ArgumentError, match=r"argument 1 was recorded as 2\.0 and is now <"):
             program(scene.array(5), scene.array(6), None)
         for wrong in ([scene.array(5)], [scene.array(5)] * 4):
-            says = "3 positional arguments, 2 of which are arrays, .* was given [14]: give all of them, or those 2 alone. None"
+            says = (
+                "3 positional arguments, 2 of which are arrays, .* was given [14]: give all of them, or those 2 alone. Pass None"
+            )
             with pytest.raises(ArgumentError, match=says):
                 program(*wrong)
 
@@ -295,7 +295,7 @@ def test_what_is_recorded_with_an_array_of_numpys_reads_it_at_each_call(make_dri
 
 def test_a_recorded_array_is_refused_where_it_holds_another_ones_values_by_now(scene):
     images = [scene.array(value) for value in range(3)]
-    refused = r"argument 0 is the array that .* was recorded with, which was overwritten by a call or an update since"
+    refused = r"argument 0 is the array that .* was recorded with, and a call or an update has overwritten it"
     with handlepool.record(body(scene), images[0]) as program:
         assert [scene.read(program(x)) for x in images] == [110, 111, 112]
         for use in (program, program.update):
@@ -322,7 +322,7 @@ def test_windows_of_a_signal_whose_first_one_was_recorded_are_refused_where_it_w
         assert is_right(program, 0)
         assert is_right(program, 1)
         for use in (program, program.update):
-            with pytest.raises(ArgumentError, match=r"argument 0 overlaps an array that .* was recorded with, which was over"):
+            with pytest.raises(ArgumentError, match=r"argument 0 overlaps an array that .* was recorded with, and .* over"):
                 use(signal[2:10])
         assert is_right(program, 9)
     signal = scene.driver.asarray(right)
@@ -375,7 +375,7 @@ def test_another_out_names_the_place_and_nothing_is_enqueued(scene, out, error, 
 def test_out_of_arrays_that_share_memory_is_refused(scene):
     with handlepool.record(lambda x: (scene.plus(x, 1), scene.plus(x, 2), x), scene.array(0)) as program:
         both = scene.array(size=12)
-        with pytest.raises(ArgumentError, match=r": out\[0\] and out\[1\] share memory, .*; pass arrays that share none"):
+        with pytest.raises(ArgumentError, match=r": out\[0\] and out\[1\] share memory, .*; pass arrays"):
             program(None, out=(both[:8], both[4:], None))
         program(None, out=(both[:8], None, None))
 
@@ -404,7 +404,7 @@ def test_out_on_another_device_is_refused(scene, program):
 
 
 def test_arguments_are_those_of_update(scene, program):
-    with pytest.raises(ArgumentError, match=r"was given 0: give all of them\. None stands for"):
+    with pytest.raises(ArgumentError, match=r"was given 0: give all of them\. Pass None for"):
         program()
     with pytest.raises(ArgumentError, match="shape"):
         program(scene.array(size=9))
@@ -417,7 +417,7 @@ def test_outputs_that_may_hold_arrays_unseen_are_refused(scene):
             self.y = y
 
     with handlepool.record(lambda x: Box(scene.plus(x, 1)), scene.array(0)) as program:
-        with pytest.raises(ArgumentError, match=r"returned a .*Box, in which arrays would be overwritten"):
+        with pytest.raises(ArgumentError, match=r"returned a .*Box, .* overwrite the arrays in it"):
             program(None)
         program.replay()
 

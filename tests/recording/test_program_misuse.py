@@ -274,7 +274,7 @@ def test_what_returns_a_generator_or_a_coroutine_is_refused_by_its_kind(scene, l
         return scene.plus(x, 1)
 
     for function in (generator, coroutine):
-        with pytest.raises(ArgumentError, match=f"returned a {function.__name__}, of which nothing has run"):
+        with pytest.raises(ArgumentError, match=f"returned a {function.__name__}, and none of its work has run"):
             handlepool.record(function, scene.array(1), pool=scene.pool, lanes=lanes)
 
 
@@ -361,7 +361,7 @@ def test_work_on_a_stream_that_is_not_recorded_is_refused_and_not_left_out_of_re
             act()
             return handlepool.conv2d(x, w)
 
-        with pytest.raises(CaptureError, match=r"of which that stream is no part.*use the current stream there, and open forks"):
+        with pytest.raises(CaptureError, match=r"not part of the recording.*Use the current stream there, and open forks"):
             handlepool.record(function, x)
         act()
 
@@ -400,7 +400,7 @@ def test_work_on_a_stream_of_another_threads_recording_is_refused(scene):
     other = Thread(record)
     assert begun.wait(TIMEOUT)
     try:
-        with pytest.raises(CaptureError, match="of which that stream is no part"):
+        with pytest.raises(CaptureError, match="not part of the recording"):
             handlepool.record(second(scene, ours), scene.array(1))
     finally:
         done.set()
@@ -541,7 +541,7 @@ def test_any_call_may_fail_and_no_capture_is_left_open(method):
 def test_no_memory_for_the_graph_is_said_and_with_memory_back_the_same_call_works(scene):
     x = scene.array(1)
     scene.driver.fail_at(1, "end_capture", MemoryError("out of memory"), RESTORES)
-    with pytest.raises(OutOfMemoryError, match=r"the graph of .* finds no memory on device 0 \(out of memory\): free arrays"):
+    with pytest.raises(OutOfMemoryError, match=r"the graph of .* found no memory on device 0 \(out of memory\): free arrays"):
         handlepool.record(work(scene), x)
     scene.driver.fail_at(0)
     with handlepool.record(work(scene), x) as program:
@@ -671,7 +671,7 @@ def test_g10_a_finaliser_at_every_line_of_a_use_neither_waits_for_its_own_thread
         program.close()
     assert k > 10
     assert refused
-    assert all("this very thread" in message for message in refused)
+    assert all("by this thread" in message for message in refused)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -757,9 +757,9 @@ def test_an_update_that_lost_the_layout_names_it(scene):
 @pytest.mark.parametrize(
     ("new", "says"),
     [
-        (lambda x: {"a": x}, r"argument 0 was recorded with the key 'b', too"),
-        (lambda x: {"a": x, "b": [x, [x]], "c": x}, r"argument 0 was recorded without the key 'c'; there is: 'a', 'b'"),
-        (lambda x: {"x": x, "y": [x, [x]]}, r"argument 0 was recorded without the key 'x'; there is: 'a', 'b'"),
+        (lambda x: {"a": x}, r"argument 0 was recorded with the key 'b'"),
+        (lambda x: {"a": x, "b": [x, [x]], "c": x}, r"argument 0 was recorded without the key 'c'; .* 'a', 'b'"),
+        (lambda x: {"x": x, "y": [x, [x]]}, r"argument 0 was recorded without the key 'x'; .* 'a', 'b'"),
         (lambda x: [x, [x, [x]]], r"argument 0 was recorded as a dictionary, and is now a list"),
         (lambda x: x, r"argument 0 was recorded as a dictionary, and is now a .*HostArray"),
         (lambda x: {"a": [x], "b": [x, [x]]}, r"argument 0\['a'\] was recorded as an array, and is now a list"),
@@ -829,7 +829,7 @@ def test_an_update_of_an_array_of_another_library_says_so_and_what_to_do(scene):
 
     x, foreign = scene.array(1), Interface(np.ones(8))
     program = handlepool.record(lambda x, *more, **named: scene.plus(x, 0), x, [foreign], y={"z": foreign})
-    says = r"was recorded as a test_program_misuse.*Interface, which is no array of the host driver's.*what pool.driver.asarray"
+    says = r"was recorded as a test_program_misuse.*Interface, which is no array of the host driver.*pool.driver.asarray"
     for args, kwargs, place in (
         ((scene.array(5), [x]), {}, r"argument 1\[0\] "),
         ((scene.array(5), [Interface(np.ones(8))]), {}, r"argument 1\[0\] "),
@@ -953,7 +953,7 @@ def taken(scene, given):
 def test_a_function_that_changes_a_list_or_dictionary_that_it_is_given_is_refused(scene, function, what, lanes):
     x, y = scene.array(1), scene.array(2)
     given = [x, y] if function is turned else {"x": x, "y": y}
-    with pytest.raises(CaptureError, match=f"{function.__name__} changed a list or dictionary .*: {what}. Have it change one of"):
+    with pytest.raises(CaptureError, match=f"{function.__name__} changed a list or dictionary .*: {what}. Change a copy"):
         handlepool.record(function, scene, given, lanes=lanes)
     given = [x, y] if function is turned else {"x": x, "y": y}
     with handlepool.record(lambda given: function(scene, given.copy()), given, lanes=lanes) as program:
@@ -1040,7 +1040,7 @@ def endless(kind, x):
 @pytest.mark.parametrize("kind", ["list", "dict", "tuple", "deep"])
 @pytest.mark.parametrize("lanes", [None, 2])
 def test_a_container_without_an_end_is_refused_in_plain_words(scene, kind, lanes):
-    x, says = scene.array(1), "inside more than 100 others" if kind == "deep" else f"a {kind} that contains itself"
+    x, says = scene.array(1), "nested in more than 100 containers" if kind == "deep" else f"a {kind} that contains itself"
     with pytest.raises(ArgumentError, match=says):
         handlepool.record(lambda given: scene.plus(x, 1), endless(kind, x), lanes=lanes)
     with pytest.raises(ArgumentError, match=says):

@@ -91,7 +91,7 @@ def test_an_update_writes_into_tensors(scene, program):
     assert read(scene, program.outputs["sum"][0]) == 30
     assert read(scene, x) == 10
     assert (x.written, named["y"].written) == (1, 1)
-    with pytest.raises(ArgumentError, match=r"argument 0 is the array that .* was recorded with, which was overwritten"):
+    with pytest.raises(ArgumentError, match=r"argument 0 is the array that .* was recorded with, and .* overwritten"):
         program.update(x, None, None)
     program.update(named["y"], {"y": x}, None)  # swapped
     assert (read(scene, x), read(scene, named["y"])) == (20, 10)
@@ -162,5 +162,5 @@ def test_two_values_for_one_tensor_are_refused(scene):
         scene.driver.enqueue(scene.driver.current_stream().ptr, lambda: None, writes=[], reads=[])
         return result
 
-    with handlepool.record(function, x, x, result) as program, pytest.raises(ArgumentError, match="given two values for it"):
+    with handlepool.record(function, x, x, result) as program, pytest.raises(ArgumentError, match="given two values"):
         program.update(tensor(2), tensor(3), None)

@@ -246,7 +246,7 @@ def test_progress_is_shown_on_a_terminal(make, monkeypatch, capfd):
 def test_on_the_host_driver_it_is_refused_before_anything_is_called():
     with Scene(HostDriver(), default=True) as scene:
         calls = []
-        with pytest.raises(DriverNotAvailableError, match=r"^record\(plans=True\) times plans on a GPU; this is the host driver"):
+        with pytest.raises(DriverNotAvailableError, match=r"^record\(plans=True\) times plans on a GPU, and the host driver"):
             record(calls.append, scene.array(1))
         assert not calls
 

@@ -196,7 +196,7 @@ def test_where_the_driver_gives_one_lane_that_is_what_the_refusal_says(scene, mo
     monkeypatch.setattr(HostDriver, "dependencies", lambda driver, pointer: None)
     with handlepool.record(wide, scene, scene.array(1), lanes=8) as program:
         for use in (program.tune, partial(program.explain, measure=True)):
-            with pytest.raises(ArgumentError, match="the driver gives one lane"):
+            with pytest.raises(ArgumentError, match="a single lane"):
                 use()
         assert values(scene, program) == [11 + value for value in range(6)]
 

@@ -663,7 +663,7 @@ def test_a_function_that_writes_in_place_for_once_is_warned_of_where_another_bra
         y = scene.array(1)
         fork.run(numbered, scene, scene.array(1), 0)
         fork.run(scene.plus, y, 1)
-        with pytest.warns(UserWarning, match=r"^numbered returned new arrays before, and this call did not\.") as told:
+        with pytest.warns(UserWarning, match=r"^numbered returned new arrays before, and this call did not,") as told:
             fork.run(numbered, scene, y, 1)
         assert [warning.filename for warning in told] == [__file__]
         assert scene.read(fork.wait(fork.run(scene.plus, y, 1))) == 11  # whoever comes later waits for it
@@ -896,6 +896,8 @@ def submitted(scene, function, x):
 def test_what_would_run_after_its_branch_is_refused_by_its_kind(scene, function, use):
     x = scene.array(1)
     kind = function.__name__.removeprefix("a_")
-    with pytest.raises(ArgumentError, match=f"^{function.__name__} returned a {kind}, of which nothing has run: pass a function"):
+    with pytest.raises(
+        ArgumentError, match=f"^{function.__name__} returned a {kind}, and none of its work has run. Pass a function"
+    ):
         use(scene, function, x)
     assert scene.read(scene.states.map(scene.plus, [x], [1])[0]) == 2

@@ -14,7 +14,7 @@ from handlepool import ArgumentError, DeviceMismatchError, OwnershipError, Paral
 
 @pytest.mark.parametrize("count", [0, 33, -1, 1.0, "4", None, True])
 def test_a_number_of_states_that_is_none_is_refused(count):
-    with Scene() as scene, pytest.raises(ArgumentError, match=rf"ParallelStates\({count!r}\): 1 to 32 states"):
+    with Scene() as scene, pytest.raises(ArgumentError, match=rf"ParallelStates\({count!r}\): .* 1 to 32"):
         ParallelStates(count, pool=scene.pool)
 
 

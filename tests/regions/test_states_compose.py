@@ -489,7 +489,7 @@ def test_g6_a_fork_that_outlives_the_branch_it_was_entered_in_is_refused(form):
 
         with scene.states.fork() as outer:
             left_open, side = outer.run(lambda: (found := branches(), scene.driver.current_stream(), next(found))[:2])
-        with side, pytest.raises(OwnershipError, match="was left before it"):
+        with side, pytest.raises(OwnershipError, match="was left first"):
             next(left_open)
         assert len(ran) == 1
         assert scene.pool.stats()["handles_leased"] == 0
@@ -509,6 +509,6 @@ def test_g6_a_fork_that_is_left_after_the_branch_it_was_entered_in_says_so_and_a
             with pytest.raises(LookupError, match="the body's own"):
                 left_open.throw(LookupError("the body's own"))
         else:
-            with pytest.raises(OwnershipError, match="was left before it"):
+            with pytest.raises(OwnershipError, match="was left first"):
                 next(left_open)
         assert scene.pool.stats()["handles_leased"] == 0

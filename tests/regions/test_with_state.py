@@ -36,11 +36,11 @@ def test_g5_a_state_that_was_kept_hands_out_nothing_of_another_branch(use, taken
         assert scene.states.with_state(1, lambda state: kept.append(state) or use(state)) is not None
         with pytest.raises(BranchError):
             scene.states.with_state(1, fail_with, kept)
-        with pytest.raises(ArgumentError, match="<lambda> returned a generator, of which nothing has run"):
+        with pytest.raises(ArgumentError, match="<lambda> returned a generator, and none of its work has run"):
             scene.states.with_state(1, lambda state: (use(state) for _ in range(1)))
         later = scene.states.with_state(1, lambda state: lambda: use(state))
         for late in (lambda: use(kept[0]), lambda: use(kept[1]), later):
-            with pytest.raises(OwnershipError, match="the call that this state was for has ended"):
+            with pytest.raises(OwnershipError, match="the call of this state has ended"):
                 late()
         with scene.states.fork() as fork:
             for late in (use, use):

@@ -132,8 +132,8 @@ def test_a_gradient_with_stride_one_needs_no_declaration(graph):
         ((2, 6, 9, 9), (4, 2, 3, 3), {}, "make 3 groups, which do not divide 4"),
         ((2, 4, 9), (6, 4, 3, 3), {}, "must have the same number of axes"),
         ((2, 4), (6, 4), {}, "must have the same number of axes, 3 to 5"),
-        ((2, 4, 2, 9), (6, 4, 3, 3), {}, "nothing comes out"),
-        ((2, 4, 9, 9), (6, 4, 3, 3), {"dilation": [5, 1]}, "nothing comes out"),
+        ((2, 4, 2, 9), (6, 4, 3, 3), {}, "the result is empty"),
+        ((2, 4, 9, 9), (6, 4, 3, 3), {"dilation": [5, 1]}, "the result is empty"),
         ((2, 4, 9, 9), (6, 4, 3, 3), {"stride": [0, 1]}, r"stride=\[0, 1\] does not fit"),
         ((2, 4, 9, 9), (6, 4, 3, 3), {"padding": [-1, 0]}, r"padding=\[-1, 0\] does not fit"),
         ((2, 4, 9, 9), (6, 4, 3, 3), {"dilation": [1]}, r"dilation=\[1\] does not fit"),
@@ -188,7 +188,7 @@ UNFIT = [
     (of("relu", (2, 3, 4, 5), dim=[2, 3, 4, 6]), r"declared with shape \(2, 3, 4, 6\), but comes out as \(2, 3, 4, 5\)"),
     (of("relu", (2, 3, 4, 5), strides=[1, 1]), "one per axis"),
     (of_input(dim=[2, -1, 4, 5], stride=[1, 1, 1, 1], name="hole"), "'hole' has shape"),
-    (of_input(dim=[2, 3], stride=[3, 1], is_virtual=True, name="ghost"), "'ghost' is virtual, but no node before it makes it"),
+    (of_input(dim=[2, 3], stride=[3, 1], is_virtual=True, name="ghost"), "'ghost' is virtual, but no earlier node makes it"),
 ]
 
 
@@ -202,7 +202,11 @@ def test_what_does_not_fit_is_refused(graph, build, problem):
 def test_outputs_are_made_by_the_graph_and_named_once(graph):
     x = tensor(graph, (2, 3))
     y = graph.relu(x)
-    for outputs, problem in (([x], "made by no node"), ([y, y], "named twice"), ([None], "made by no node")):
+    for outputs, problem in (
+        ([x], "no node of this graph makes"),
+        ([y, y], "named twice"),
+        ([None], "no node of this graph makes"),
+    ):
         with pytest.raises(ArgumentError, match=problem):
             infer(graph, outputs)
 

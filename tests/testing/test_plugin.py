@@ -242,7 +242,7 @@ def test_a_test_that_asks_for_a_gpu_where_none_is_to_be_used_fails_in_plain_word
 def test_the_guard_sees_a_gpu_that_another_library_opened(monkeypatch):
     opened = iter([{"/dev/nvidia0"}, {"/dev/nvidia0", "/dev/nvidiactl"}])
     monkeypatch.setattr(pools, "_opened", lambda: next(opened))
-    with pytest.raises(AssertionError, match=r"must not touch a GPU, and something has opened /dev/nvidiactl$"), pools.no_gpu():
+    with pytest.raises(AssertionError, match=r"must not touch a GPU, and some code has opened /dev/nvidiactl$"), pools.no_gpu():
         pass
 
 

@@ -62,6 +62,7 @@ def _check_out(out: Path, image: Path | None, filters: Path | None) -> None:
     if out.is_dir() or not out.parent.is_dir():
         what = "is a folder" if out.is_dir() else "lies in a folder that does not exist"
         raise ArgumentError(f"{str(out)!r} {what}; pass the path of the PNG to write as --out")
+    # A user may swap two paths. The demo would then overwrite its own input.
     for what, given in (("photograph", image), ("file of filters", filters)):
         if given is not None and out.exists() and given.exists() and out.samefile(given):
             raise ArgumentError(f"--out {str(out)!r} is the {what} itself; pass another file")
@@ -72,6 +73,7 @@ def _complain(error: object) -> None:
 
 
 def _run(options: Namespace) -> int:
+    # matplotlib and Pillow come with an extra. `main` names the extra where an import fails.
     from handlepool.cli.demo.figure import draw
     from handlepool.cli.demo.images import load_photograph, sample_photograph
     from handlepool.cli.demo.measure import measure, render
@@ -89,6 +91,7 @@ def _run(options: Namespace) -> int:
     print(f"driver   {driver} ({reason}), {device}")
     print(f"picture  {path.name}, {width} x {height} pixels; {len(filters)} filters and a chain over {options.states} states")
 
+    # The demo leaves the default pool alone, which may be of another driver.
     pool = HandlePool(driver=driver)
     try:
         report = measure(photograph, filters, states=options.states, pool=pool)

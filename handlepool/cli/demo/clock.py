@@ -11,6 +11,7 @@ _FEWEST, _MOST = 3, 31
 
 def timing_events(driver: Driver, count: int) -> list[Any]:
     """Make events that record times."""
+    # Another thread may be capturing, and this call must not end its capture (guarantee 9).
     with driver.relaxed():
         return [driver.create_event(timing=True) for _ in range(count)]
 

@@ -61,6 +61,7 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
     total = over_tiles + rows * (tile_height + _CAPTION + _GAP) + 0.65 + line_height + 0.62
 
     figure = Figure(figsize=(WIDTH, total), dpi=_DPI, facecolor=PAPER)
+    # The canvas writes a PNG without a display. `pyplot` would choose a back end and keep the figure.
     FigureCanvasAgg(figure)
     says_nothing = "" if report.driver == "cuda" else "; the host driver's times say nothing about a GPU"
     write(figure, MARGIN, total - 0.3, network_figure.claim(report.network), size=15, weight="bold")
@@ -75,6 +76,7 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
         top = total - over_tiles - row * (tile_height + _CAPTION + _GAP)
         box = (left, top - _CAPTION - tile_height, tile_width, tile_height)
         if index == 0:
+            # More pixels than the page can show would only cost memory.
             step = -(-max(height, width) // DRAWN)
             _tile(figure, box, photograph[::step, ::step], "the photograph", _by(width, height), _GREY)
         else:
@@ -153,8 +155,10 @@ def _time_line(axes: Axes, report: Report, streams: Sequence[int], colours: Sequ
         row, colour = streams.index(span.stream), colours[span.result]
         axes.barh(row, span.end - span.start, left=span.start, height=0.72, color=colour, edgecolor=PAPER, linewidth=0.8)
         label = _fitting_label(span, span.result + 1, (span.end - span.start) / end * points)
+        # The eye sees green best and blue worst. Weighted so, the text stays readable on any colour.
         ink = INK if sum(np.multiply(colour, (0.299, 0.587, 0.114))) > 0.55 else "white"
         text = axes.text((span.start + span.end) / 2, row, label, size=9, color=ink, ha="center", va="center")
+        # A filter's name is literal text. A dollar sign in it would start a formula.
         text.set(parse_math=False, clip_on=True)
     axes.set_xlim(0, end * 1.005)
     axes.set_ylim(len(streams) - 0.45, -0.55)

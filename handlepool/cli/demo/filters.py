@@ -97,6 +97,7 @@ def load_filters(path: Path) -> tuple[Filter, ...]:
     """
     where = f"filter file {str(path)!r}"
     try:
+        # Some editors begin a file with a byte-order mark, which plain UTF-8 would pass to the JSON reader.
         document = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise ArgumentError(f"cannot read {where}: {error.strerror or error}; pass a JSON file") from error
@@ -126,7 +127,7 @@ def _parse(document: object) -> tuple[Filter, ...]:
     names = [_checked_name(name) for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
-            raise ArgumentError(f"the name {name!r} is there {names.count(name)} times; give each filter its own name")
+            raise ArgumentError(f"{names.count(name)} filters have the name {name!r}; give each filter its own name")
     return tuple(Filter(name, _checked_kernel(name, kernel)) for name, (_, kernel) in zip(names, pairs, strict=True))
 
 
@@ -149,6 +150,7 @@ def _checked_kernel(name: str, kernel: object) -> NDArray[np.float32]:
     for value in (value for row in kernel for value in row):
         # True and False are ints to Python. NaN and Infinity are numbers to its JSON reader.
         usable = isinstance(value, int | float) and not isinstance(value, bool)
+        # The comparison is negated, so that it refuses NaN as well.
         if not usable or not abs(value) <= _LARGEST_NUMBER:
             raise ArgumentError(f"the kernel of {name!r} holds {_short(value)}; give finite float32 numbers")
     return np.asarray(kernel, dtype=np.float32)
@@ -156,8 +158,9 @@ def _checked_kernel(name: str, kernel: object) -> NDArray[np.float32]:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document: dict[str, Any] = {}
+    # By default the last of two equal keys wins in silence, and a filter would be lost.
     for name, value in pairs:
         if name in document:
-            raise ArgumentError(f"the key {_short(name)} is there more than once; give each filter its own name")
+            raise ArgumentError(f"the file has the key {_short(name)} more than once; give each filter its own name")
         document[name] = value
     return document

@@ -51,7 +51,7 @@ def load_photograph(path: Path, longest_side: int = 1024) -> NDArray[np.float32]
     if not _SMALLEST <= longest_side <= _LARGEST:
         raise ArgumentError(f"a longest side of {longest_side} pixels is out of range; pass {_SMALLEST} to {_LARGEST} as --size")
     if not path.is_file():
-        raise ArgumentError(f"there is no image file {str(path)!r}; pass the path of a photograph")
+        raise ArgumentError(f"the image file {str(path)!r} does not exist; pass the path of a photograph")
     try:
         with warnings.catch_warnings():
             # Pillow warns of large pictures and odd metadata, and raises on unreadable data.
@@ -69,6 +69,7 @@ def load_photograph(path: Path, longest_side: int = 1024) -> NDArray[np.float32]
 
 
 def _normalise(image: Image.Image, longest_side: int) -> NDArray[np.float32]:
+    # Pillow clips these modes to 8 bits when it converts them. So they are scaled first.
     if image.mode.startswith("I") or image.mode == "F":
         image = Image.fromarray(_unit_range(np.asarray(image), is_float=image.mode == "F"))
         scale = 1.0
@@ -112,8 +113,10 @@ def _opaque_rgb(image: Image.Image) -> Image.Image:
         assert converted is not None
         return converted
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+        # Pillow converts premultiplied grey to RGBA by way of "LA" alone.
         if image.mode == "La":
             image = image.convert("LA")
         image = image.convert("RGBA")
+        # Transparent pixels keep arbitrary colours in the file, which a plain conversion would show.
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return image.convert("RGB")

@@ -24,7 +24,7 @@ from handlepool.tensors.graph_types import DeviceArray
 from handlepool.testing.reference import conv2d as reference_conv2d
 
 TOLERANCE = 2e-3
-CHAIN = "fork.run(g, fork.run(f, x)): its second branch reads what its first makes, and so starts after it"
+CHAIN = "fork.run(g, fork.run(f, x)): its second branch reads the result of its first, and so starts after it"
 DRAWN = 2048
 """Limit the pixels per side of a drawn result."""
 # This is the total time of all repeats, in milliseconds.
@@ -230,6 +230,7 @@ class _Work:
             fork.run(branch, fork.run(branch, self.x, *first), *then)
         driver.record_event(join_event, caller)
         driver.synchronize_stream(caller)
+        # Both branches of the chain belong to one result, so they share its colour.
         results = [*range(count - 1), count - 2]
         spans = [
             Span(name, result, stream, driver.elapsed(fork_event, start), driver.elapsed(fork_event, end))
@@ -260,10 +261,12 @@ def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, state
     given: list[tuple[Sequence[Filter], Sequence[Any]]] = [((f,), (w,)) for f, w in zip(filters, work.weights, strict=True)]
     outputs = zip([*given, (chain, work.chain)], work.forked(), strict=True)
     results = tuple(_check(photograph, *each, work.driver.asnumpy(y), work) for each, y in outputs)
+    # The outputs of all filters take as much memory as the next region needs.
     del outputs
     times = _times(work)
     names = [filter.name for filter in (*filters, *chain)]
     count = 5 if 5 * times.forked < _BUDGET else 1
+    # The picture shows the region of median length, so that one disturbed run does not decide it.
     traces = sorted((work.trace(names) for _ in range(count)), key=lambda trace: trace[0])
     region, spans = traces[count // 2]
     return Report(
@@ -289,6 +292,7 @@ def _check(
         kernels = np.broadcast_to(filter.kernel, (3, 1, filter.size, filter.size))
         expected = reference_conv2d(expected, kernels, padding=filter.size // 2, groups=3)
     norm = float(np.linalg.norm(expected))
+    # The difference overwrites the reference, which is the largest array of the check.
     error = np.subtract(y, expected, out=expected)
     wrong = float(np.linalg.norm(error))
     step = -(-max(y.shape) // DRAWN)
@@ -350,6 +354,7 @@ def render(report: Report) -> str:
         (f"same-size filters as one convolution ({times.stacked_convolutions} in all)", times.stacked),
     ):
         clock.append((what, f"{value:.3f}", f"{times.single / value:.2f} x as fast as one stream"))
+    # The second way is the reference for the ratios, and its own ratio says nothing.
     clock[2] = (*clock[2][:2], "")
     samples = f"medians of {times.repeats} interleaved repeats after a warm-up" if times.repeats else "one run of each"
     lines = [

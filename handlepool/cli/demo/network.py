@@ -117,6 +117,7 @@ def made_up() -> dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]:
         of = {"a": (WIDE, 1), "b1": (WIDE, 1), "b2": (NARROW, 3), "c1": (WIDE, 1), "c2": (NARROW, 5), "d": (WIDE, 1)}
         sizes |= {f"{number}.{branch}": (NARROW, *size) for branch, size in of.items()}
     sizes["last"] = (3, WIDE, 1)
+    # A fixed seed makes the picture and its error the same in each run.
     rng = np.random.default_rng(11)
     weights = {}
     for name, (filters, channels, side) in sizes.items():
@@ -193,6 +194,7 @@ def measure(photograph: NDArray[np.float32], *, states: int, pool: HandlePool) -
             for step, (start, end) in zip(how.steps, how.ran, strict=True)
             if step.lane is not None
         ]
+        # The outputs belong to programs that close here. A reader afterwards would see freed memory.
         del given
     pixels = np.array(found[RECORDED][0].transpose(1, 2, 0), dtype=np.float32, order="C")
     return NetworkReport((picture.shape[1], picture.shape[2]), pixels, relative, times, repeats, tuple(calls))

@@ -24,7 +24,7 @@ _rewiring = Rewiring(cu)
 
 
 def begins_early(graph: int) -> bool:
-    """Whether a node of a graph begins before its predecessor has ended."""
+    """Return whether a node begins before its predecessor has ended."""
     return _rewiring.begins_early(graph)
 
 

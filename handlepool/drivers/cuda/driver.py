@@ -32,7 +32,7 @@ from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
 from handlepool.drivers.cuda.locked import capture_query, locked
 from handlepool.drivers.cuda.prepared import prepared
-from handlepool.drivers.cuda.sums import CudaSums
+from handlepool.drivers.cuda.sums import CudaSums, prepare
 from handlepool.drivers.cuda.throwaway import ThrowawayCapture
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.executable import OperandCopy, SavedPlan
@@ -311,8 +311,8 @@ class CudaDriver:
             else:
                 if origin != LEGACY_STREAM and runtime.streamIsCapturing(origin) != runtime.streamIsCapturing(current.ptr):
                     raise CaptureError(
-                        f"an allocation on stream {current.ptr:#x} inside a region of stream {origin:#x}, one of which began to "
-                        f"be captured since: the capture cannot wait for the other. Begin it before the region, or after"
+                        f"an allocation on stream {current.ptr:#x} belongs to a region of stream {origin:#x}, and a capture "
+                        "began on one of the two streams since then. Begin the capture before the region or after it"
                     )
                 # The arena of the origin stream serves the block, so that its reuse after the join follows the order of that
                 # stream.
@@ -473,6 +473,9 @@ class CudaDriver:
         found = runtime.pointerGetAttributes(values.__array_interface__["data"][0])
         return bool(found.type == runtime.memoryTypeHost)
 
+    def prepare_checksums(self) -> None:
+        prepare()
+
     def checksums(self, arrays: Sequence[cupy.ndarray], pointer: int) -> CudaSums:
         device = self.current_device()
         return CudaSums(arrays, pointer, self._edges.get(device) or self._edges.setdefault(device, Events(self)))
@@ -546,7 +549,7 @@ class CudaDriver:
         return CudaExecutable(self, planned, copies, name=name, titles=titles)
 
     def _begins_early(self, handle: Handle, planned: planning.Planned) -> bool | None:
-        """Whether a plan's launches begin before earlier work has ended.
+        """Return whether a plan's launches begin before earlier work has ended.
 
         A launch is captured behind a kernel of our own to find out. No work reads or writes the memory. Returns None where the
         capture fails, for example for a plan that fills more of its operands than there is memory.

@@ -99,12 +99,15 @@ class _Operand:
         The merged axes along which it has a step, the innermost first.
     packed : bool
         Whether its elements are neighbours along the innermost axis. If not, all elements of a pack are the same element.
+    flat : bool
+        Whether a pack may cross the ends of the innermost axis, as in an array without gaps.
     """
 
     place: int
     type: str
     along: tuple[int, ...]
     packed: bool
+    flat: bool = False
 
     def offset(self) -> str:
         """Return its offset in elements or packs."""
@@ -115,7 +118,8 @@ class _Operand:
         """Return its first element, or its first pack."""
         element = TYPES[self.type][0]
         kind = f"Pack<{element}, {pack}>" if self.packed and pack > 1 else element
-        return f"(({const}{kind}*)operands.at[{self.place}])[{self.offset()}]"
+        offset = self.offset() if not self.flat else "i" if pack > 1 else "number"
+        return f"(({const}{kind}*)operands.at[{self.place}])[{offset}]"
 
     def element(self, pack: int) -> str:
         """Return a loaded element as a value."""
@@ -132,6 +136,9 @@ def plan(kernel: Elementwise, operands: Sequence[Layout]) -> Launch:
     axes = merged(y.shape, *(_steps(operand, y) for operand in operands))
     pack, tail = _pack(axes, operands)
     (extent, inner), *outer = axes
+    size = _crossing(axes, operands) if pack == 1 else 0
+    if size:
+        return _across(kernel, operands, axes, size)
     packed = [step == 1 for step in inner]
     extents = [extent // pack, *(each for each, _ in outer)]
     steps = [
@@ -142,16 +149,53 @@ def plan(kernel: Elementwise, operands: Sequence[Layout]) -> Launch:
         _Operand(place, layout.dtype.name, tuple(axis for axis, step in enumerate(steps[place]) if step), packed[place])
         for place, layout in enumerate(operands)
     ]
-    code = _source(kernel.expression, every, pack, len(axes), bool(tail))
-    count = math.prod(extents)
+    loops = [("g.count", _places(len(axes)), pack)]
+    # The tail has fewer elements than a pack, so it is computed by single elements.
+    if tail:
+        loops.append(("g.tail", [f"        const offset_t p0 = g.count * {pack} + i;"], 1))
+    bodies = [(count, [*places, *_elements(kernel.expression, every, each)]) for count, places, each in loops]
+    code = _source(kernel.expression, every, len(axes), bodies)
+    return _launch(kernel, operands, code, math.prod(extents), tail, extents, steps)
+
+
+def _across(kernel: Elementwise, operands: Sequence[Layout], axes: Axes, pack: int) -> Launch:
+    """Return a launch whose packs cross the ends of the innermost axis.
+
+    The other operands are read element by element.
+    """
+    steps = [[each[place] for _, each in axes] for place in range(len(operands))]
+    every = [
+        _Operand(place, layout.dtype.name, tuple(axis for axis, step in enumerate(steps[place]) if step), flat, flat)
+        for (place, layout), flat in zip(enumerate(operands), _flat(axes, len(operands)), strict=True)
+    ]
+    extents = [extent for extent, _ in axes]
+    count, tail = divmod(operands[-1].size, pack)
+    bodies = [("g.count", _crossing_elements(kernel.expression, every, pack, len(axes)))]
+    if tail:
+        first = f"        const count_t number = (count_t)g.count * {pack} + i;"
+        bodies.append(("g.tail", [first, *_places(len(axes), "number"), *_elements(kernel.expression, every, 1)]))
+    code = _source(kernel.expression, every, len(axes), bodies)
+    return _launch(kernel, operands, code, count, tail, extents, steps)
+
+
+def _launch(
+    kernel: Elementwise,
+    operands: Sequence[Layout],
+    code: str,
+    count: int,
+    tail: int,
+    extents: Sequence[int],
+    steps: Sequence[Sequence[int]],
+) -> Launch:
+    y = operands[-1]
     geometry = (count, tail, *extents, *(step for each in steps for step in each), *kernel.numbers)
     # Offsets need 64 bits where an element lies beyond 32 bits.
     wide = any(max(y.size, layout.reach // layout.dtype.itemsize) >= 1 << 31 for layout in operands)
     taken = len(geometry) * (8 if wide else 4) + len(operands) * 8
     if taken > MOST_PARAMETERS:
         raise GraphNotSupportedError(
-            f"{len(operands)} operands over {len(axes)} axes that do not merge make {taken:,} bytes of arguments, and CUDA takes "
-            f"{MOST_PARAMETERS:,}; make the arrays contiguous, or split the function"
+            f"{len(operands)} operands over {len(extents)} axes that do not merge make {taken:,} bytes of arguments, and CUDA "
+            f"takes {MOST_PARAMETERS:,}; make the arrays contiguous, or split the function"
         )
     units = max(count, tail)
     blocks = min(max(-(-units // kernels.THREADS), 1), kernels.MOST_BLOCKS)
@@ -187,7 +231,29 @@ def _pack(axes: Axes, operands: Sequence[Layout]) -> tuple[int, int]:
     return pack, extent % pack
 
 
-def _source(expression: Expression, operands: Sequence[_Operand], pack: int, rank: int, tail: bool) -> str:
+def _flat(axes: Axes, operands: int) -> list[bool]:
+    """Return for each operand whether it is dense in the axes' order."""
+    dense = [math.prod(extent for extent, _ in axes[:axis]) for axis in range(len(axes))]
+    return [[each[place] for _, each in axes] == dense for place in range(operands)]
+
+
+def _crossing(axes: Axes, operands: Sequence[Layout]) -> int:
+    """Return the size of packs that cross the innermost axis's ends.
+
+    It is 0 where such packs do not fit.
+
+    The output is without gaps, and an input that is read by packs makes the rest worth the effort.
+    """
+    flat = _flat(axes, len(operands))
+    if len(axes) == 1 or not flat[-1] or not any(flat[:-1]):
+        return 0
+    pack = kernels.LARGEST_PACK // max(layout.dtype.itemsize for layout, is_so in zip(operands, flat, strict=True) if is_so)
+    pack = kernels.thinned(pack, operands[-1].size)
+    return pack if pack > 1 else 0
+
+
+def _source(expression: Expression, operands: Sequence[_Operand], rank: int, loops: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Return the source of loops, each with its count and its body."""
     *inputs, output = operands
     numbers = f", numbers[{expression.numbers}]" if expression.numbers else ""
     body = [
@@ -196,38 +262,28 @@ def _source(expression: Expression, operands: Sequence[_Operand], pack: int, ran
         f"struct Elements {{\n    offset_t count, tail, extents[{rank}], steps[{len(operands)}][{rank}]{numbers};\n}};\n",
         "ENTRY void elementwise(BY_VALUE Pointers operands, BY_VALUE Elements g) {",
         *(f"    const float n{k} = __int_as_float((int)g.numbers[{k}]);" for k in range(expression.numbers)),
-        "    FOR_EACH_INDEX(i, g.count) {",
-        *_places(rank),
-        *_elements(expression, inputs, output, pack),
-        "    }",
     ]
-    # The tail has fewer elements than a pack, so it is computed by single elements.
-    if tail:
-        body += [
-            "    FOR_EACH_INDEX(i, g.tail) {",
-            f"        const offset_t p0 = g.count * {pack} + i;",
-            *_elements(expression, inputs, output, 1),
-            "    }",
-        ]
+    for count, lines in loops:
+        body += [f"    FOR_EACH_INDEX(i, {count}) {{", *lines, "    }"]
     return "\n".join([*body, "}", ""])
 
 
-def _places(rank: int) -> list[str]:
-    """Return the code that finds a pack's place along each axis."""
+def _places(rank: int, number: str = "i") -> list[str]:
+    """Return the code that finds a place along each axis."""
     if rank == 1:
-        return ["        const offset_t p0 = i;"]
-    lines = ["        count_t rest = i;"]
+        return [f"        const offset_t p0 = {number};"]
+    lines = [f"        count_t rest = {number};"]
     for axis in range(rank - 1):
         extent = f"(count_t)g.extents[{axis}]"
-        lines += [f"        const offset_t p{axis} = rest % {extent};", f"        rest /= {extent};"]
-    return [*lines, f"        const offset_t p{rank - 1} = rest;"]
+        lines += [f"        offset_t p{axis} = rest % {extent};", f"        rest /= {extent};"]
+    return [*lines, f"        offset_t p{rank - 1} = rest;"]
 
 
-def _elements(expression: Expression, inputs: Sequence[_Operand], output: _Operand, pack: int) -> list[str]:
+def _elements(expression: Expression, operands: Sequence[_Operand], pack: int) -> list[str]:
     """Return the code that loads, computes and stores a pack."""
+    *inputs, output = operands
     lines = [f"        const auto x{each.place} = {each.address(pack)};" for each in inputs]
-    arguments = [*(each.element(pack) for each in inputs), *(f"n{k}" for k in range(expression.numbers))]
-    value = TYPES[output.type][2].format(f"value({', '.join(arguments)})")
+    value = _value(expression, inputs, output, pack)
     if pack == 1:
         return [*lines, f"        {output.address(1, '')} = {value};"]
     return [
@@ -237,6 +293,35 @@ def _elements(expression: Expression, inputs: Sequence[_Operand], output: _Opera
         f"        for (int e = 0; e < {pack}; ++e) y.of[e] = {value};",
         f"        {output.address(pack, '')} = y;",
     ]
+
+
+def _crossing_elements(expression: Expression, operands: Sequence[_Operand], pack: int, rank: int) -> list[str]:
+    """Return the code of a pack that crosses the innermost axis's ends.
+
+    It finds the place of the pack's first element alone, since divisions cost more than steps to the next place.
+    """
+    *inputs, output = operands
+    following = f"++p{rank - 1};"
+    for axis in reversed(range(rank - 1)):
+        following = f"if (++p{axis} == g.extents[{axis}]) {{ p{axis} = 0; {following} }}"
+    return [
+        *_places(rank, f"(count_t)i * {pack}"),
+        *(f"        const auto x{each.place} = {each.address(pack)};" for each in inputs if each.flat),
+        f"        Pack<{TYPES[output.type][0]}, {pack}> y;",
+        "#pragma unroll",
+        f"        for (int e = 0; e < {pack}; ++e) {{",
+        *(f"            const auto x{each.place} = {each.address(pack)};" for each in inputs if not each.flat),
+        f"            y.of[e] = {_value(expression, inputs, output, pack)};",
+        f"            {following}",
+        "        }",
+        f"        {output.address(pack, '')} = y;",
+    ]
+
+
+def _value(expression: Expression, inputs: Sequence[_Operand], output: _Operand, pack: int) -> str:
+    """Return the code of a result's element, ready to store."""
+    arguments = [*(each.element(pack) for each in inputs), *(f"n{k}" for k in range(expression.numbers))]
+    return TYPES[output.type][2].format(f"value({', '.join(arguments)})")
 
 
 def _function(expression: Expression, inputs: Sequence[_Operand], output: _Operand) -> str:

@@ -54,7 +54,7 @@ def launch(begin, arrays, out, fresh=None):
             if slot.handle.stream is not slot.pointer:
                 repaired(slot)
         if slot.busy:
-            return NOT_CACHED  # inside another launch of this slot, in a finaliser: refused there
+            return NOT_CACHED  # inside another launch of this slot, in a finalizer: refused there
         if cache.recent is not entry:
             cache.recent = entry
             entry.used = tick()

@@ -75,7 +75,7 @@ class KernelExecutable:
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """As the protocol says."""
+        """Implement the protocol."""
         check_operands(self._driver, self.name, self._device, operands, self.titles.__getitem__)
         addresses = new_buffer()
         for place, array in enumerate(operands):
@@ -93,7 +93,7 @@ class KernelExecutable:
         single: bool,
         names: dict[str, Any],
     ) -> Callable[..., Any]:
-        """As the protocol says."""
+        """Implement the protocol."""
         # With a single device there is no other device to compare with.
         device = self._device if self._driver.device_count() > 1 else None
         names = names | {"raw": self._raw, "index": 0}

@@ -19,7 +19,7 @@ HELPER float widen(ELEMENT x) { return x; }
 HELPER ELEMENT narrow(float x) { return (ELEMENT)x; }
 #endif
 
-#if ADD || DEPTHWISE || AFFINE
+#if ADD || DEPTHWISE || AFFINE || LAYER || EXCITE
 HELPER float activated(float x) {
 #if RELU
     return x < 0 ? 0 : x;  // NaN stays
@@ -31,6 +31,10 @@ HELPER float activated(float x) {
     return x * normcdff(x);
 #elif SWISH
     return x / (1 + expf(-x));
+#elif HARDSIGMOID
+    return x <= -3 ? 0 : x >= 3 ? 1 : (x + 3) / 6;  // NaN stays
+#elif HARDSWISH
+    return x * (x <= -3 ? 0 : x >= 3 ? 1 : (x + 3) / 6);
 #else
     return x;
 #endif

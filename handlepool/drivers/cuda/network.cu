@@ -165,12 +165,18 @@ ENTRY void __launch_bounds__(LANES * SHARES) normalise(BY_VALUE Pointers operand
 #pragma unroll
         for (int e = 0; e < together; ++e) less[e] /= elements;
 #endif
+#if SOFTMAX && EACH
+        float terms[EACH][PACK];  // an exponential takes longer than to keep it
+#endif
         FOR_EACH_PACK(i) {
             const Pack pack = PACK_AT(i);
 #pragma unroll
             for (int e = 0; e < PACK; ++e) {
-                const float value = widen(pack.of[e]) - less[ACROSS ? e : 0];
-                scale[ACROSS ? e : 0] += SOFTMAX ? expf(value) : value * value;
+                const float value = widen(pack.of[e]) - less[ACROSS ? e : 0], term = SOFTMAX ? expf(value) : value * value;
+                scale[ACROSS ? e : 0] += term;
+#if SOFTMAX && EACH
+                terms[k][e] = term;
+#endif
             }
         }
         join(false, lane, share, parts, scale);
@@ -184,8 +190,12 @@ ENTRY void __launch_bounds__(LANES * SHARES) normalise(BY_VALUE Pointers operand
                 float values[PACK], parameters[PACK];
 #pragma unroll
                 for (int e = 0; e < PACK; ++e) {
+#if SOFTMAX && EACH
+                    values[e] = terms[k][e] * scale[ACROSS ? e : 0];
+#else
                     const float value = widen(pack.of[e]) - less[ACROSS ? e : 0];
                     values[e] = (SOFTMAX ? expf(value) : value) * scale[ACROSS ? e : 0];
+#endif
                 }
 #if WEIGHTED
                 load<WEIGHT_WAY>(weight, offsets[1], g.leap[0], parameters);
@@ -357,6 +367,197 @@ ENTRY void resample(BY_VALUE Pointers operands, BY_VALUE Resample g) {
 #endif
         Pack* to = (Pack*)operands.at[1] + (n * g.images.to[0] + c * g.images.to[1]);
         to[p * g.images.to[2] + q * g.images.to[3]] = y;
+    }
+}
+#endif
+
+#if SQUEEZE
+// As `Images` of `kernels.cu`; then all packs of channels in blocks, packs of a block, and pixels and number of parts.
+struct Squeeze {
+    struct {
+        offset_t channels, height, width, from[4], to[4];
+    } images;
+    offset_t blocks, lanes, each, parts;
+};
+
+// Sums the pixels of a part of an image. A block has some packs of channels of a part; its threads have every so many pixels.
+ENTRY void __launch_bounds__(MOST) squeeze(BY_VALUE Pointers operands, BY_VALUE Squeeze g) {
+    __shared__ float sums[MOST * PACK];
+    const int lanes = g.lanes, shares = blockDim.x / lanes;
+#if CHANNELS_INNERMOST
+    const int lane = threadIdx.x % lanes, share = threadIdx.x / lanes;
+#else
+    const int lane = threadIdx.x / shares, share = threadIdx.x % shares;
+#endif
+    const count_t tiles = (g.images.channels + lanes - 1) / lanes;
+    const offset_t pixels = g.images.height * g.images.width, first = (offset_t)blockIdx.y * g.each;
+    const offset_t end = first + g.each < pixels ? first + g.each : pixels;
+    for (count_t block = blockIdx.x; block < (count_t)g.blocks; block += gridDim.x) {
+        const offset_t n = block / tiles, c = block % tiles * lanes + lane;
+        float sum[PACK] = {};
+        if (c < g.images.channels) {
+            const Pack* x = (const Pack*)operands.at[0] + (n * g.images.from[0] + c * g.images.from[1]);
+            constexpr int at_once = 4;  // loads; those past the end are of the last pixel, and not used
+            for (offset_t i = first + share; i < end; i += at_once * shares) {
+                Pack seen[at_once];
+#pragma unroll
+                for (int k = 0; k < at_once; ++k) {
+                    const count_t pixel = i + k * shares < end ? i + k * shares : end - 1;
+                    const offset_t row = pixel / (count_t)g.images.width, column = pixel % (count_t)g.images.width;
+                    seen[k] = x[row * g.images.from[2] + column * g.images.from[3]];
+                }
+                LOADED;
+#pragma unroll
+                for (int k = 0; k < at_once; ++k)
+#pragma unroll
+                    for (int e = 0; e < PACK; ++e)
+                        if (i + k * shares < end) sum[e] += widen(seen[k].of[e]);
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < PACK; ++e) sums[(share * lanes + lane) * PACK + e] = sum[e];
+        for (int left = shares; left > 1;) {
+            const int half = (left + 1) / 2;
+            __syncthreads();
+            if (share < left - half)
+#pragma unroll
+                for (int e = 0; e < PACK; ++e)
+                    sums[(share * lanes + lane) * PACK + e] += sums[((share + half) * lanes + lane) * PACK + e];
+            left = half;
+        }
+        if (share == 0 && c < g.images.channels) {  // what this thread itself wrote last
+            float* y = (float*)operands.at[1] + ((n * g.parts + blockIdx.y) * g.images.channels + c) * PACK;
+#pragma unroll
+            for (int e = 0; e < PACK; ++e) y[e] = sums[lane * PACK + e];
+        }
+        __syncthreads();  // before the next ones overwrite what others still read
+    }
+}
+#endif
+
+#if LAYER
+// Packs of channels, and the numbers of parts, of results for each image, of results in all, and of pixels.
+struct Layer {
+    offset_t channels, parts, squeezed, rows, pixels;
+};
+
+// Each warp computes a number of the layer at a time. All threads go round equally often, because they join their numbers.
+ENTRY void __launch_bounds__(THREADS) layer(BY_VALUE Pointers operands, BY_VALUE Layer g) {
+    constexpr int warps = THREADS / 32;
+    const offset_t channels = g.channels * PACK;
+    for (count_t begin = (count_t)blockIdx.x * warps; begin < (count_t)g.rows; begin += (count_t)gridDim.x * warps) {
+        const count_t own = begin + threadIdx.x / 32, row = own < (count_t)g.rows ? own : g.rows - 1;
+        const offset_t n = row / (count_t)g.squeezed, s = row % (count_t)g.squeezed;
+        const float* sums = (const float*)operands.at[1] + n * g.parts * channels;
+        const Pack* weights = (const Pack*)operands.at[2] + s * g.channels;
+        float sum = 0;
+#pragma unroll 4
+        for (offset_t c = threadIdx.x % 32; c < g.channels; c += 32) {
+            const Pack pack = weights[c];
+            float pixels[PACK] = {};
+            for (offset_t part = 0; part < g.parts; ++part)
+#pragma unroll
+                for (int e = 0; e < PACK; ++e) pixels[e] += sums[part * channels + c * PACK + e];
+#pragma unroll
+            for (int e = 0; e < PACK; ++e) sum += widen(pack.of[e]) * (pixels[e] / (float)g.pixels);
+        }
+#pragma unroll
+        for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+        if (threadIdx.x % 32 == 0 && own < (count_t)g.rows)
+            ((float*)operands.at[4])[row] = activated(sum + widen(((const ELEMENT*)operands.at[3])[s]));
+    }
+}
+#endif
+
+#if EXCITE
+// As `Squeeze`, with the pixels of a block, and the numbers between the two layers.
+struct Excite {
+    struct {
+        offset_t channels, height, width, from[4], to[4];
+    } images;
+    offset_t blocks, lanes, each, parts, squeezed;
+};
+
+// Each block computes the first layer for its image, or reads its result with LAYERED; the second layer for its channels; and
+// scales its part of the image.
+ENTRY void __launch_bounds__(THREADS) excite(BY_VALUE Pointers operands, BY_VALUE Excite g) {
+    __shared__ float hidden[SQUEEZED], gates[LANES * PACK];
+#if !LAYERED
+    __shared__ float means[CHANNELS];
+#endif
+    constexpr int second = LAYERED ? 2 : 4;  // the place of the second layer among the operands
+    const int thread = threadIdx.x, lanes = g.lanes;
+    const count_t tiles = (g.images.channels + lanes - 1) / lanes;
+    const offset_t channels = g.images.channels * PACK, pixels = g.images.height * g.images.width;
+    const offset_t first = (offset_t)blockIdx.y * g.each, end = first + g.each < pixels ? first + g.each : pixels;
+    for (count_t block = blockIdx.x; block < (count_t)g.blocks; block += gridDim.x) {
+        const offset_t n = block / tiles, from = block % tiles * lanes;
+#if LAYERED
+        for (offset_t s = thread; s < g.squeezed; s += THREADS) hidden[s] = ((const float*)operands.at[1])[n * g.squeezed + s];
+#else
+        const float* sums = (const float*)operands.at[1] + n * g.parts * channels;
+        for (offset_t c = thread; c < channels; c += THREADS) {
+            float sum = 0;
+#pragma unroll 4
+            for (offset_t part = 0; part < g.parts; ++part) sum += sums[part * channels + c];
+            means[c] = sum / (float)pixels;
+        }
+        __syncthreads();
+        // The threads of a warp share a row of the first layer, and 8 threads a row of the second one. All threads go round equally
+        // often, because they join their numbers together.
+        for (offset_t begin = 0; begin < g.squeezed; begin += THREADS / 32) {
+            const offset_t s = begin + thread / 32;
+            const Pack* row = (const Pack*)operands.at[2] + (s < g.squeezed ? s : g.squeezed - 1) * g.images.channels;
+            float sum = 0;
+#pragma unroll 4
+            for (offset_t c = thread % 32; c < g.images.channels; c += 32) {
+                const Pack pack = row[c];
+#pragma unroll
+                for (int e = 0; e < PACK; ++e) sum += widen(pack.of[e]) * means[c * PACK + e];
+            }
+#pragma unroll
+            for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+            if (thread % 32 == 0 && s < g.squeezed) hidden[s] = activated(sum + widen(((const ELEMENT*)operands.at[3])[s]));
+        }
+#endif
+        __syncthreads();
+        for (int begin = 0; begin < lanes * PACK; begin += THREADS / 8) {
+            const int own = begin + thread / 8;
+            const offset_t c = from * PACK + own, row = c < channels ? c : channels - 1;
+            float sum = 0;
+#pragma unroll 8
+            for (offset_t s = thread % 8; s < g.squeezed; s += 8)
+                sum += widen(((const ELEMENT*)operands.at[second])[row * g.squeezed + s]) * hidden[s];
+#pragma unroll
+            for (int offset = 4; offset; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+            if (thread % 8 == 0 && own < lanes * PACK) {
+                sum += widen(((const ELEMENT*)operands.at[second + 1])[row]);
+#if HARD_GATE
+                gates[own] = sum <= -3 ? 0 : sum >= 3 ? 1 : (sum + 3) / 6;  // NaN stays
+#else
+                gates[own] = 1 / (1 + expf(-sum));
+#endif
+            }
+        }
+        __syncthreads();
+        const count_t own = (count_t)(end - first) * lanes;
+        for (count_t i = thread; i < own; i += THREADS) {
+#if CHANNELS_INNERMOST
+            const offset_t lane = i % (count_t)lanes, pixel = first + i / (count_t)lanes;
+#else
+            const offset_t lane = i / (count_t)(end - first), pixel = first + i % (count_t)(end - first);
+#endif
+            const offset_t c = from + lane;
+            if (c >= g.images.channels) continue;
+            const offset_t row = pixel / (count_t)g.images.width, column = pixel % (count_t)g.images.width;
+            const Pack x = ((const Pack*)operands.at[0])
+                [n * g.images.from[0] + c * g.images.from[1] + row * g.images.from[2] + column * g.images.from[3]];
+            Pack y;
+#pragma unroll
+            for (int e = 0; e < PACK; ++e) y.of[e] = narrow(widen(x.of[e]) * gates[lane * PACK + e]);
+            ((Pack*)operands.at[second + 2])[n * g.images.to[0] + c * g.images.to[1] + row * g.images.to[2] + column * g.images.to[3]] = y;
+        }
+        __syncthreads();  // before the next ones overwrite what others still read
     }
 }
 #endif

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from handlepool.drivers.cuda import kernels
 from handlepool.drivers.cuda.kernels import Axes, Launch, Macros, merged
-from handlepool.drivers.kernel import Affine, NetworkKernel, Normalise, Pad, Resample, Shuffle
+from handlepool.drivers.kernel import Affine, Excite, Layer, NetworkKernel, Normalise, Pad, Resample, Shuffle, Squeeze
 from handlepool.tensors.layout import Layout
 
 MOST_KEPT, MOST_EACH = 32, 8
@@ -29,6 +29,17 @@ Below that number of packs of rows, packs become smaller rather than fewer.
 """
 PACKS_EACH = 4
 """Packs of a row for each thread, where there are enough rows."""
+WARP = 32
+"""Threads that join their numbers without a barrier for the block."""
+SQUEEZED_LANES, SQUEEZED_THREADS = 8, 256
+"""Most packs of channels, and threads, of a block that sums pixels."""
+LAYER_THREADS = 128
+"""Threads of a block that computes a layer."""
+EXCITED_LANES, EXCITED_THREADS, EXCITED_EACH, EXCITED_BLOCKS = 16, 512, 2, 132
+"""Most packs of a gating block, its threads, their packs, and blocks.
+
+Each block computes the first layer anew, so more blocks than a GPU has processors cost more than they gain.
+"""
 ROW_RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 """Types by their size in bytes."""
@@ -44,6 +55,12 @@ def plan(kernel: NetworkKernel, operands: Sequence[Layout]) -> Launch:
         return _resample(kernel, *operands)
     if isinstance(kernel, Pad):
         return _pad(kernel, *operands)
+    if isinstance(kernel, Squeeze):
+        return _squeeze(kernel, *operands)
+    if isinstance(kernel, Layer):
+        return _layer(kernel, operands)
+    if isinstance(kernel, Excite):
+        return _excite(kernel, operands)
     return _shuffle(kernel, *operands)
 
 
@@ -96,11 +113,23 @@ def _counted(axes: Axes, pack: int, rank: int, packed: bool = True) -> list[int]
     return [*extents, *[1] * more, *(step for each in zip(*steps, strict=True) for step in each)]
 
 
-def _threads(rows: int, count: int) -> tuple[int, int]:
+def _kept(count: int, shares: int, pack: int) -> int:
+    """Return the packs that a thread keeps in registers.
+
+    It is 0 where they are too many.
+    """
+    each = -(-count // shares)
+    return each if each <= MOST_EACH and each * pack <= MOST_KEPT else 0
+
+
+def _threads(rows: int, count: int, pack: int) -> tuple[int, int]:
     """Return rows of a block and threads of a row.
 
     Packs lie in rows here.
     """
+    # A row of a single warp needs no barriers.
+    if rows * WARP >= kernels.PLENTY and count > WARP * PACKS_EACH and _kept(count, WARP, pack):
+        return max(1, kernels.THREADS // WARP), WARP
     most = min(_power(count), kernels.LARGEST_BLOCK)
     shares = min(_power(-(-count // PACKS_EACH)), most)
     # Few rows leave the GPU idle, so each row gets more threads.
@@ -180,11 +209,10 @@ def _normalise(kernel: Normalise, operands: Sequence[Layout]) -> Launch:
         while pack > 1 and y.size // pack < kernels.PLENTY and elements // pack < LEAST_PACKS:
             pack //= 2
         count = elements // pack
-        lanes, shares = _threads(rows, count)
+        lanes, shares = _threads(rows, count, pack)
     first, other = (outer, inner) if across else (inner, outer)
     weight, bias = _ways(first, other, pack)
     down, within = (kernels.fitting(len(axes), ROW_RANKS) for axes in (outer, inner))
-    each = -(-count // shares)
     macros: Macros = {
         **kernels.type_of(x),
         **_single(x, parameters),
@@ -192,7 +220,7 @@ def _normalise(kernel: Normalise, operands: Sequence[Layout]) -> Launch:
         "ACROSS": int(across),
         "LANES": lanes,
         "SHARES": shares,
-        "EACH": each if each <= MOST_EACH and each * pack <= MOST_KEPT else 0,
+        "EACH": _kept(count, shares, pack),
         "OUTER": down,
         "INNER": within,
         "OPERANDS": len(operands),
@@ -299,3 +327,59 @@ def _resample(kernel: Resample, x: Layout, y: Layout) -> Launch:
     count = y.size // int(macros["PACK"])
     geometry = (*images, count, *y.shape[2:], *map(_bits, kernel.scale))
     return kernels.launch_of("resample", macros, (x, y), geometry, count)
+
+
+def _lanes(channels: int, most: int) -> tuple[int, int]:
+    """Return the blocks for all channels, and the packs of each."""
+    tiles = -(-channels // most)
+    return tiles, -(-channels // tiles)
+
+
+def _squeeze(kernel: Squeeze, x: Layout, y: Layout) -> Launch:
+    # Packs stay large, because pixels give the threads enough to do.
+    macros, images = kernels.images_of(x, x, kernels.PLENTY * kernels.LARGEST_PACK)
+    tiles, lanes = _lanes(images[0], SQUEEZED_LANES)
+    each = -(-math.prod(x.shape[2:]) // kernel.parts)
+    threads = lanes * max(1, SQUEEZED_THREADS // lanes)
+    macros["MOST"] = SQUEEZED_THREADS
+    blocks = x.shape[0] * tiles
+    geometry = (*images, blocks, lanes, each, kernel.parts)
+    return kernels.launch_of("squeeze", macros, (x, y), geometry, blocks, parts=kernel.parts, threads=threads, a_block=1)
+
+
+def _layer(kernel: Layer, operands: Sequence[Layout]) -> Launch:
+    x, sums, w, _, y = operands
+    pack = math.gcd(kernels.LARGEST_PACK // w.dtype.itemsize, w.shape[1])
+    macros: Macros = {
+        **kernels.type_of(w),
+        **kernels.activation_of(kernel.activation),
+        "PACK": pack,
+        "OPERANDS": len(operands),
+        "THREADS": LAYER_THREADS,
+    }
+    geometry = (w.shape[1] // pack, sums.shape[1], w.shape[0], y.size, math.prod(x.shape[2:]))
+    return kernels.launch_of("layer", macros, operands, geometry, y.size, threads=LAYER_THREADS, a_block=LAYER_THREADS // WARP)
+
+
+def _excite(kernel: Excite, operands: Sequence[Layout]) -> Launch:
+    x, given, *_, y = operands
+    macros, images = kernels.images_of(x, y, kernels.PLENTY * kernels.LARGEST_PACK)
+    squeezed, pixels = operands[-3].shape[1], math.prod(x.shape[2:])
+    tiles, lanes = _lanes(images[0], EXCITED_LANES)
+    blocks = x.shape[0] * tiles
+    parts = min(max(1, EXCITED_BLOCKS // blocks), -(-pixels * lanes // (EXCITED_THREADS * EXCITED_EACH)))
+    each = -(-pixels // parts)
+    macros |= {
+        **kernels.activation_of(kernel.activation),
+        "LAYERED": int(kernel.layered),
+        "HARD_GATE": int(kernel.gate == "hardsigmoid"),
+        "OPERANDS": len(operands),
+        "THREADS": EXCITED_THREADS,
+        "LANES": EXCITED_LANES,
+        "CHANNELS": _power(x.shape[1]),
+        "SQUEEZED": _power(squeezed),
+    }
+    geometry = (*images, blocks, lanes, each, given.shape[1], squeezed)
+    return kernels.launch_of(
+        "excite", macros, operands, geometry, blocks, parts=-(-pixels // each), threads=EXCITED_THREADS, a_block=1
+    )

@@ -108,7 +108,7 @@ def plan(
         Carries cuDNN's message.
     """
     if len(operands) > MOST_OPERANDS:
-        raise ArgumentError(f"a graph of {len(operands)} real tensors; at most {MOST_OPERANDS} can be launched")
+        raise ArgumentError(f"a graph of {len(operands)} real tensors; a launch takes at most {MOST_OPERANDS}. Split the graph")
     notes = []
     # Products of 16-bit numbers are exact on tensor cores, and cuDNN multiplies matrices of them nowhere else.
     if not allow_tf32 and any(tensor.data_type == cudnn.data_type.FLOAT for tensor in operands):
@@ -175,7 +175,7 @@ def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedP
             raise ValueError("its operands are in another order")
     except Exception as error:
         # The saved data may be anything, so cuDNN or the frontend may raise any error.
-        raise GraphNotSupportedError(f"what was saved is no plan of this graph: {error}") from error
+        raise GraphNotSupportedError(f"the saved bytes are no plan of this graph: {error}") from error
     return Planned(lowered, *_scratch(size, copies), saved.engine, saved.candidates, uids, raw, -1, size, saved, saved.early)
 
 
@@ -309,4 +309,4 @@ class DescribedExecutable:
         )
 
     def shortcut(self, *_: object) -> None:
-        """None."""
+        """Return None."""

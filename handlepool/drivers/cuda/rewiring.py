@@ -62,13 +62,14 @@ class Rewiring:
         status, *_ = with_edge_data(self._bindings, "cuGraphRemoveDependencies")(graph, ones, others, data, len(ones))
         if status:
             raise CaptureError(
-                f"a kernel was captured that begins before the one before it ends, and CUDA keeps it so ({status.name}), as in a "
-                f"graph that allocates memory: allocate before the recording, or from a pool that keeps what it frees"
+                "a captured kernel begins before the previous kernel ends, and CUDA refused to change that "
+                f"({status.name}), as in a graph that allocates memory. Allocate before the recording, or from a pool "
+                "that keeps freed memory"
             )
         self._change("cuGraphAddDependencies", graph, ones, others)
 
     def begins_early(self, graph: int) -> bool:
-        """Whether a node of a graph begins before its predecessor has ended."""
+        """Return whether a node begins before its predecessor has ended."""
         return not all(_is_plain(data) for *_, data in self._with_data(graph))
 
     def _with_data(self, graph: int) -> list[tuple[Any, Any, Any]]:
@@ -210,7 +211,7 @@ def ends(nodes: Sequence[int], edges: Iterable[Sequence[Any]]) -> tuple[list[int
 
 
 def are_many(roots: Sequence[int], leaves: Sequence[int]) -> bool:
-    """Whether a graph has enough roots or leaves for gathering kernels."""
+    """Return whether a graph has enough roots or leaves for gathering kernels."""
     return max(len(roots), len(leaves)) > MOST_ENDS
 
 

@@ -27,7 +27,7 @@ class Watchers:
     """Keep the watching pools, and the replaced functions of CuPy.
 
     The lock guards both. The first watcher replaces the functions, and the last watcher restores them. CuPy's modules are
-    imported under the lock, where the collector may run a finaliser, so the same thread may take the lock again.
+    imported under the lock, where the collector may run a finalizer, so the same thread may take the lock again.
     """
 
     def __init__(self) -> None:

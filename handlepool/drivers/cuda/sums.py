@@ -15,6 +15,14 @@ from handlepool.drivers.cuda.checksum import MACROS, MOST_ARRAYS, MOST_BLOCKS, T
 from handlepool.drivers.cuda.early import immortal
 from handlepool.drivers.event_pool import Events
 
+_ARRAYS = 8
+"""Arrays that a page-locked block has room for.
+
+A block for more arrays is a multiple.
+"""
+_BLOCK = 8 * MOST_BLOCKS * _ARRAYS
+_BLOCKS = 16
+"""The number of page-locked blocks that `prepare` allocates."""
 _functions: dict[int, int] = {}
 """The kernel of each device, as a pointer.
 
@@ -44,7 +52,9 @@ class CudaSums:
 
     def __init__(self, arrays: Sequence[Any], pointer: int, events: Events) -> None:
         words = [Words.of(array.data.ptr, array.shape, array.strides, array.itemsize) for array in arrays]
-        self._memory: Any = cupy.cuda.alloc_pinned_memory(8 * MOST_BLOCKS * len(words))
+        function = _function()
+        # A new page-locked block may wait for the device. So blocks have few sizes, and CuPy's pool has such a block in general.
+        self._memory: Any = cupy.cuda.alloc_pinned_memory(-(-len(words) // _ARRAYS) * _BLOCK)
         self._events = events
         self._parts: list[tuple[int, int]] = []
         launches, first = [], 0
@@ -54,7 +64,6 @@ class CudaSums:
             across, down = grid
             self._parts += [(first + across * each, across) for each in range(down)]
             first += across * down
-        function = _function()
         _forget_written()
         # The event tells when the host may read, and when the page-locked memory may be reused.
         self._event: Any = events.acquire()
@@ -65,13 +74,13 @@ class CudaSums:
         runtime.eventRecord(self._event, pointer)
 
     def ready(self) -> bool:
-        """As the protocol says."""
+        """Implement the protocol."""
         if self._event is not None and runtime.eventQuery(self._event) == 0:
             self._passed()
         return self._event is None
 
     def wait(self) -> None:
-        """As the protocol says."""
+        """Implement the protocol."""
         if self._event is not None:
             runtime.eventSynchronize(self._event)
             self._passed()
@@ -84,9 +93,17 @@ class CudaSums:
             self._events.release(event)
 
     def values(self) -> list[int]:
-        """As the protocol says."""
+        """Implement the protocol."""
         sums = np.frombuffer(self._memory, np.uint64, sum(count for _, count in self._parts))
         return [int(sums[first : first + count].sum(dtype=np.uint64)) for first, count in self._parts]
+
+
+def prepare() -> None:
+    """Load the current device's kernel, and allocate page-locked memory.
+
+    Both may wait for all work of the device.
+    """
+    _function()
 
 
 def _forget_written() -> None:
@@ -120,5 +137,8 @@ def _function() -> int:
         options = ("--std=c++17", *(f"-D{name}={value}" for name, value in MACROS.items()))
         # Two threads may compile the kernel at once. Either result serves, because both stay loaded.
         module = cupy.RawModule(code=source(), options=options)
-        pointer = _functions[device] = int(immortal(module.get_function("checksum").kernel).ptr)
+        pointer = int(immortal(module.get_function("checksum").kernel).ptr)
+        # CuPy's pool keeps these blocks for later sums.
+        _ = [cupy.cuda.alloc_pinned_memory(_BLOCK) for _ in range(_BLOCKS)]
+        _functions[device] = pointer
     return pointer

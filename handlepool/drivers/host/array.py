@@ -130,7 +130,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         if name == "shape":
             raw = self._raw.reshape(value)
             if raw.size and not np.may_share_memory(raw, self._raw):
-                raise AttributeError(f"an array of strides {self.strides} has shape {value} as a copy alone: use reshape")
+                raise AttributeError(f"an array of strides {self.strides} takes the shape {value} only as a copy: use reshape")
             HostArray.__init__(self, raw, self._owner, self._work)
         else:
             object.__setattr__(self, name, value)

@@ -128,7 +128,7 @@ class ArrayWork:
             tell_plain(watched[1], reads, label, label in COPIED)
         written, read = [raw_view(array) for array in writes], [raw_view(array) for array in reads]
         if not all(raw.flags.writeable for raw, _ in written):
-            raise ValueError(f"{label} would write to an array that is read-only")
+            raise ValueError(f"{label} would write to a read-only array; pass a writable array")
         raws = [raw for raw, _ in (*written, *read)]
         touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
         # A replay reads the values at replay time, so the checker does not watch NumPy's arrays during a capture.
@@ -182,8 +182,8 @@ class ArrayWork:
             what = f"{label} at {place_of_call()}, which waits for the values of a host array,"
             queue.capture.spoil(what)
             raise CaptureError(
-                f"{what} while {queue!r} is captured: what is captured has not run. Keep there to what "
-                f"docs/host-arrays.md lists as queued, and ask for values after the replay"
+                f"{what} while {queue!r} is captured, and captured work has not run. Call there only the functions that "
+                "docs/host-arrays.md lists as queued, and ask for values after the replay"
             )
 
     def read_unordered(self, array: HostArray) -> Raw | None:
@@ -215,8 +215,8 @@ class ArrayWork:
     def _queue_for(self, arrays: Iterable[Any], label: str) -> Queue:
         if os.getpid() != self._process:
             raise ForkedProcessError(
-                f"{label}: the array was made before os.fork, and the work on it is the parent's: copy what is needed with "
-                f".get() before the fork, or start the child with multiprocessing.get_context('spawn')"
+                f"{label}: the array was made before os.fork, and its work runs in the parent. Copy the array with .get() "
+                "before the fork, or start the child with multiprocessing.get_context('spawn')"
             )
         device = self._streams.thread.device
         for array in arrays:
@@ -308,11 +308,14 @@ class ArrayWork:
     def _check(self, name: str, arguments: Iterable[Any]) -> None:
         for argument in walk(arguments):
             if isinstance(argument, np.ma.MaskedArray):
-                raise ArrayTypeError(f"{name} was given a masked array beside a host array, which has no mask: fill it first")
+                raise ArrayTypeError(
+                    f"{name} was given a masked array together with a host array, and host arrays have no masks: fill the "
+                    "masked array first"
+                )
             if self.strict and holds_values(argument) and not isinstance(argument, HostArray):
                 raise ArrayTypeError(
-                    f"{name} was given a {kind_of(argument)} beside a host array, which CuPy refuses: make it one with "
-                    f"{ASARRAY}, or the other one NumPy's with .get()"
+                    f"{name} was given a {kind_of(argument)} together with a host array, which CuPy refuses: convert the "
+                    f"first with {ASARRAY}, or the host array with .get()"
                 )
 
     def check_lists(self, name: str, values: Iterable[Any]) -> None:
@@ -323,7 +326,7 @@ class ArrayWork:
         for value in values if self.strict else ():
             if isinstance(value, Collection) and not (holds_values(value) or isinstance(value, (np.generic, str, bytes))):
                 raise ArrayTypeError(
-                    f"{name} was given a {kind_of(value)} beside a host array, which CuPy refuses: pass {ASARRAY} of it"
+                    f"{name} was given a {kind_of(value)} together with a host array, which CuPy refuses: pass {ASARRAY} of it"
                 )
 
     # Queued

@@ -265,7 +265,7 @@ class Captures:
             capture = self._of(queue).capture
             for node in nodes:
                 if capture is None or capture.last.get(node.lane) is None:
-                    raise ContractError(f"{queue!r} cannot be put behind a node of another capture than {capture!r}")
+                    raise ContractError(f"{queue!r} cannot depend on a node outside of {capture!r}")
             queue.frontier = tuple(dict.fromkeys(nodes))
 
     @staticmethod
@@ -336,7 +336,7 @@ def rewired(nodes: Sequence[Node], add: Sequence[tuple[Node, Node]], remove: Seq
     after = {node: dict.fromkeys(node.after) for node in nodes}
     for earlier, later in remove:
         if earlier not in after[later]:
-            raise ContractError(f"there is no edge from {earlier.label!r} to {later.label!r} that could be taken away")
+            raise ContractError(f"no edge leads from {earlier.label!r} to {later.label!r}, so none can be removed")
         del after[later][earlier]
     for earlier, later in add:
         after[later][earlier] = None

@@ -77,7 +77,7 @@ class HostDriver(Controls):
 
     The next call that waits for a stream or event raises a failure of queued work.
 
-    The finaliser of a stream spoils no capture. `Captures.forbid` describes the calls that do.
+    The finalizer of a stream spoils no capture. `Captures.forbid` describes the calls that do.
     """
 
     name = "host"
@@ -222,7 +222,7 @@ class HostDriver(Controls):
         queue = self._streams.resolve(pointer)
         # A default stream's pointer names a queue of every device.
         if queue.default:
-            raise ContractError(f"stream_device({pointer}): a default stream belongs to whatever device is current")
+            raise ContractError(f"stream_device({pointer}): a default stream belongs to the current device, whichever that is")
         return queue.device
 
     def synchronize_stream(self, pointer: int) -> None:
@@ -488,7 +488,7 @@ class HostDriver(Controls):
         queue = self._current_queue()
         if queue.capture is not None:
             return None
-        self._streams.scheduler.reach(queue.tail, f"what {queue!r} was given, to compare an array")
+        self._streams.scheduler.reach(queue.tail, f"the work of {queue!r}, to compare an array")
         return np.array(array)
 
     def copy(self, target: Array, source: Array) -> None:
@@ -523,6 +523,9 @@ class HostDriver(Controls):
         host = np.empty_like(raw_view(array)[0])
         self._enqueue(self._streams.resolve(pointer), np.copyto, (host,), (array,), "copy to the host")
         return host
+
+    def prepare_checksums(self) -> None:
+        self._note("prepare_checksums")
 
     def checksums(self, arrays: Sequence[Array], pointer: int) -> HostSums:
         self._note("checksums")
@@ -641,7 +644,7 @@ class HostDriver(Controls):
         saved: SavedPlan | None = settings.get("saved")
         if saved is not None:
             if saved != executable.save():
-                raise GraphNotSupportedError(f"what was saved of {name} is no plan of it")
+                raise GraphNotSupportedError(f"the saved bytes of {name} are no plan of it")
             executable.untried = True
         return executable
 

@@ -362,7 +362,7 @@ class _Planner:
         operation = OPERATIONS.get(mode)
         if operation is None:
             raise GraphNotSupportedError(
-                f"{title(node)}: the host driver has no such pointwise operation; run the graph on the cuda driver"
+                f"{title(node)}: the host driver lacks this pointwise operation; run the graph on the cuda driver"
             )
         self.engines.add("host_pointwise")
         sources = [self.places[tensor.uid] for tensor in node.inputs.values()]
@@ -452,8 +452,8 @@ class _Planner:
         shape, strides = self.shapes[tensor.uid], tuple(tensor.stride)
         if tensor.is_virtual and not tensor.stride_assigned:
             raise GraphNotSupportedError(
-                f"{title(node)}: is a view of memory, and how {tensor.name!r} lies there is for cuDNN to choose; call set_stride "
-                f"on that, or give reshape_mode=cudnn.reshape_mode.LOGICAL"
+                f"{title(node)}: is a view of memory, and cuDNN chooses the strides of {tensor.name!r}; call set_stride "
+                "on that tensor, or give reshape_mode=cudnn.reshape_mode.LOGICAL"
             )
         order = axis_order(shape, strides)
         dense = dense_strides(shape, order)

@@ -14,7 +14,7 @@ from handlepool.drivers.host import elementwise
 from handlepool.drivers.host.convolution import Array
 from handlepool.drivers.host.evaluator import Evaluation, EvaluationStep
 from handlepool.drivers.host.network_kernels import computation
-from handlepool.drivers.host.pointwise import OPERATIONS
+from handlepool.drivers.host.pointwise import activated
 from handlepool.drivers.kernel import Add, Concat, Depthwise, Kernel, NetworkKernel, Windows
 
 
@@ -44,7 +44,7 @@ def _add(kernel: Add) -> Callable[[Sequence[Array], Array], None]:
         total = xs[0].astype(np.float32) if xs else np.zeros(y.shape, np.float32)
         for x in xs[1:]:
             total += x.astype(np.float32)
-        y[...] = total if kernel.activation is None else OPERATIONS[kernel.activation]({}, total)
+        y[...] = activated(kernel.activation, total)
 
     return compute
 
@@ -98,6 +98,6 @@ def _depthwise(kernel: Depthwise) -> Callable[[Sequence[Array], Array], None]:
             total += padded[:, :, rows, columns] * w[:, 0, *tap, None, None].astype(np.float32)
         for bias in biases:
             total += bias[:, None, None].astype(np.float32)
-        y[...] = total if kernel.activation is None else OPERATIONS[kernel.activation]({}, total)
+        y[...] = activated(kernel.activation, total)
 
     return compute

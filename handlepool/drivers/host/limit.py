@@ -36,8 +36,8 @@ def limit() -> tuple[int, str]:
         return parse(setting), f"set by {VARIABLE}"
     free = _free()
     if free is None:
-        return UNKNOWN, f"the machine does not say what is free; {VARIABLE} is not set"
-    return free // SHARE, f"1/{SHARE} of what is free; {VARIABLE} is not set"
+        return UNKNOWN, f"the machine does not report its free memory; {VARIABLE} is not set"
+    return free // SHARE, f"1/{SHARE} of the free memory; {VARIABLE} is not set"
 
 
 def parse(text: str) -> int:

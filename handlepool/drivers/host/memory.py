@@ -84,8 +84,8 @@ class HostValues:
         """Raise if the host has written the values since."""
         if self._sum != crc32(self._values.tobytes()):
             raise ContractError(
-                f"not ordered: {label!r}, given at {self._where}, reads {self!r} that the host has written before the work ran: "
-                f"write it after the stream has run what it was given, or pass a copy, as {ASARRAY} makes one"
+                f"not ordered: {label!r}, given at {self._where}, reads {self!r}, and the host wrote there before the "
+                f"work ran. Write after the stream has run the work, or pass a copy, as {ASARRAY} makes one"
             )
 
 
@@ -102,7 +102,7 @@ class Owner:
         self._bin = home
 
     def __del__(self) -> None:
-        # A finaliser may run inside any lock, so it appends to a list and takes no lock.
+        # A finalizer may run inside any lock, so it appends to a list and takes no lock.
         self._bin.append(self.block)
 
 
@@ -254,7 +254,7 @@ class DeviceMemory:
             )
         offset = pointer - block.address
         if offset + nbytes > block.nbytes:
-            raise ContractError(f"{purpose}: {nbytes} bytes are needed and {block.nbytes - offset} are there, in {block!r}")
+            raise ContractError(f"{purpose}: {nbytes} bytes are needed, and {block!r} has {block.nbytes - offset} left")
         return block, offset
 
     # Arrays
@@ -294,7 +294,7 @@ class DeviceMemory:
     def release_cached(self) -> None:
         """Return the free blocks of all arenas to the device."""
         for home in list(self._arenas.values()):
-            # Finalisers and other threads change the list during the loop, so the loop runs over a copy.
+            # Finalizers and other threads change the list during the loop, so the loop runs over a copy.
             for block in home.copy():
                 self._quiesce(block)
                 try:
@@ -341,8 +341,8 @@ class RegionAllocator:
         if home is not current:
             if (home.capture is None) != (current.capture is None):
                 raise CaptureError(
-                    f"an allocation on {current!r} inside a region of {home!r}, one of which began to be captured since: the "
-                    f"capture cannot wait for the other. Begin it before the region, or after"
+                    f"an allocation on {current!r} belongs to a region of {home!r}, and a capture began on one of the two "
+                    "streams since then. Begin the capture before the region or after it"
                 )
             # The block comes from the arena of the region's stream, so this stream waits for that stream's earlier work.
             event = Event(home.device, timing=False)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from handlepool.drivers.host.convolution import Array
-from handlepool.drivers.host.pointwise import OPERATIONS
-from handlepool.drivers.kernel import Affine, NetworkKernel, Normalise, Pad, Resample, Shuffle
+from handlepool.drivers.host.pointwise import activated
+from handlepool.drivers.kernel import Affine, Excite, Layer, NetworkKernel, Normalise, Pad, Resample, Shuffle, Squeeze
 
 Compute = Callable[[Sequence[Array], Array], None]
 
@@ -23,6 +23,12 @@ def computation(kernel: NetworkKernel) -> Compute:
         return _affine(kernel)
     if isinstance(kernel, Pad):
         return _pad(kernel)
+    if isinstance(kernel, Squeeze):
+        return _squeeze(kernel)
+    if isinstance(kernel, Layer):
+        return _layer(kernel)
+    if isinstance(kernel, Excite):
+        return _excite(kernel)
     return _shuffle(kernel) if isinstance(kernel, Shuffle) else _resample(kernel)
 
 
@@ -68,7 +74,7 @@ def _affine(kernel: Affine) -> Compute:
         mean, variance, *rest = (each.astype(np.float32).reshape(along) for each in parameters)
         result = (x.astype(np.float32) - mean) / np.sqrt(variance + np.float32(kernel.eps))
         result = _scaled(result, rest, kernel.weighted)
-        y[...] = result if kernel.activation is None else OPERATIONS[kernel.activation]({}, result)
+        y[...] = activated(kernel.activation, result)
 
     return compute
 
@@ -125,5 +131,39 @@ def _resample(kernel: Resample) -> Compute:
             (1 - h) * values[:, :, row[:, None], columns] + h * values[:, :, row[:, None], beside] for row in (rows, below)
         )
         y[...] = (1 - v[:, None]) * upper + v[:, None] * lower
+
+    return compute
+
+
+def _squeeze(kernel: Squeeze) -> Compute:
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        pixels = xs[0].astype(np.float32).reshape(*xs[0].shape[:2], -1)
+        each = -(-pixels.shape[2] // kernel.parts)
+        parts = [pixels[:, :, part * each : (part + 1) * each].sum(2) for part in range(kernel.parts)]
+        # The output may have an axis of extent 1 behind the channels.
+        y[...] = np.stack(parts, 1).reshape(y.shape)
+
+    return compute
+
+
+def _layer(kernel: Layer) -> Compute:
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        sums, w, b = (each.astype(np.float32) for each in xs[1:])
+        means = sums.sum(1) / np.float32(xs[0].shape[2] * xs[0].shape[3])
+        found = activated(kernel.activation, means @ w.reshape(len(w), -1).T + b)
+        # The output may have an axis of extent 1 behind the results.
+        y[...] = found.reshape(y.shape)
+
+    return compute
+
+
+def _excite(kernel: Excite) -> Compute:
+    def compute(xs: Sequence[Array], y: Array) -> None:
+        x, hidden, *layers, w, b = (each.astype(np.float32) for each in xs)
+        if not kernel.layered:
+            (w1, b1), means = layers, hidden.sum(1) / np.float32(x.shape[2] * x.shape[3])
+            hidden = activated(kernel.activation, means @ w1.reshape(len(w1), -1).T + b1)
+        gates = activated(kernel.gate, hidden @ w.reshape(len(w), -1).T + b)
+        y[...] = x * gates[:, :, None, None]
 
     return compute

@@ -77,6 +77,10 @@ def _index(p: Parameters, x: Array) -> Array:
     return np.broadcast_to(np.arange(x.shape[axis]).reshape(shape), x.shape)
 
 
+def _hardsigmoid(x: Array) -> Array:
+    return np.asarray(np.clip(x + 3, 0, 6) / 6)
+
+
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "abs": lambda p, x: np.abs(x),
     "ceil": lambda p, x: np.ceil(x),
@@ -135,3 +139,12 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "swish_backward": _swish_backward,
     "tanh_backward": lambda p, loss, x: loss * (1 - np.tanh(x) ** 2),
 }
+
+
+def activated(kind: str | None, x: Array) -> Array:
+    """Apply an activation of our own kernels; None leaves the values."""
+    if kind is None:
+        return x
+    if kind == "hardsigmoid":
+        return _hardsigmoid(x)
+    return x * _hardsigmoid(x) if kind == "hardswish" else np.asarray(OPERATIONS[kind]({}, x))

@@ -165,11 +165,11 @@ class Order:
         block.past = [*kept, now]
 
     def _report(self, what: str, now: Past, past: Past) -> None:
-        reused = " Between the two the allocator gave the memory to another owner." if now.generation != past.generation else ""
+        reused = ", and in between the allocator gave the memory to another owner" if now.generation != past.generation else ""
         error = ContractError(
-            f"not ordered: {what}, and neither waits for the other.{reused} Run the later one where the earlier one was waited "
-            f"for: on the same stream, after the join of the fork or the result of the task, or after an event of its stream. In "
-            f"the body of a fork, read behind fork.wait(array), and write in a function that handlepool.operation declares"
+            f"not ordered: {what}, and neither waits for the other{reused}. Order the later access by the same stream, the join "
+            "of the fork, the result of the task, or an event; in a fork's body, read after fork.wait(array) and write in a "
+            "handlepool.operation"
         )
         self.found.append(error)
         raise error

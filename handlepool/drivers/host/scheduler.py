@@ -385,8 +385,8 @@ class Scheduler:
         elif self._alone() or not self._changed.wait(PATIENCE_SECONDS):
             latches = ", ".join(latch.label for latch in self._latches) or "none"
             raise ContractError(
-                f"waiting for {purpose} would never end: nothing that is queued can run. Unreleased latches: {latches}. Release "
-                "them before the wait, or from another thread."
+                f"waiting for {purpose} would never end, because no queued work can run. Release the latches ({latches}) before "
+                "the wait, or from another thread"
             )
 
     def _alone(self) -> bool:

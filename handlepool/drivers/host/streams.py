@@ -1,6 +1,6 @@
 """Streams, events, and the current device and stream of each thread.
 
-A finaliser destroys a stream. The finaliser may run in any thread at any moment, even while a scheduler's lock is held. So it
+A finalizer destroys a stream. The finalizer may run in any thread at any moment, even while a scheduler's lock is held. So it
 takes no lock (G10): it marks the stream's queue and appends to a deque.
 """
 
@@ -42,7 +42,7 @@ class Stream:
         """The stream's queue if this object owns the stream, else None."""
         self._owner = owner
 
-    # The default argument keeps the function, because `sys` itself is None when late finalisers run.
+    # The default argument keeps the function, because `sys` itself is None when late finalizers run.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         queue = self._queue
         if queue is not None and not is_finalizing():
@@ -53,7 +53,9 @@ class Stream:
 
         The end of the copy would destroy the stream.
         """
-        raise TypeError(f"{self!r} cannot be copied or pickled; the end of the copy would be its own")
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled; the end of the copy would destroy the stream. Make another stream"
+        )
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.ptr
@@ -283,7 +285,7 @@ class StreamTable:
     def retire(self, queue: Queue) -> None:
         """Note that the last reference to a stream is gone.
 
-        Finalisers call this method, so it takes no lock.
+        Finalizers call this method, so it takes no lock.
         """
         queue.alive = False
         self._retired[queue.device].append(queue.pointer)

@@ -1,8 +1,11 @@
-"""Provide differentiable operations for torch's dispatcher.
+"""Run torch's models on handlepool, and convolve with gradients.
 
-`torch.compile` knows the operations. Importing this package imports torch.
+Importing this package imports torch.
 """
 
 from handlepool.integrations.torch.convolution import conv2d
+from handlepool.integrations.torch.door import RecordedModel, recorded
+from handlepool.integrations.torch.report import ProgramReport, Report, report
+from handlepool.integrations.torch.together import Together, together
 
-__all__ = ["conv2d"]
+__all__ = ["ProgramReport", "RecordedModel", "Report", "Together", "conv2d", "recorded", "report", "together"]

@@ -87,12 +87,13 @@ def _check(name: str, value: Tensor, x: Tensor) -> None:
     """Raise for values that torch's dispatcher would accept or misreport."""
     if not isinstance(value, Tensor):
         raise ArrayTypeError(
-            f"conv2d: {name} is a {type(value).__name__}, and this function takes torch tensors; handlepool.conv2d takes others"
+            f"conv2d: {name} is a {type(value).__name__}, and this function takes torch tensors; use "
+            "handlepool.conv2d for other arrays"
         )
     if value.layout is not torch.strided:
         raise ArgumentError(f"conv2d: {name} is {value.layout}; pass a dense tensor, as of {name}.to_dense()")
     if value.device != x.device:
-        raise DeviceMismatchError(f"conv2d: {name} is on {value.device} and x on {x.device}; copy one of them")
+        raise DeviceMismatchError(f"conv2d: {name} is on {value.device} and x on {x.device}; copy one to the device of the other")
 
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,7 +155,7 @@ def _result(
         for axis in (0, 1)
     ]
     if min(extents) < 1:
-        raise ArgumentError(f"conv2d: nothing comes out of images {tuple(x.shape)} and filters {tuple(w.shape)}; add padding")
+        raise ArgumentError(f"conv2d: images {tuple(x.shape)} and filters {tuple(w.shape)} give an empty result; add padding")
     return _like(x, [x.shape[0], w.shape[0], *extents])
 
 
@@ -171,7 +172,7 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
         if value is not None and value.dtype not in _TYPES:
             raise ArgumentError(f"conv2d: {name} is {_named(value)}; it must be one of float16, bfloat16, float32")
         if value is not None and value.dtype is not x.dtype:
-            raise ArgumentError(f"conv2d: {name} is {_named(value)} and x is {_named(x)}; convert one of them")
+            raise ArgumentError(f"conv2d: {name} is {_named(value)} and x is {_named(x)}; convert one to the type of the other")
     filters, channels = w.shape[:2]
     if x.shape[1] != channels * groups or filters % groups:
         raise ArgumentError(

@@ -1,0 +1,118 @@
+"""Be a back end of `torch.compile`.
+
+Torch finds it by the entry point ``handlepool`` of the group ``torch_dynamo_backends``. Dynamo gives it graphs, with the weights
+among their arguments. Each graph becomes a module that holds these weights, which is recorded as any model is.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from handlepool import ArgumentError
+from handlepool.integrations.torch.door import RecordedModel, Settings
+
+_made: "weakref.WeakSet[Graph]" = weakref.WeakSet()
+"""All graphs of this process, for reports. The references are weak, so a graph ends with the code that torch compiled."""
+
+
+class _Bound(nn.Module):  # type: ignore[misc]
+    """A graph that holds its weights."""
+
+    def __init__(self, graph: Callable[..., Any], weights: Mapping[int, Tensor], count: int) -> None:
+        super().__init__()
+        self.eval()
+        self._graph = [graph]
+        self._names = {place: f"weight_{place}" for place in weights}
+        for place, tensor in weights.items():
+            name = self._names[place]
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+        self._order = [self._names.get(place) for place in range(count)]
+
+    def forward(self, *args: Any) -> Any:
+        left = iter(args)
+        given = [next(left) if name is None else getattr(self, name) for name in self._order]
+        return self._graph[0](*given)
+
+
+class Graph:
+    """A graph of dynamo's, recorded.
+
+    Parameters
+    ----------
+    graph : GraphModule
+    inputs : sequence
+        Examples of its arguments.
+    settings : Settings
+
+    Attributes
+    ----------
+    model : RecordedModel or None
+        None before the first call.
+    """
+
+    def __init__(self, graph: Callable[..., Any], inputs: Sequence[Any], settings: Settings) -> None:
+        self._graph, self._settings = graph, settings
+        self._static = [place for place, each in enumerate(inputs) if _is_weight(each)]
+        self._moving = [place for place in range(len(inputs)) if place not in set(self._static)]
+        self._weights: list[Any] = []
+        self.model: RecordedModel | None = None
+        _made.add(self)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the graph with all its arguments, the weights among them."""
+        weights = [args[place] for place in self._static]
+        model = self.model
+        # Dynamo compares the weights' types and shapes, and not which objects they are.
+        if model is None or not all(map(is_, weights, self._weights)):
+            self._weights = weights
+            bound = _Bound(self._graph, dict(zip(self._static, weights, strict=True)), len(args))
+            model = self.model = RecordedModel(bound, self._settings)
+        return model(*[args[place] for place in self._moving])
+
+
+def _is_weight(value: object) -> bool:
+    # Dynamo marks buffers, and tensors of `torch._dynamo.mark_static_address`.
+    return isinstance(value, nn.Parameter) or (
+        isinstance(value, Tensor) and getattr(value, "_dynamo_static_input_type", None) is not None
+    )
+
+
+def handlepool(
+    graph: Any, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile a graph of dynamo's: the back end of ``torch.compile(model, backend="handlepool")``.
+
+    Parameters
+    ----------
+    graph : GraphModule
+    inputs : sequence
+        Examples of its arguments.
+    mode : None
+        Modes are of Inductor.
+    options : dict, optional
+        The keywords of `handlepool.integrations.torch.recorded`.
+
+    Returns
+    -------
+    callable
+
+    Raises
+    ------
+    ArgumentError
+        For a mode, and for options that there are not.
+    """
+    if mode not in (None, "default"):
+        raise ArgumentError(f"backend='handlepool' was given mode={mode!r}; modes are Inductor's. Use options")
+    return Graph(graph, inputs, Settings.of('torch.compile(backend="handlepool")', dict(options or {})))
+
+
+def graphs_of(model: nn.Module) -> list[Graph]:
+    """Return the graphs that read weights of a model."""
+    known = {id(each) for each in (*model.parameters(), *model.buffers())}
+    return [each for each in _made if any(id(weight) in known for weight in each._weights)]

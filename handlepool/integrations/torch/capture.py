@@ -1,0 +1,136 @@
+"""Take a model's functional graph for given arguments."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind, OutputKind
+
+from handlepool.integrations.torch.refusals import NotTaken
+from handlepool.integrations.torch.weights import Snapshot
+
+pytree = torch.utils._pytree
+
+
+@dataclass(eq=False)
+class Captured:
+    """A functional graph of aten's operations.
+
+    Attributes
+    ----------
+    graph : Graph
+    weights : dict of Node to Tensor
+        The placeholders that stand for parameters, buffers and constants.
+    inputs : list of Node or None
+        The placeholder for each leaf of the arguments; None for a value that is built in.
+    outputs : list of Node or plain
+        The leaves of the value.
+    structure : TreeSpec
+        Of the value.
+    writes : list of (Node, Tensor or int)
+        New values of tensors that the model writes: a buffer, or an argument by its place among the leaves.
+    """
+
+    graph: fx.Graph
+    weights: dict[fx.Node, Tensor]
+    inputs: list[fx.Node | None]
+    outputs: list[Any]
+    structure: Any
+    writes: list[tuple[fx.Node, Any]]
+
+
+def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    """Return the graph of a model.
+
+    It has the shapes of the arguments built in, and the values of numbers and text.
+
+    Raises
+    ------
+    NotTaken
+        If the model cannot be traced, as where its control flow depends on values.
+    """
+    # Torch's export puts fakes into the places of weights meanwhile, and other threads may run the model. So a copy of its
+    # modules is traced, which has the same weights.
+    try:
+        copied = copy.deepcopy(model, {id(each): each for each in _tensors(model)})
+    except Exception as error:
+        raise NotTaken(f"its modules cannot be copied ({type(error).__name__}: {error})") from error
+    before = Snapshot([each.__dict__ for each in copied.modules()])
+    args, kwargs = apart((args, kwargs))
+    try:
+        # An inference tensor cannot be traced outside of inference mode, and exported programs refuse it inside.
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
+            # Export warns of torch's own code.
+            warnings.simplefilter("ignore")
+            program = torch.export.export(copied, args, kwargs, strict=False)
+            # Without a table, operations stay whole that torch would decompose, as attention and layer_norm.
+            program = program.run_decompositions({})
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0]
+        raise NotTaken(f"torch cannot trace it ({type(error).__name__}: {text[:200]})") from error
+    if before.restore():
+        raise NotTaken("it changes attributes of its modules, which a program would not")
+    return _sorted(program)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that modules have as attributes, also in containers."""
+    yield from (*model.parameters(), *model.buffers())
+    for module in model.modules():
+        for value in module.__dict__.values():
+            yield from (each for each in pytree.tree_leaves(value) if isinstance(each, Tensor))
+
+
+def apart(values: Any) -> Any:
+    """Return values whose tensors share no memory, by copies.
+
+    Tracing takes one tensor in two places for one argument, and a recorded function refuses it.
+    """
+    seen: set[int] = set()
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return value
+        storage = value.untyped_storage().data_ptr()
+        if storage in seen and storage:
+            return value.clone(memory_format=torch.preserve_format)
+        seen.add(storage)
+        return value
+
+    return pytree.tree_map(one, values)
+
+
+def _sorted(program: Any) -> Captured:
+    """Sort a program's inputs and outputs by their kinds."""
+    graph: fx.Graph = program.graph
+    signature = program.graph_signature
+    nodes = {node.name: node for node in graph.nodes}
+    tensors = {**program.state_dict, **program.constants}
+    weights: dict[fx.Node, Tensor] = {}
+    inputs: list[fx.Node | None] = []
+    for each in signature.input_specs:
+        node = nodes.get(getattr(each.arg, "name", ""))
+        if each.kind is InputKind.USER_INPUT:
+            inputs.append(node if node is not None and isinstance(node.meta.get("val"), Tensor) else None)
+        elif each.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR) and node is not None:
+            weights[node] = tensors[each.target]
+        else:
+            raise NotTaken(f"it has an input of the kind {each.kind.name}")
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    outputs: list[Any] = []
+    writes: list[tuple[fx.Node, Any]] = []
+    places = {node.name: place for place, node in enumerate(inputs) if node is not None}
+    for each, value in zip(signature.output_specs, output.args[0], strict=True):
+        if each.kind is OutputKind.USER_OUTPUT:
+            outputs.append(value)
+        elif each.kind is OutputKind.BUFFER_MUTATION:
+            writes.append((value, tensors[each.target]))
+        elif each.kind is OutputKind.USER_INPUT_MUTATION:
+            writes.append((value, places[each.target]))
+        else:
+            raise NotTaken(f"it has an output of the kind {each.kind.name}")
+    return Captured(graph, weights, inputs, outputs, program.call_spec.out_spec, writes)

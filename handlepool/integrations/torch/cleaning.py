@@ -1,0 +1,140 @@
+"""Drop operations that a functional graph does not need, and tell views from work."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from handlepool.integrations.torch.kernel import aten, value_of
+
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+        aten.expand.default,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+        aten.unbind.int,
+        aten.alias.default,
+        aten.detach.default,
+        aten.as_strided.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.movedim.int,
+        aten.view_as.default,
+        aten.expand_as.default,
+    }
+)
+"""Operations whose value lies in the memory of their first argument."""
+_SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+_DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether a node's value lies in the memory of another node's."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
+    return node.op == "call_function" and node.target in VIEWS
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Return the node whose memory a view is of."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def clean(graph: fx.Graph, kept: set[fx.Node]) -> None:
+    """Drop copies that only keep memory apart, and operations that do nothing.
+
+    ``kept`` are the nodes whose memory the caller gets. Their copies stay.
+    """
+    for node in [*graph.nodes]:
+        if node.op != "call_function":
+            continue
+        if node.target in _SAME or (node.target in _DROPOUTS and not _active(node)) or _copies_in_vain(node, kept):
+            if node in kept:
+                continue
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    _drop_unused(graph)
+
+
+_FILLED: dict[Any, Callable[[list[Any]], Any]] = {
+    aten.new_zeros.default: lambda args: 0,
+    aten.new_ones.default: lambda args: 1,
+    aten.new_full.default: lambda args: args[2],
+    aten.zeros_like.default: lambda args: 0,
+    aten.ones_like.default: lambda args: 1,
+    aten.full_like.default: lambda args: args[1],
+    aten.fill.Scalar: lambda args: args[1],
+    aten.fill.Tensor: lambda args: args[1],
+}
+"""Operations that take the form of a tensor and no values, with the number that they write."""
+
+
+def free_of_values(graph: fx.Graph) -> None:
+    """Let operations that read the form of a tensor alone read no tensor, so that their values are constants."""
+    for node in [*graph.nodes]:
+        number = _FILLED.get(node.target)
+        expected = node.meta.get("val")
+        if number is None or not isinstance(expected, Tensor) or any(map(_is_symbol, expected.shape)):
+            continue
+        written = number([*node.args])
+        plain = not isinstance(written, fx.Node)
+        with graph.inserting_before(node):
+            form = {"dtype": expected.dtype, "device": expected.device}
+            new = graph.call_function(aten.full.default, ([*expected.shape], written if plain else 0), form)
+            new.meta["val"] = expected
+            if not plain:
+                new = graph.call_function(aten.add.Tensor, (new, written))
+                new.meta["val"] = expected
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def _is_symbol(extent: object) -> bool:
+    return not isinstance(extent, int)
+
+
+def _active(node: fx.Node) -> bool:
+    _, rate, training = node.args
+    return bool(training and rate)
+
+
+def _copies_in_vain(node: fx.Node, kept: set[fx.Node]) -> bool:
+    """Return whether a copy has the form of its source, and no caller gets its memory."""
+    source: Any = node.args[0] if node.args else None
+    if node.target is aten.clone.default:
+        form = node.kwargs.get("memory_format")
+        return form in (None, torch.preserve_format) and not any(base_of(each) is node for each in kept)
+    if node.target in (aten.pad.default, aten.constant_pad_nd.default):
+        return not any(node.args[1]) and not any(base_of(each) is node for each in kept)
+    if node.target in (aten.to.dtype, aten._to_copy.default, aten.type_as.default):
+        same = isinstance(value_of(node), Tensor) and value_of(node).dtype == value_of(source).dtype
+        return same and set(node.kwargs) <= {"dtype"} and not any(base_of(each) is node for each in kept)
+    return False
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    for node in [*reversed(graph.nodes)]:
+        if node.op == "call_function" and not node.users and not _effects(node):
+            graph.erase_node(node)
+
+
+def _effects(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable

@@ -1,0 +1,226 @@
+"""Lower convolutions with all that follows them in one kernel."""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+import handlepool
+from handlepool.integrations.torch.kernel import (
+    Kernel,
+    Lowering,
+    Value,
+    arguments,
+    aten,
+    is_tensor,
+    pair,
+    sole_user,
+    value_of,
+)
+from handlepool.integrations.torch.modes import deterministic, tf32
+
+NORM = aten._native_batch_norm_legit_no_training.default
+ACTIVATIONS = {
+    aten.relu.default: "relu",
+    aten.sigmoid.default: "sigmoid",
+    aten.tanh.default: "tanh",
+    aten.silu.default: "swish",
+    aten.gelu.default: "gelu",
+}
+PLAIN: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda x: x,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "swish": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+}
+ALONE = {name: getattr(handlepool.ops, name) for name in PLAIN if name}
+_OVER_ELEMENTS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
+Steps = tuple[Any, ...]
+"""How channels are scaled and shifted: ("norm", epsilon), "mul" or "add", in order."""
+
+
+def lower_convolutions(lowering: Lowering) -> None:
+    """Lower the convolutions of images."""
+    for node in lowering.nodes(aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d.input):
+        x, w, bias, *how = arguments(node)
+        if is_tensor(node, 4) and is_tensor(x, 4) and lowering.constant(w, bias) and is_tensor(w, 4) and not lowering.constant(x):
+            if node.target is aten.conv_transpose2d.input:
+                _transposed(lowering, node, x, w, bias, how)
+            else:
+                _convolution(lowering, node, x, w, bias, how)
+
+
+def _convolution(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias: Value, how: list[Any]) -> None:
+    stride, padding, dilation, groups = how
+    options = {
+        "stride": pair(stride),
+        "padding": padding if isinstance(padding, str) else pair(padding),
+        "dilation": pair(dilation),
+        "groups": groups,
+    }
+    out, steps, parts = _scaling(lowering, node)
+    filters = lowering.made(_filters, steps, w, parts)
+    vector = None if bias is None and not steps else lowering.made(_bias, steps, w, bias, parts)
+    out, addend = _addend(lowering, out) if groups == 1 else (out, None)
+    out, activation = activation_behind(out)
+    inputs = [each for each in (x, filters, vector, addend) if each is not None]
+    kernel = _kernel(vector is not None, addend is not None, activation, options)
+    lowering.emit(kernel, inputs, out)
+
+
+def _kernel(biased: bool, added: bool, activation: str | None, options: dict[str, Any]) -> Kernel:
+    settings: dict[str, Any] = {"allow_tf32": tf32()[1], "deterministic": deterministic()}
+
+    def parts(rest: tuple[Any, ...]) -> dict[str, Any]:
+        names = (("bias", biased), ("add", added))
+        return dict(zip([name for name, there in names if there], rest, strict=True))
+
+    def fused(x: Value, w: Value, *rest: Value) -> Any:
+        return handlepool.conv2d(x, w, activation=activation, **parts(rest), **options, **settings)
+
+    def apart(x: Value, w: Value, *rest: Value) -> Any:
+        return ALONE[activation or ""](handlepool.conv2d(x, w, **parts(rest), **options, **settings))
+
+    def plain(x: Value, w: Value, *rest: Value) -> Any:
+        given = parts(rest)
+        y = torch.conv2d(x, w, given.get("bias"), **options)
+        return PLAIN[activation](y + given["add"] if added else y)
+
+    # cuDNN has few plans with another activation than relu, and these are slow.
+    ways = {"fused": fused} if activation in (None, "relu") else {"apart": apart, "fused": fused}
+    kind = "conv2d" if options["groups"] == 1 else "grouped"
+    name = "_".join([kind, *(["add"] if added else []), *([activation] if activation else [])])
+    return Kernel(name, ways, plain, (biased, *options.values(), *settings.values()))
+
+
+def _transposed(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias: Value, how: list[Any]) -> None:
+    stride, padding, beyond, groups, dilation = how
+    options = {
+        "stride": pair(stride),
+        "padding": pair(padding),
+        "output_padding": pair(beyond),
+        "groups": groups,
+        "dilation": pair(dilation),
+    }
+    settings: dict[str, Any] = {"allow_tf32": tf32()[1], "deterministic": deterministic()}
+    filters = lowering.made(_lain, w)
+
+    def run(x: Value, w: Value, *bias: Value) -> Any:
+        return handlepool.conv_transpose2d(x, w, bias=bias[0] if bias else None, **options, **settings)
+
+    def plain(x: Value, w: Value, *bias: Value) -> Any:
+        return torch.conv_transpose2d(x, w, *(bias or (None,)), **options)
+
+    inputs = [x, filters, *([] if bias is None else [bias])]
+    lowering.emit(Kernel("conv_transpose2d", {"fused": run}, plain), inputs, node)
+
+
+def _scaling(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, Steps, list[Any]]:
+    """Return the end of the constant scales and shifts of channels behind a node, with their kinds and constants."""
+    steps: list[Any] = []
+    parts: list[Any] = []
+    while (user := sole_user(node)) is not None:
+        if user.target is NORM:
+            _, weight, bias, mean, variance, _, epsilon = arguments(user)
+            first = sole_user(user)
+            if first is None or first.target is not operator.getitem or first.args[1] != 0:
+                break
+            if not lowering.constant(weight, bias, mean, variance):
+                break
+            steps.append(("norm", epsilon))
+            parts += [weight, bias, mean, variance]
+            node = first
+        elif user.target in (aten.mul.Tensor, aten.add.Tensor) and not user.kwargs and len(user.args) == 2:
+            one, other = user.args
+            factor = other if one is node else one
+            if not isinstance(factor, fx.Node) or not lowering.constant(factor) or not _by_channel(factor, node):
+                break
+            if value_of(user).dtype != value_of(node).dtype:
+                break
+            steps.append("mul" if user.target is aten.mul.Tensor else "add")
+            parts.append(factor)
+            node = user
+        else:
+            break
+    return node, tuple(steps), parts
+
+
+def _by_channel(factor: fx.Node, node: fx.Node) -> bool:
+    channels = value_of(node).shape[1]
+    return tuple(value_of(factor).shape) in ((1, channels, 1, 1), (channels, 1, 1))
+
+
+def _addend(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """Take a residual behind a convolution."""
+    user = sole_user(node)
+    if user is None or user.target is not aten.add.Tensor or user.kwargs or len(user.args) != 2:
+        return node, None
+    one, other = user.args
+    addend = other if one is node else one
+    if addend is node or not is_tensor(addend, 4) or lowering.constant(addend):
+        return node, None
+    same = value_of(addend).shape == value_of(node).shape and value_of(addend).dtype == value_of(node).dtype
+    # cuDNN fuses a residual with relu or with nothing.
+    after = sole_user(user)
+    if not same or (after is not None and after.target in ACTIVATIONS and after.target is not aten.relu.default):
+        return node, None
+    return user, addend
+
+
+def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:
+    """Take an activation behind a node.
+
+    An activation before a product or a sum becomes a part of that kernel, which costs nothing there. cuDNN has few plans for
+    a convolution with any other activation than relu.
+    """
+    user = sole_user(node)
+    if user is None or user.target not in ACTIVATIONS or user.kwargs.get("approximate", "none") != "none":
+        return node, None
+    after = sole_user(user)
+    if user.target is not aten.relu.default and after is not None and after.target in _OVER_ELEMENTS:
+        return node, None
+    return user, ACTIVATIONS[user.target]
+
+
+# Constants, in float64 and rounded once
+
+
+def affine(steps: Steps, parts: list[Any]) -> tuple[Any, Any]:
+    """Return the factor and the summand of each channel, in float64."""
+    left: Iterator[Any] = iter(parts)
+    scale: Value = 1.0
+    shift: Value = 0.0
+    for step in steps:
+        if step == "mul":
+            factor = next(left).double().reshape(-1)
+            scale, shift = scale * factor, shift * factor
+        elif step == "add":
+            shift = shift + next(left).double().reshape(-1)
+        else:
+            weight, bias, mean, variance = (None if each is None else each.double() for each in (next(left) for _ in range(4)))
+            factor = torch.rsqrt(variance + step[1])
+            factor = factor if weight is None else factor * weight
+            scale, shift = scale * factor, (shift - mean) * factor
+            shift = shift if bias is None else shift + bias
+    return scale, shift
+
+
+def _filters(steps: Steps, w: Tensor, parts: list[Any]) -> Tensor:
+    scale, _ = affine(steps, parts)
+    if isinstance(scale, Tensor):
+        w = (w.double() * scale.reshape(-1, 1, 1, 1)).to(w.dtype)
+    return _lain(w)
+
+
+def _bias(steps: Steps, w: Tensor, bias: Tensor | None, parts: list[Any]) -> Tensor:
+    scale, shift = affine(steps, parts)
+    wide = shift if bias is None else bias.double() * scale + shift
+    return torch.broadcast_to(torch.as_tensor(wide, dtype=torch.float64, device=w.device), w.shape[:1]).to(w.dtype).contiguous()
+
+
+def _lain(w: Tensor) -> Tensor:
+    return w.contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,339 @@
+"""Call a model by recorded programs, without torch's compiler in the call."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import handlepool
+from handlepool import ArgumentError, CaptureError, HandlePoolError
+from handlepool.integrations.torch.capture import captured
+from handlepool.integrations.torch.modes import modes
+from handlepool.integrations.torch.places import place_for
+from handlepool.integrations.torch.program import Program
+from handlepool.integrations.torch.refusals import NotNow, NotTaken, warn
+from handlepool.integrations.torch.together import Together, together
+from handlepool.integrations.torch.ways import microseconds
+from handlepool.integrations.torch.weights import Weights
+
+pytree = torch.utils._pytree
+
+
+# A single thread at a time makes a program or computes constants again: torch's export is no code for several threads. Other
+# threads that need a new program run the model as it is and do not wait, because the model's own code runs under this lock
+# (guarantee 15).
+_making = threading.RLock()
+
+
+MOST_RENEWED = 8
+"""The times that a model's weights or attributes may be bound anew. After that torch runs it while they are others."""
+
+
+class RecordedModel:
+    """A model with a pool of programs. Made by `recorded`.
+
+    A call takes the model's own arguments. The first call of a geometry traces, lowers and records the model.
+    """
+
+    def __init__(self, model: nn.Module, settings: "Settings") -> None:
+        self.__wrapped__ = model
+        self._model, self._settings = model, settings
+        self._programs: OrderedDict[Any, Program | Together | str] = OrderedDict()
+        self._said: set[str] = set()
+        self._renewed = 0
+        self._renew()
+
+    def __repr__(self) -> str:
+        return f"<recorded {type(self._model).__name__}, {len(self._programs)} keys>"
+
+    def _renew(self) -> None:
+        """Forget all programs, and take the model as it is now."""
+        for each in [*self._programs.values()]:
+            _end(each)
+        self._programs.clear()
+        self._weights = Weights([self._model])
+        # None for a model without weights, whose device is that of its arguments.
+        self._kind = self._weights.tensors[0].device.type if self._weights.tensors else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            The model's own arguments.
+
+        Returns
+        -------
+        object
+            The model's value, in new tensors that are ready on torch's current stream.
+        """
+        # A single tensor is the usual call, which needs no walk.
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            leaves, structure = args, None
+        else:
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+        try:
+            return self._run(leaves, structure, args, kwargs)
+        except NotTaken as why:
+            self._say(str(why))
+        return self._model(*args, **kwargs)
+
+    def _run(self, leaves: Sequence[Any], structure: Any, args: Any, kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and (
+            self._weights.derived() or any(isinstance(each, Tensor) and each.requires_grad for each in leaves)
+        ):
+            raise NotTaken("it needs gradients: call it under torch.no_grad()")
+        kind = self._kind or next((each.device.type for each in leaves if isinstance(each, Tensor)), "cpu")
+        key = modes(kind), structure, tuple([_part(each) for each in leaves])
+        program = self._programs.get(key)
+        if isinstance(program, Program) and not program.writes:
+            # The launch comes before the comparison, which then costs no time of the GPU's. The program changes nothing else,
+            # so its value is dropped where weights have changed.
+            value = self._called(key, program, leaves)
+            if self._weights.bound() and self._weights.versions.same():
+                return value
+        if not self._weights.bound():
+            # A model in training keeps its programs for the time after.
+            self._weights.check()
+            if self._renewed >= MOST_RENEWED:
+                raise NotTaken(f"its weights were bound anew {MOST_RENEWED} times: write new values in place")
+            self._renewed += 1
+            self._renew()
+            program = None
+        elif not self._weights.versions.same():
+            self.refresh()
+        if program is None:
+            program = self._made(key, leaves, args, kwargs)
+            if program is None:
+                return self._model(*args, **kwargs)
+        if isinstance(program, str):
+            raise NotTaken(program)
+        if isinstance(program, Together):
+            return program(args)[0]
+        value = self._called(key, program, leaves)
+        if program.writes:
+            self._weights.versions.renew()
+        return value
+
+    def _called(self, key: Any, program: Program, leaves: Sequence[Any]) -> Any:
+        """Call a program. A key that cannot be recorded is left to torch from then on."""
+        try:
+            return program(leaves)
+        except NotNow:
+            raise
+        except NotTaken as why:
+            self._programs[key] = str(why)
+            raise
+
+    def _made(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together | str | None:
+        """Trace and lower the model for a geometry; return the reason where that cannot be.
+
+        Return None where the model has to run as it is this time.
+        """
+        made: Program | Together | str | None
+        # A call inside of another library's capture or tracing becomes a part of that.
+        if _inside(leaves) or not _making.acquire(blocking=False):
+            return None
+        try:
+            made = self._programs.get(key)
+            if made is None:
+                try:
+                    made = self._new(leaves, args, kwargs)
+                except NotTaken as why:
+                    made = str(why)
+                except HandlePoolError:
+                    raise
+                # A graph may have forms that the lowering does not expect. Torch then runs the model, and the warning says why.
+                except Exception as error:
+                    if self._settings.strict:
+                        raise
+                    made = f"it cannot be lowered ({type(error).__name__}: {error})"
+                self._programs[key] = made
+                while len(self._programs) > self._settings.programs:
+                    _end(self._programs.popitem(last=False)[1])
+        finally:
+            _making.release()
+        return made
+
+    def _new(self, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together:
+        settings = self._settings
+        self._weights.check()
+        device = device_of([*self._weights.tensors, *leaves])
+        place = place_for(device)
+        made = Program(
+            captured(self._model, args, kwargs), place, device, type(self._model).__name__, settings.tune, settings.options()
+        )
+        made.settle(leaves)
+        if settings.tune and place.kind == "cuda" and not made.writes:
+            # The call records the program that is tuned.
+            made(leaves)
+            made.tune(settings.seconds)
+            if settings.fallback == "inductor" and not kwargs and (peer := self._peer(args)) is not None:
+                times = {"ours": microseconds(made, [leaves]), "inductor": microseconds(peer, [args])}
+                made.times = times
+                if times["inductor"] < times["ours"]:
+                    _end(made)
+                    return peer
+        return made
+
+    def _peer(self, args: Any) -> Together | None:
+        """Return the model by Inductor's kernels, recorded; None where Inductor fails."""
+        peer = together(self._model, kernels="inductor", **{**self._settings.options(), "lanes": 1})
+        try:
+            for _ in range(3):
+                peer(args)
+        # A compiler may raise any error. The model then stays with the program.
+        except Exception:
+            return None
+        return peer if peer.recorded is not None and peer.recorded.stats().programs else None
+
+    def refresh(self) -> None:
+        """Compute everything again that was made of weights.
+
+        Call it after writes that torch does not count, as through ``weight.data``.
+        """
+        with _making:
+            for each in [*self._programs.values()]:
+                if isinstance(each, Program):
+                    each.refresh()
+            if self._kind == "cuda":
+                # Calls on other streams find the versions renewed, and do not wait for this stream.
+                torch.cuda.current_stream().synchronize()
+            self._weights.versions.renew()
+
+    @property
+    def programs(self) -> list[Program | Together | str]:
+        """The programs, one for each key, or the reasons why torch runs a key."""
+        return [*self._programs.values()]
+
+    def _say(self, why: str) -> None:
+        """Warn once for each reason that torch runs the model; with ``strict`` raise."""
+        if self._settings.strict:
+            raise CaptureError(f"{self!r} has no program: {why}")
+        if why not in self._said:
+            self._said.add(why)
+            warn(type(self._model).__name__, why)
+
+
+def _end(program: Program | Together | str) -> None:
+    """End a program after its last call."""
+    if not isinstance(program, str) and program.recorded is not None:
+        program.recorded.clear()
+
+
+def _inside(leaves: Sequence[Any]) -> bool:
+    """Return whether a call is a part of a capture, a trace or a transform of torch's."""
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return True
+    if any(isinstance(each, Tensor) and type(each) not in (Tensor, nn.Parameter) for each in leaves):
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def device_of(values: list[Any]) -> torch.device:
+    """Return the one device of all tensors.
+
+    Raises
+    ------
+    NotTaken
+    """
+    devices = {each.device for each in values if isinstance(each, Tensor)}
+    if len(devices) != 1:
+        raise NotTaken(f"its tensors are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))})")
+    return devices.pop()
+
+
+def _part(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return type(value), value
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of a recorded model. See `recorded`."""
+
+    lanes: int | None = 8
+    instances: int = 4
+    programs: int = 16
+    outputs: str = "new"
+    strict: bool = False
+    tune: bool = False
+    seconds: float = 3.0
+    fallback: str | None = None
+
+    @classmethod
+    def of(cls, name: str, given: dict[str, Any]) -> "Settings":
+        """Return checked settings.
+
+        Raises
+        ------
+        ArgumentError
+        """
+        known = [each.name for each in fields(cls)]
+        for option in given:
+            if option not in known:
+                raise ArgumentError(f"{name} was given the option {option!r}; it has {', '.join(known)}")
+        if given.get("tune") and "fallback" not in given:
+            given = {**given, "fallback": "inductor"}
+        settings = cls(**given)
+        if settings.fallback not in (None, "inductor"):
+            raise ArgumentError(f"{name}: fallback={settings.fallback!r}; it can be 'inductor' or None")
+        for option in ("tune", "strict"):
+            if not isinstance(getattr(settings, option), bool):
+                raise ArgumentError(f"{name}: {option}={getattr(settings, option)!r}; it can be True or False")
+        if not isinstance(settings.seconds, (int, float)) or not settings.seconds > 0:
+            raise ArgumentError(f"{name}: seconds={settings.seconds!r}; it must be a number above 0")
+        # The recorded function checks the other options.
+        handlepool.recorded(_part, programs=settings.programs, **settings.options())
+        return settings
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of `handlepool.recorded`."""
+        return {"lanes": self.lanes, "instances": self.instances, "outputs": self.outputs}
+
+
+def recorded(
+    model: nn.Module,
+    *,
+    lanes: int | None = 8,
+    instances: int = 4,
+    programs: int = 16,
+    outputs: str = "new",
+    strict: bool = False,
+    **options: Any,
+) -> RecordedModel:
+    """Record a model by its calls, without torch's compiler in the call.
+
+    Parameters
+    ----------
+    model : Module
+        In eval mode, on one device.
+    lanes, instances, outputs
+        As in `handlepool.recorded`.
+    programs : int
+        Most keys. The key that was made first ends beyond this number.
+    strict : bool
+        Whether a model that cannot be recorded raises an error.
+    **options
+        ``tune`` times kernels and numbers of lanes when a key is recorded, for some ``seconds``. ``fallback="inductor"``, the
+        default with ``tune``, records Inductor's kernels instead where these are quicker.
+
+    Returns
+    -------
+    RecordedModel
+
+    Raises
+    ------
+    ArgumentError
+        For an object that is no module, and for values that an option cannot have.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"recorded was given a {type(model).__name__}: pass a torch.nn.Module")
+    named = {"lanes": lanes, "instances": instances, "programs": programs, "outputs": outputs, "strict": strict}
+    return RecordedModel(model, Settings.of("recorded", {**named, **options}))

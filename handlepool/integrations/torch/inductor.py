@@ -1,0 +1,47 @@
+"""Compile with Inductor."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def compiled(model: nn.Module) -> Callable[..., Any]:
+    """Return a module compiled by Inductor, with its weights built into the kernels.
+
+    Each call compiles anew, because a compiled function does not see changed weights.
+    """
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx
+
+        with config.patch(freezing=True):
+            return compile_fx(graph, inputs)
+
+    return torch.compile(model, backend=backend, dynamic=False)
+
+
+def elsewhere(make: Callable[[], Any]) -> Any:
+    """Call a function in a thread of its own.
+
+    Torch runs a compiled graph below autograd, where its compiler traces no other graph.
+    """
+    found: list[Any] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                found.append(make())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]

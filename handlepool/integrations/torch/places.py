@@ -1,0 +1,179 @@
+"""Give a model's values to the operations of a driver.
+
+On a GPU these values are torch's tensors. The host driver records no tensors, so they are its own arrays there, over copies of
+CPU tensors. It queues no work of torch's either: a test gives it a place that does.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import handlepool
+from handlepool.integrations.torch.held import Held
+from handlepool.integrations.torch.refusals import NotTaken
+
+View = Callable[[Tensor], Tensor]
+Function = Callable[..., Any]
+
+
+class Place(Protocol):
+    """The values of one driver.
+
+    Attributes
+    ----------
+    kind : str
+        Torch's device type.
+    """
+
+    kind: str
+
+    def array(self, tensor: Tensor) -> Any:
+        """Return a constant as operations read it."""
+
+    def refresh(self, array: Any, tensor: Tensor) -> None:
+        """Bring new values of a constant into its array."""
+
+    def tensors(self, values: object) -> Any:
+        """Return a call's value with tensors in place of arrays."""
+
+    def arrays(self, values: object) -> Any:
+        """Return a call's arguments with arrays in place of tensors."""
+
+    def view(self, function: View, value: Any) -> Any:
+        """Return a view of a value by a function of tensors."""
+
+    def pointer(self, value: Any) -> int:
+        """Return the address of a value."""
+
+    def operation(self, name: str, function: Function) -> Function:
+        """Return a function of torch's as an operation that writes new tensors alone."""
+
+
+class Cuda:
+    """Tensors on a GPU."""
+
+    kind = "cuda"
+
+    def array(self, tensor: Tensor) -> Any:
+        """Return the tensor itself."""
+        return tensor
+
+    def refresh(self, array: Any, tensor: Tensor) -> None:
+        """Do nothing: the array is the tensor."""
+
+    def tensors(self, values: object) -> Any:
+        """Return the values."""
+        return values
+
+    def arrays(self, values: object) -> Any:
+        """Return the values."""
+        return values
+
+    def view(self, function: View, value: Any) -> Any:
+        """Return the function's value."""
+        return function(value)
+
+    def pointer(self, value: Any) -> int:
+        """Return the tensor's address."""
+        address: int = value.data_ptr()
+        return address
+
+    def operation(self, name: str, function: Function) -> Function:
+        """Return a declared operation."""
+        # The function leads to nodes of the graph, and these to the whole graph. So it is hidden from the walk over a call.
+        held = Held(function)
+
+        def work(*args: Any) -> Any:
+            return held.value(*args)
+
+        work.__name__ = work.__qualname__ = name
+        return handlepool.operation(work, mutates=())
+
+
+class Host:
+    """Arrays of the host driver, with the values of CPU tensors."""
+
+    kind = "cpu"
+
+    def __init__(self) -> None:
+        self._driver = handlepool.default_pool().driver
+
+    def array(self, tensor: Tensor) -> Any:
+        """Return an array with a tensor's values and strides."""
+        return self._driver.asarray(_numpy(tensor.detach()))
+
+    def refresh(self, array: Any, tensor: Tensor) -> None:
+        """Copy the values of a tensor into its array."""
+        array[...] = self.array(tensor)
+
+    def tensors(self, values: object) -> Any:
+        """Return the values as tensors, once they are computed."""
+        return torch.utils._pytree.tree_map(self._tensor, values)
+
+    def arrays(self, values: object) -> Any:
+        """Return copies of the tensors as arrays."""
+        return torch.utils._pytree.tree_map(lambda each: self.array(each) if isinstance(each, Tensor) else each, values)
+
+    def _tensor(self, value: Any) -> Any:
+        kinds: Any = self._driver.array_types
+        if not isinstance(value, kinds) or isinstance(value, np.ndarray):
+            return value
+        strides = [step // value.dtype.itemsize for step in value.strides]
+        found = _torch(self._driver.asnumpy(value))
+        return torch.empty_strided(value.shape, strides, dtype=found.dtype).copy_(found)
+
+    def view(self, function: View, value: Any) -> Any:
+        """Return a view of an array, as a view of a tensor that lies as it does."""
+        size, driver = value.dtype.itemsize, self._driver
+        lie = torch.empty_strided(value.shape, [step // size for step in value.strides], dtype=torch.int8, device="meta")
+        found = function(lie)
+        address = driver.array_pointer(value) + found.storage_offset() * size
+        return driver.part(value, address, tuple(found.shape), tuple([step * size for step in found.stride()]), value.dtype)
+
+    def pointer(self, value: Any) -> int:
+        """Return the array's address."""
+        return self._driver.array_pointer(value)
+
+    def operation(self, name: str, function: Function) -> Function:
+        """Refuse: the driver queues no work of torch's."""
+        raise NotTaken(f"the host driver runs no operations of torch, as {name}")
+
+
+def _numpy(tensor: Tensor) -> Any:
+    if tensor.dtype is not torch.bfloat16:
+        return tensor.numpy()
+    import ml_dtypes  # optional: NumPy has no bfloat16 of its own
+
+    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def _torch(array: Any) -> Tensor:
+    if array.dtype.name != "bfloat16":
+        return torch.from_numpy(np.ascontiguousarray(array) if array.ndim else array.copy())
+    return torch.from_numpy(np.ascontiguousarray(array).view(np.int16)).view(torch.bfloat16)
+
+
+_host: Callable[[], Place] = Host
+"""Makes the place of the host driver. Tests replace it."""
+
+
+def place_for(device: torch.device) -> Place:
+    """Return the place of a device's tensors.
+
+    Raises
+    ------
+    NotTaken
+        If the pool's driver has no such tensors.
+    """
+    try:
+        name = handlepool.default_pool().driver.name
+    except handlepool.DriverNotAvailableError as error:
+        raise NotTaken(f"its tensors are on {device}, and there is no driver for a GPU ({error})") from error
+    if (name, device.type) == ("cuda", "cuda"):
+        return Cuda()
+    if (name, device.type) == ("host", "cpu"):
+        return _host()
+    raise NotTaken(f"its tensors are on {device}, and handlepool's driver is {name!r}")

@@ -1,0 +1,245 @@
+"""Choose plans inside a program by the time of whole replays.
+
+A node that is timed alone does not tell how long it takes in a program. So each trial records the program's call again with a few
+changes, and its replays take turns with replays of the best recording so far.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import median, quantiles
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from handlepool._util.cleanup import do_all, take_each
+from handlepool.graphs.plan import Plan
+from handlepool.graphs.tuning import Alternative, alternatives
+from handlepool.order.accesses import Memory
+from handlepool.pool.context import on_device
+from handlepool.pool.deferred import defer
+from handlepool.pool.stream import resolve
+from handlepool.recording.outside import Outside
+from handlepool.recording.tuning import A_SAMPLE, MOST_REPLAYS, LanesRig, PlanChange, clock, device
+from handlepool.recording.update import Inputs
+
+if TYPE_CHECKING:
+    from handlepool.recording.capture import Recording
+
+AT_ONCE = 4
+"""Most changes of a trial."""
+SAMPLES = 15
+"""Samples of each recording of a trial, taken in turns."""
+LEAST_GAIN = 0.002
+"""Share of a replay's time below which a gain counts as noise."""
+SHARE_ALONE = 0.5
+"""Share of the time for timing plans alone."""
+
+
+@dataclass(slots=True)
+class Take:
+    """A recording of a program's call.
+
+    Attributes
+    ----------
+    recording : Recording
+    outputs : object
+    memory : Memory
+    launched : tuple of (Plan, int)
+        Plans with their launches, where they were counted.
+    """
+
+    recording: "Recording"
+    outputs: Any
+    memory: Memory | None
+    launched: tuple[tuple[Plan, int], ...] = ()
+
+    def end(self) -> None:
+        """Destroy the recording, whose launches have ended."""
+        held = [self.outputs]
+        self.outputs, self.launched = None, ()
+        dispose(self.recording, held)
+
+
+def dispose(recording: "Recording", held: list[Any]) -> None:
+    """Destroy a recording whose launches have ended.
+
+    The objects that were held for it are dropped.
+    """
+    held.append(recording.kept.take())
+    try:
+        with on_device(recording.pool.driver, recording.device), recording.pool.driver.relaxed():
+            held.clear()
+        done = recording.destroy()
+    except BaseException:
+        defer(recording.settle)
+        raise
+    # Arrays that a caller holds may still use memory. A later call then goes on.
+    if not done:
+        defer(recording.settle)
+
+
+class Trials:
+    """Try other plans and forms in recordings of a program's call.
+
+    A program makes and uses the trials while it refuses other uses. Its device is current.
+
+    Parameters
+    ----------
+    recording : Recording
+        The program's own recording.
+    name : str
+        Of the program.
+    inputs : Inputs
+    again : callable
+        ``again(home, finish, counted=)`` records the call again: see `handlepool.recording.record`.
+    pointer : int
+        Pointer of the current stream.
+    lanes : int
+        Number of lanes of each recording.
+    goal : {"clock", "device"}
+
+    Attributes
+    ----------
+    changes : list of PlanChange
+        The trials so far.
+    """
+
+    def __init__(
+        self,
+        recording: "Recording",
+        name: str,
+        inputs: Inputs,
+        again: Callable[..., Take],
+        pointer: int,
+        lanes: int,
+        goal: str,
+    ) -> None:
+        self.changes: list[PlanChange] = []
+        self._pool = recording.pool
+        self._driver = recording.pool.driver
+        self._own = recording
+        self._name, self._inputs, self._again = name, inputs, again
+        self._pointer, self._lanes, self._goal = pointer, lanes, goal
+        self._events: list[Any] = []
+        # A trial's changes, until the trial is decided.
+        self._made: list[Alternative] = []
+
+    def run(self, until: float, show: Callable[[str | None], None]) -> Take | None:
+        """Try changes until a time; return the best other recording, or None.
+
+        The changes that helped stay. After an error all plans are as before, and nothing is left of the trials.
+        """
+        outside = Outside(self._own, self._name, self._inputs)
+        best: Take | None = None
+        kept: list[Alternative] = []
+        outside.save()
+        try:
+            for _ in range(2):
+                with self._driver.relaxed():
+                    self._events.append(self._driver.create_event(timing=True))
+            for batch in self._batches(until, show):
+                show(f"{len(batch)} other plans in the program")
+                take, before, after, better = self._trial(batch, self._own if best is None else best.recording)
+                titles = tuple(f"{each.name}: {each.title}" for each in batch)
+                self.changes.append(PlanChange(titles, before, after, better))
+                loser: Take | None = take
+                if better:
+                    kept += self._made
+                    self._made = []
+                    best, loser = take, best
+                else:
+                    self._undo()
+                if loser is not None:
+                    loser.end()
+            return best
+        except BaseException:
+            self._made = kept + self._made
+            self._undo()
+            if best is not None:
+                best.end()
+            raise
+        finally:
+            if not self._pool.status.untouchable:
+                wait = partial(self._driver.synchronize_stream, self._pointer)
+                destroy = self._pool.device(self._own.device).scratch.destroy_event
+                with self._driver.relaxed():
+                    do_all([outside.restore, wait, *(partial(destroy, event) for event in take_each(self._events))])
+
+    def _batches(self, until: float, show: Callable[[str | None], None]) -> Iterator[list[Alternative]]:
+        """Yield changes to try together, then alone.
+
+        Changes that helped together are not tried alone.
+        """
+        counted = self._taken(counted=True)
+        launched = counted.launched
+        counted.end()
+        alone = SHARE_ALONE * max(0.0, until - monotonic())
+        left = alternatives(self._pool, f"{self._name}: tune(plans=True)", launched, self._pointer, alone, show)
+        while left:
+            batch: list[Alternative] = []
+            for each in left:
+                if len(batch) < AT_ONCE and all(each.place != other.place for other in batch):
+                    batch.append(each)
+            left = [each for each in left if each not in batch]
+            singles = [[each] for each in batch] if len(batch) > 1 else []
+            for some in (batch, *singles):
+                if monotonic() > until:
+                    return
+                yield some
+                if self.changes[-1].kept:
+                    # Another plan at the same place would replace the plan that won.
+                    places = {each.place for each in some}
+                    left = [each for each in left if each.place not in places]
+                    if some is batch:
+                        break
+
+    def _taken(self, *, counted: bool = False) -> Take:
+        """Record the call again on the program's lanes."""
+        take: Take = self._again(resolve(self._driver), lambda take: take, counted=counted)
+        return take
+
+    def _trial(self, batch: list[Alternative], against: "Recording") -> tuple[Take, float, float, bool]:
+        """Record with changes, and compare the replays with those of another recording."""
+        for each in batch:
+            # The change is noted first, so that an interrupt undoes it.
+            self._made.append(each)
+            each.make()
+        take = self._taken()
+        try:
+            rig = LanesRig(take.recording, self._name, self._pointer, Outside(take.recording, self._name, self._inputs))
+            rig.arrange(self._lanes)
+            before, after = self._samples(against, take.recording)
+        except BaseException:
+            try:
+                with self._driver.relaxed():
+                    self._driver.synchronize_stream(self._pointer)
+            finally:
+                take.end()
+            raise
+        gains = [one - other for one, other in zip(before, after, strict=True)]
+        # Three of four pairs are quicker with the change, and the gain is no noise.
+        better = quantiles(gains)[0] > 0 and median(gains) > LEAST_GAIN * median(before)
+        return take, median(before), median(after), better
+
+    def _samples(self, *recordings: "Recording") -> list[list[float]]:
+        graphs = [recording.graph for recording in recordings]
+        found: list[list[float]] = [[] for _ in graphs]
+        with self._driver.relaxed():
+            replays = 1
+            for number in range(-2, SAMPLES):
+                for graph, samples in zip(graphs, found, strict=True):
+                    assert graph is not None
+                    if self._goal == "clock":
+                        took = clock(self._driver, graph, self._pointer, replays)
+                    else:
+                        took = device(self._driver, graph, self._pointer, self._events, replays)
+                    # The first rounds warm up, and give the number of replays in a sample.
+                    if number >= 0:
+                        samples.append(took)
+                if number == -1:
+                    replays = max(1, min(MOST_REPLAYS, int(A_SAMPLE / max(took, 1.0))))
+        return found
+
+    def _undo(self) -> None:
+        while self._made:
+            self._made.pop().undo()

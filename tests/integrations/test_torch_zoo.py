@@ -1,0 +1,39 @@
+"""Models of torchvision and timm give their own values on the host driver, or are left to torch with a reason."""
+
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
+
+from harness import torch_zoo  # noqa: E402 - it needs torch
+from harness.torch_host import QueuedHost  # noqa: E402
+
+from handlepool.integrations.torch import places, recorded, report  # noqa: E402
+
+leaves = torch.utils._pytree.tree_leaves
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [*torch_zoo.TORCHVISION, *torch_zoo.TIMM])
+def test_a_model_gives_its_own_values(name, pool, monkeypatch):
+    monkeypatch.setattr(places, "_host", QueuedHost)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        made = torch_zoo.made(name)
+        if made is None:
+            pytest.skip(f"the library of {name} is not installed")
+        model, shape = made
+        ours = recorded(model)
+        for _ in range(2):
+            x = torch.randn(shape)
+            x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+            for got, right in zip(leaves(ours(x)), leaves(model(x)), strict=True):
+                assert (got - right).abs().max() <= 1e-4 * right.abs().max()
+    (found,) = report(ours)
+    assert found.left or found.kernels
+
+
+def test_there_are_fifty_models_beside_those_of_the_benchmark():
+    assert len({*torch_zoo.TORCHVISION, *torch_zoo.TIMM}) >= 50
