@@ -175,7 +175,8 @@ def test_the_examples_of_serving_run(make_driver, capsys):
         for number, scores in names["results"].items():
             assert scores.shape == (1, 8, 8 + number % 3, 8)
             assert np.isclose(scores[0, 0, 4, 4], 2 * 36 * 0.1 * number)
-        assert "RecordedStats(keys=3" in capsys.readouterr().out
+        # While one thread records, the calls of the others run eagerly.
+        assert re.match(r"RecordedStats\(keys=[123]", capsys.readouterr().out)
         assert len(threads.split("w = driver")[1].splitlines()) <= 30
         exec(warm, names)
         assert names["network"].stats().recorded == 1
