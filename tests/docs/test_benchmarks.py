@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory", "networks")
 """Those whose results are drawn."""
 NETWORKS = ("modern_ops", "operations", "elementwise", "plans")
-DRAWN = (*(name for name in SCRIPTS if name != "order"), "devices")  # a table is all that there is to see of order
+DRAWN = (*(name for name in SCRIPTS if name != "order"), "devices", "serving")  # a table is all that there is to see of order
 
 
 def run(name, *arguments, folder=FOLDER, **environment):
