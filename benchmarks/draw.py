@@ -333,6 +333,67 @@ def devices(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
     return figure, claim, f"an item is a chain of convolutions {shape_of(results['shape'])}; host to host: {size}"
 
 
+def serving(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
+    """Requests a second, and the 99th percentile of latencies, by the number of clients."""
+    models = results["models"]
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for setting, ways in results["served"].items():
+        name, threads, load = setting.split(", ")
+        if name == models and load == "closed loop":
+            for way, each in ways.items():
+                found.setdefault(way, {})[int(threads.split()[0])] = each
+    styles = {
+        "recorded": (theme.recorded, "o-"),
+        "recorded, one lane": (theme.recorded, "o--"),
+        "submit": (theme.ours, "s-"),
+        "one thread launches": (theme.ours, "s--"),
+        "torch, a CUDA graph each": (theme.graph, "^-"),
+        "torch, Inductor, a graph each": (theme.graph, "^--"),
+        "torch, a batching queue": (theme.torch, "D-"),
+        "torch, eager": (theme.torch, "D--"),
+        "eager": (theme.pale, "v:"),
+    }
+    height = 5.2
+    figure = Figure(figsize=(11, height), dpi=DPI, facecolor=theme.paper, layout="constrained")
+    figure.get_layout_engine().set(rect=(0.01, 0.6 / height, 0.98, 1 - 1.15 / height))
+    both = figure.subplots(1, 2)
+    for axes, key, text in zip(both, ("rate", "p99"), ("requests a second", "99th percentile of latencies, ms"), strict=True):
+        dress(axes, theme)
+        for way, (colour, style) in styles.items():
+            threads = sorted(found.get(way, {}))
+            values = [
+                found[way][at]["requests_a_second"]["median"] if key == "rate" else found[way][at]["p99"] / 1e3 for at in threads
+            ]
+            if threads:
+                axes.plot(threads, values, style, color=colour, label=way, linewidth=1.6, markersize=4.5)
+        known = sorted({threads for ways in found.values() for threads in ways})
+        axes.set_xscale("log")
+        axes.set_xticks(known, [str(each) for each in known])
+        axes.minorticks_off()
+        if key == "rate":
+            axes.set_ylim(bottom=0)
+        else:
+            axes.set_yscale("log")
+        axes.set_xlabel("clients, each a thread")
+        axes.set_ylabel(text)
+        axes.grid(axis="y")
+    legend = both[0].legend(frameon=False, fontsize=8)
+    for text in legend.get_texts():
+        text.set_color(theme.ink)
+    most = known[-1]
+    ours = max(
+        found[way][most]["requests_a_second"]["median"]
+        for way in ("recorded", "recorded, one lane")
+        if most in found.get(way, {})
+    )
+    claim = f"{ours:,.0f} requests a second from {most} threads"
+    graphs = found.get("torch, a CUDA graph each", {}).get(most)
+    if graphs is not None:
+        claim += f", {ours / graphs['requests_a_second']['median']:.2f} times those of a CUDA graph of torch's each"
+    about = "eight unlike models at once" if models == "eight" else f"{models}, one model for all clients"
+    return figure, claim, f"{about}; closed loop, batch 1, each client waits for its scores"
+
+
 PEERS = {
     "torch": "torch, eagerly",
     "torch graph": "torch, CUDA graph",
@@ -437,7 +498,7 @@ def tiles(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
     return figure, claim, about
 
 
-PICTURES = {f.__name__: f for f in (acquire, launch, forks, overlap, wrong, memory, record, devices, tiles, networks)}
+PICTURES = {f.__name__: f for f in (acquire, launch, forks, overlap, wrong, memory, record, devices, serving, tiles, networks)}
 
 
 def shape_of(text: str, *, short: bool = False) -> str:
@@ -532,6 +593,10 @@ def sources(folder: Path, name: str) -> list[tuple[str, dict[str, Any]]]:
     path = folder / f"{name}.json"
     if name == "devices" and path.exists():
         return [(name, with_parts(json.loads(path.read_text()), folder))]
+    if name == "serving" and path.exists():
+        results = json.loads(path.read_text())
+        models = dict.fromkeys(setting.split(", ")[0] for setting in results["served"])
+        return [(name if not at else f"{name}-{each}", results | {"models": each}) for at, each in enumerate(models)]
     if name != "networks":
         return [(name, json.loads(path.read_text()))] if path.exists() else []
     jax = gathered(folder, "networks_jax")

@@ -166,6 +166,30 @@ def test_the_example_of_recording_runs(make_driver):
         assert np.abs(y - right).max() < 1e-4
 
 
+def test_the_examples_of_serving_run(make_driver, capsys):
+    with HandlePool(driver=make_driver()) as pool, as_default(pool):
+        names: dict[str, object] = {}
+        threads, warm, loop, executor = blocks_of("serving.md")
+        exec(threads, names)
+        assert sorted(names["results"]) == [*range(8)]
+        for number, scores in names["results"].items():
+            assert scores.shape == (1, 8, 8 + number % 3, 8)
+            assert np.isclose(scores[0, 0, 4, 4], 2 * 36 * 0.1 * number)
+        # While one thread records, the calls of the others run eagerly.
+        assert re.match(r"RecordedStats\(keys=[123]", capsys.readouterr().out)
+        assert len(threads.split("w = driver")[1].splitlines()) <= 30
+        exec(warm, names)
+        assert names["network"].stats().recorded == 1
+        exec(loop, names)
+        for number, scores in enumerate(names["scores"]):
+            assert isinstance(scores, np.ndarray)
+            assert np.isclose(scores[0, 0, 4, 4], 36 * 0.1 * number)
+        exec(executor, names)
+        assert isinstance(names["scores"], np.ndarray)
+        assert np.isclose(names["scores"][0, 0, 4, 4], 36 * 0.1 * 3)
+        names["network"].clear()
+
+
 def test_the_examples_of_spreading_run(make_driver, capsys):
     with HandlePool(driver=make_driver()) as pool, as_default(pool):
         random, got = np.random.default_rng(1), []
