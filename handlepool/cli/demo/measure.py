@@ -5,7 +5,7 @@ A chain of two filters runs as well. The results are also rendered as text.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,7 +241,14 @@ class _Work:
         return region, spans
 
 
-def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, states: int, pool: HandlePool) -> Report:
+def measure(
+    photograph: NDArray[np.float32],
+    filters: Sequence[Filter],
+    *,
+    states: int,
+    pool: HandlePool,
+    progress: Callable[[str], None] = lambda step: None,
+) -> Report:
     """Apply all filters and a chain concurrently; check and time them.
 
     Parameters
@@ -254,30 +261,37 @@ def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, state
         Number of side streams.
     pool : HandlePool
         Decides the driver; its current device and stream are used.
+    progress : callable
+        Called with the name of each step before the step begins.
     """
+    progress("planning and filtering")
     work = _Work(photograph, filters, states, pool)
     # The first run builds the plans and loads the kernels. Both may wait for the device, so this run is not timed.
     chain = chain_of(filters)
     given: list[tuple[Sequence[Filter], Sequence[Any]]] = [((f,), (w,)) for f, w in zip(filters, work.weights, strict=True)]
     outputs = zip([*given, (chain, work.chain)], work.forked(), strict=True)
-    results = tuple(_check(photograph, *each, work.driver.asnumpy(y), work) for each, y in outputs)
+    results = []
+    for number, (each, y) in enumerate(outputs, 1):
+        progress(f"comparing filter {number} of {len(given) + 1} with SciPy")
+        results.append(_check(photograph, *each, work.driver.asnumpy(y), work))
     # The outputs of all filters take as much memory as the next region needs.
-    del outputs
-    times = _times(work)
+    del outputs, y
+    times = _times(work, progress)
     names = [filter.name for filter in (*filters, *chain)]
     count = 5 if 5 * times.forked < _BUDGET else 1
     # The picture shows the region of median length, so that one disturbed run does not decide it.
+    progress("tracing the filters")
     traces = sorted((work.trace(names) for _ in range(count)), key=lambda trace: trace[0])
     region, spans = traces[count // 2]
     return Report(
         driver=work.driver.name,
         states=states,
-        results=results,
+        results=tuple(results),
         spans=tuple(spans),
         region=region,
         caller=work.driver.current_stream().ptr,
         times=times,
-        network=network.measure(photograph, states=states, pool=pool),
+        network=network.measure(photograph, states=states, pool=pool, progress=progress),
     )
 
 
@@ -309,7 +323,7 @@ def _check(
     )
 
 
-def _times(work: _Work) -> Times:
+def _times(work: _Work, progress: Callable[[str], None]) -> Times:
     """Return medians of interleaved repeats.
 
     Interleaving makes a change of the clock affect all three ways alike. If the warm-up took too long for even the fewest
@@ -317,12 +331,14 @@ def _times(work: _Work) -> Times:
     """
     ways = (work.forked, work.single, work.stacked)
     convolutions = len(work.stacks) + len(work.chain)
+    progress("warming up")
     warm_up = [time(work.driver, way) for way in ways]
     if sum(warm_up) > _ENDURED:
         return Times(warm_up[0], warm_up[1], warm_up[2], convolutions, 0)
     repeats = repeats_of(_BUDGET, sum(warm_up))
     samples: list[list[float]] = [[], [], []]
     for repeat in range(repeats):
+        progress(f"timing the filters, {repeat + 1} of {repeats}")
         for index in range(3):
             # The order rotates, so that each way takes each place.
             way = (index + repeat) % 3
