@@ -79,11 +79,6 @@ class NetworkReport:
         """Tell whether every way is within the tolerance."""
         return self.relative <= TOLERANCE
 
-    @property
-    def won(self) -> float:
-        """Return the speed-up of recorded lanes over one stream."""
-        return self.times[ONE_STREAM] / self.times[RECORDED]
-
 
 def network(x: Any, weights: Weights, ops: Any = library) -> Any:
     """Return a picture of half the size.
