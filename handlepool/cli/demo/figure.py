@@ -104,7 +104,7 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
         else:
             result = report.results[index - 1]
             shown, note = _displayable(result)
-            note = ", ".join(_by(size, size) for size in result.sizes) + note
+            note = ", ".join(_by(size, size) for size in dict.fromkeys(result.sizes)) + note
             _tile(figure, box, shown, f"{index}  {result.name}", note, colours[index - 1])
     axes = axes_at(figure, (1.0, 0.62, WIDTH - 1.0 - MARGIN, line_height))
     _time_line(axes, report, lanes, colours)
