@@ -121,7 +121,7 @@ def system() -> dict[str, Any]:
 
 
 def packages() -> dict[str, str | None]:
-    """Return package versions from the packages' metadata; None for missing packages.
+    """Return package versions from metadata; None for missing packages.
 
     No package is imported for its version. The version of handlepool is known even without an installation.
     """
@@ -163,7 +163,7 @@ def cudnn_backend() -> dict[str, Any]:
 
 
 def libraries() -> dict[str, Any]:
-    """Return the place of each CUDA library; None for missing libraries.
+    """Return the place of each CUDA library, or None.
 
     The search order is: loaded libraries, wheels, the search path.
     """

@@ -1,4 +1,4 @@
-"""Show forks, branches and programs in the time line of NVIDIA's Nsight Systems.
+"""Show forks, branches and programs in Nsight's time line.
 
 `install` replaces methods of the public classes by methods that open an NVTX range around each call. Without `install`, calls
 run no code of this module.

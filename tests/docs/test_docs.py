@@ -255,7 +255,33 @@ def test_every_link_leads_somewhere(page):
 
 def test_the_index_links_every_page():
     linked = re.findall(r"\]\(([^)#:]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
-    assert {(DOCS / path).resolve() for path in linked} == {*DOCS.rglob("*.md"), DOCS.parent / "README.md"} - {DOCS / "index.md"}
+    root = DOCS.parent
+    others = {root / "README.md", root / "CHANGELOG.md", *(root / "benchmarks" / "results").glob("*/README.md")}
+    assert {(DOCS / path).resolve() for path in linked} == {*DOCS.rglob("*.md"), *others} - {DOCS / "index.md"}
+
+
+def test_the_reference_has_every_public_name_once():
+    page = (DOCS / "reference.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\.\. auto(?:class|function|exception):: handlepool\.(\w+)$", page, re.MULTILINE)
+    assert sorted(names) == sorted(handlepool.__all__)
+
+
+@pytest.mark.parametrize(
+    "text",
+    re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    if DOCS.exists()
+    else [],
+)
+def test_a_message_of_troubleshooting_is_one_of_the_package(text):
+    if text.startswith("cudaError"):
+        return
+    words = re.compile(r"\W+".join(map(re.escape, re.findall(r"\w+", text))))
+    # A message may be divided into several literals, and values stand in braces.
+    for path in Path(handlepool.__file__).parent.rglob("*.py"):
+        source = re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
+        if words.search(source):
+            return
+    pytest.fail(f"no message has the words {text!r}")
 
 
 def test_the_table_of_the_architecture_names_what_exists():
