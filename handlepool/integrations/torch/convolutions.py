@@ -47,7 +47,10 @@ ALONE: dict[str, Callable[..., Any]] = {
     "swish": handlepool.math.silu,
     "gelu": handlepool.math.gelu,
 }
-"""Activations in one launch of their own, where cuDNN's plans have few with them."""
+"""Activations that may take a launch of their own.
+
+cuDNN has few plans of convolutions with these activations.
+"""
 _OVER_ELEMENTS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 Steps = tuple[Any, ...]
 """Scales and shifts of channels: ("norm", epsilon), "mul" or "add"."""

@@ -50,7 +50,10 @@ def _gate(lowering: Lowering, x: Any, gate: Any) -> tuple[list[fx.Node], str | N
 
 
 def _layer(lowering: Lowering, node: Any) -> fx.Node | None:
-    """Return a convolution of single pixels with constant weights, and no other reader."""
+    """Return a 1x1 convolution with constant weights, or None.
+
+    The node has a single reader.
+    """
     if not isinstance(node, fx.Node) or node.target is not aten.conv2d.default or sole_user(node) is None:
         return None
     _, w, bias, stride, padding, _, groups = arguments(node)
@@ -59,7 +62,7 @@ def _layer(lowering: Lowering, node: Any) -> fx.Node | None:
 
 
 def _is_mean(node: Any, x: fx.Node) -> bool:
-    """Return whether a node has the means of the images over all pixels."""
+    """Return whether a node computes the mean of each image."""
     if not isinstance(node, fx.Node) or sole_user(node) is None or not node.args or node.args[0] is not x:
         return False
     if node.target is aten.adaptive_avg_pool2d.default:
@@ -71,7 +74,7 @@ def _is_mean(node: Any, x: fx.Node) -> bool:
 
 
 def _emit(lowering: Lowering, node: fx.Node, x: fx.Node, weights: list[fx.Node], kind: str | None, gate: str) -> None:
-    """Put one kernel in the place of the mean, both layers and the product."""
+    """Replace the mean, both layers and the product by one kernel."""
 
     def run(x: Value, w1: Value, b1: Value, w2: Value, b2: Value) -> Any:
         return handlepool.squeeze_excite(x, w1, b1, w2, b2, activation=kind, gate=gate)
