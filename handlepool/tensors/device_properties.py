@@ -69,7 +69,7 @@ class DeviceProperties:
     Parameters
     ----------
     text : str
-        JSON of one object, as from a file that ``python -m handlepool info --device-properties`` wrote.
+        JSON of one object, as from a file that ``handlepool info --device-properties`` wrote.
 
     Attributes
     ----------

@@ -506,7 +506,7 @@ def test_the_example_of_the_page_runs(client, here, tmp_path):
     page = Path(__file__).parents[2] / "docs" / "dask.md"
     if not page.exists():
         pytest.skip("docs/ is not here")
-    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    _, block = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     image().to_zarr(str(tmp_path / "image.zarr"))  # whole, or each worker would write where it was started
     names = {"__name__": "__main__", "client": client, "weights": WEIGHTS}
     exec(
