@@ -12,7 +12,7 @@ from handlepool import __version__
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Print one line instead of the usage and a line."""
+        """Print one line, without argparse's usage text."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
     options = parser().parse_args(arguments)
     if options.command == "info":
-        # Each command imports its own modules. So `info` works where the packages of the demo are missing.
+        # Each command imports its own modules. So `info` works even if the demo's packages are missing.
         from handlepool.cli import info
 
         if options.device_properties is not None:
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run() -> int:
     """Run the command of this process; return the exit status.
 
-    An error of the system prints one line. A reader that closes the pipe early, such as ``head``, causes no error.
+    For an error of the operating system, print one line. It is no error if a reader such as ``head`` closes the pipe early.
     """
     try:
         status = main()
@@ -90,7 +90,7 @@ def _run() -> int:
         enough = isinstance(error, BrokenPipeError)
         if not enough:
             print(f"handlepool: {error}", file=sys.stderr)
-        # Otherwise the interpreter complains as it flushes the stream at its end.
+        # Without this, the interpreter would report an error when it flushes the closed stream at exit.
         if sys.stdout is not None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0 if enough else 2
