@@ -15,7 +15,7 @@ _INTERRUPTED = 130
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Print one line instead of the usage and a line."""
+        """Print one line, without argparse's usage text."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
     options = parser().parse_args(arguments)
     if options.command == "info":
-        # Each command imports its own modules. So `info` works where the packages of the demo are missing.
+        # Each command imports its own modules. So `info` works even if the demo's packages are missing.
         from handlepool.cli import info
 
         if options.device_properties is not None:
