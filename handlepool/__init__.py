@@ -1,7 +1,7 @@
 """Provide cuDNN handles and workspaces, and concurrent cuDNN calls on side streams.
 
-Handles and workspaces belong to a thread, a device and a stream. The import imports neither CuPy nor torch and makes nothing.
-The driver is loaded at the first use.
+Each handle and each workspace belongs to a thread, a device and a stream. Importing this package imports neither CuPy nor
+torch, and creates nothing. The driver is loaded at the first use.
 """
 
 from typing import Any
@@ -177,7 +177,8 @@ def __dir__() -> list[str]:
 def with_cudnn_state(index: int, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Run ``function(state, *args, **kwargs)`` on a shared state.
 
-    The whole process shares four states. The call forks and joins at once.
+    The whole process shares four states. The function's work follows the caller's stream, and the caller's stream waits for
+    that work when the call returns.
 
     Parameters
     ----------
@@ -186,7 +187,7 @@ def with_cudnn_state(index: int, function: Any, /, *args: Any, **kwargs: Any) ->
     function : callable
         As in `ParallelStates.with_state`.
     *args, **kwargs
-        For the function, after the state.
+        Further arguments of the function, after the state.
 
     Returns
     -------
@@ -200,7 +201,8 @@ def with_cudnn_state(index: int, function: Any, /, *args: Any, **kwargs: Any) ->
     """
     pool = default_pool()
     states = _states.get(pool)
-    # Two threads that come here at once both get the first thread's states, because the states exclude each other.
+    # Two threads may come here at once, and must get the same states: a state excludes other users only within its own
+    # `ParallelStates`. `setdefault` is atomic, so both get the object that was added first.
     if states is None:
         states = _states.setdefault(pool, ParallelStates(CAFFE2_STATES, pool=pool))
     return states.with_state(index, function, *args, **kwargs)

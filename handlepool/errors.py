@@ -1,16 +1,16 @@
 """Define every error that handlepool raises on purpose.
 
-Each error derives from `HandlePoolError` and from the built-in error that a person would catch. Each message says the event,
-the key, and the remedy.
+Each error derives from `HandlePoolError` and from a suitable built-in error. Each message tells the event, the values that
+matter, and the remedy.
 """
 
 
 class HandlePoolError(Exception):
-    """Root of the errors that handlepool raises."""
+    """The base class of the errors that handlepool raises."""
 
 
 class DeviceMismatchError(HandlePoolError, ValueError):
-    """A stream, array or handle belongs to another than the current device."""
+    """A stream, array or handle does not belong to the current device."""
 
 
 class StreamError(HandlePoolError, TypeError):
@@ -18,7 +18,7 @@ class StreamError(HandlePoolError, TypeError):
 
 
 class CaptureError(HandlePoolError, RuntimeError):
-    """A call is impossible while a stream is being captured."""
+    """A capture or a recording cannot contain a call, or has failed."""
 
 
 class ForkedProcessError(HandlePoolError, RuntimeError):
@@ -29,9 +29,9 @@ class ForkedProcessError(HandlePoolError, RuntimeError):
 
 
 class PoisonedContextError(HandlePoolError, RuntimeError):
-    """An earlier error cost the process its CUDA context.
+    """An earlier error has destroyed the CUDA context of the process.
 
-    An example is an illegal address in a kernel. Restart the process.
+    An example is a kernel that accesses an illegal address. Restart the process.
     """
 
 
@@ -42,32 +42,34 @@ class PoolClosedError(HandlePoolError, RuntimeError):
 class OutOfMemoryError(HandlePoolError, MemoryError):
     """Device memory or the scratch limit is too small for a request.
 
-    The request failed also after idle resources were destroyed.
+    The request failed even after idle resources were destroyed.
     """
 
 
 class OwnershipError(HandlePoolError, RuntimeError):
-    """A thread or stream used a resource of another owner.
+    """A thread or stream used a resource that another owns.
 
-    The resource is a fork, a handle or a workspace.
+    Such a resource is a fork, a handle, a state or a program, for example.
     """
 
 
 class StateBusyError(HandlePoolError, RuntimeError):
     """A thread that holds a state asked for a busy state.
 
-    The thread asked by index. Waiting could deadlock.
+    The thread asked by index.
+
+    The thread does not wait for it, because waiting could deadlock.
     """
 
 
 class StateIndexError(HandlePoolError, IndexError):
-    """A state index outside the range of its `ParallelStates`."""
+    """A state index is out of the range of its `ParallelStates`."""
 
 
 class ArgumentError(HandlePoolError, ValueError):
-    """A value with which no call could succeed.
+    """An argument has a value with which the call cannot succeed.
 
-    Examples are a size, a count, an option, a shape or a type.
+    Such an argument may be a size, a count, an option, a shape or a type.
     """
 
 
@@ -76,11 +78,11 @@ class SignatureError(ArgumentError, TypeError):
 
 
 class TraceError(ArgumentError, AttributeError, TypeError):
-    """An elementwise function does more than a kernel over elements can."""
+    """An elementwise function does something that no elementwise kernel can do."""
 
 
 class ArrayTypeError(HandlePoolError, TypeError):
-    """An array of a kind that this driver cannot take."""
+    """An array or its type cannot be used with this driver."""
 
 
 class GraphNotSupportedError(HandlePoolError, RuntimeError):
@@ -103,7 +105,7 @@ class ContractError(HandlePoolError, RuntimeError):
 
 
 class ItemError(HandlePoolError, RuntimeError):
-    """An item of `handlepool.spread` failed; its cause says why.
+    """An item of `handlepool.spread` failed; the error's cause tells why.
 
     Attributes
     ----------

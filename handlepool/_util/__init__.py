@@ -1,1 +1,1 @@
-"""Small helpers below every other room."""
+"""Small helpers that every other room of the package may import."""

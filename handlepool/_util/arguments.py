@@ -1,4 +1,4 @@
-"""Check arguments that every public function takes alike."""
+"""Check arguments in the same way for all public functions."""
 
 from collections.abc import Iterator
 from operator import index
@@ -26,7 +26,7 @@ def check_ran(function: object, value: object) -> None:
     ------
     ArgumentError
     """
-    # A generator that has already started is used on purpose.
+    # A generator that has already started counts as intended, so it is accepted.
     if type(value) in TO_RUN and not getattr(value, "gi_suspended", False):
         if isinstance(value, (GeneratorType, CoroutineType)):
             # Without the close, Python warns that the coroutine was never awaited.
@@ -38,9 +38,9 @@ def check_ran(function: object, value: object) -> None:
 
 
 def as_integer(value: Any, otherwise: int | None = None) -> int:
-    """Return a value as an integer, or ``otherwise`` for any other value.
+    """Return a value as an integer.
 
-    Without ``otherwise``, a value that is no integer is an error.
+    For a value that is no integer, return ``otherwise`` if it is given, else raise.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def as_integer(value: Any, otherwise: int | None = None) -> int:
     if type(value) is int:
         return value
     try:
-        # `index` takes True for 1, and a flag in the place of a number is a mistake.
+        # `index` would take True as 1, but a flag in place of a number is a mistake.
         if isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{shown(value)} is no integer")
         return index(value)
@@ -66,7 +66,7 @@ def at_least(least: int, what: str, value: object, unit: str = "") -> int:
     Raises
     ------
     ArgumentError
-        Naming the argument, ``what``, and its legal values.
+        The message has the argument's name ``what``, and its legal values.
     """
     number = as_integer(value, least - 1)
     if number < least:
@@ -80,7 +80,7 @@ def flag(what: str, value: object) -> bool:
     Raises
     ------
     ArgumentError
-        Naming the argument, ``what``.
+        The message has the argument's name ``what``.
     """
     if not isinstance(value, (bool, np.bool_)):
         raise ArgumentError(f"{what}={shown(value)}; it must be True or False")
@@ -88,7 +88,10 @@ def flag(what: str, value: object) -> bool:
 
 
 MOST_DEEP = 100
-"""Nesting depth of containers that a recursion over them still takes."""
+"""The maximum nesting depth of containers in an argument.
+
+Recursive functions can walk over containers of this depth.
+"""
 
 
 def check_ends(what: str, *values: object) -> None:
@@ -97,9 +100,9 @@ def check_ends(what: str, *values: object) -> None:
     Raises
     ------
     ArgumentError
-        With a message that begins with ``what``, as "f was given".
+        The message begins with ``what``, such as "f was given".
     """
-    # A recursion would hit Python's limit at the depth that this check has to report.
+    # The check does not recurse, because containers nested too deeply would exceed Python's recursion limit.
     left: list[tuple[object, Iterator[object]]] = [(values, iter(values))]
     within: set[int] = set()
     while left:

@@ -18,19 +18,20 @@ def do_all(steps: Iterable[Callable[[], object]]) -> None:
         if failure is not None:
             raise failure
     finally:
-        # Otherwise the error, its traceback and this frame would keep each other alive, with all objects of the callers.
+        # The error refers to its traceback, and the traceback to this frame. If the frame still referred to the error, the
+        # cycle would keep all objects of the callers alive.
         del failure
 
 
 def take_each(things: list[T]) -> Iterator[T]:
     """Pop and yield the items of a list, from the front.
 
-    Other threads append to the list and pop from it meanwhile. The items are popped singly, so that an interrupt loses at most
-    the item in hand.
+    Other threads may append to the list and pop from it meanwhile. The items are popped one at a time, so an interrupt loses at
+    most one item.
     """
     for _ in range(len(things)):
         try:
             yield things.pop(0)
-        # Another thread was faster.
+        # Another thread has popped the last item.
         except IndexError:
             return

@@ -1,30 +1,30 @@
-"""Find the caller's line that an error, warning or node names.
+"""Find the user's line of code behind an error, warning or node.
 
-It is the line of the first frame outside of this package.
+It is the line of the innermost frame outside of this package.
 """
 
 import sys
 from functools import cache
 
 LIBRARIES = ("handlepool", "numpy", "cupy", "cupy_backends", "torch")
-"""Packages that call each other; their frames are not a caller's code."""
+"""Packages whose frames do not count as the user's code."""
 
 
 def place_of_call() -> str:
     """Return the file and line that called into this package.
 
-    An array library that calls this package counts as this package.
+    Frames of array libraries that call this package are passed over too.
     """
     frame = sys._getframe(1)  # noqa: SLF001 - public in all but its name
-    # The search stops at the outermost frame, even if it is a library's. Recording a node searches once, so the loop is written
-    # out.
+    # The search stops at the outermost frame, even if that frame belongs to a library. The loop is written out for speed,
+    # because each recorded node needs a search.
     while _is_library(frame.f_globals.get("__name__", "")) and (outer := frame.f_back) is not None:
         frame = outer
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def place_of_error(error: BaseException) -> str:
-    """Return the file and line of the caller's code behind an error.
+    """Return the user's file and line that led to an error.
 
     Any library may have raised the error.
     """
@@ -37,7 +37,7 @@ def place_of_error(error: BaseException) -> str:
 
 
 def frames_inside() -> int:
-    """Return the ``stacklevel`` of a warning that names the caller's line.
+    """Return the ``stacklevel`` for a warning about the caller's line.
 
     That line called into this package.
     """

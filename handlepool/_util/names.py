@@ -13,7 +13,7 @@ import numpy as np
 from handlepool._util.protocols import holds_values
 
 MOST_SHOWN = 100
-"""Most characters of a value in a message."""
+"""The maximum number of characters of a value in a message."""
 
 _SCALARS = (str, bytes, int, float, complex, Enum, np.bool_, np.number)
 _PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFunctionType)
@@ -49,9 +49,10 @@ class _Shortened(reprlib.Repr):
             if isinstance(x, container):
                 text: str = getattr(self, f"repr_{container.__name__}")(x, level)
                 return text
-        # The `repr` of an unknown object may run any code, and may read arrays on the device.
+        # The `repr` of an unknown object may run any code, and may read arrays on the device. So only the type of such an
+        # object is shown.
         kind: Any = type(x)
-        # Torch's data types are found by their name, because torch may not be imported here.
+        # Torch's data types are recognized by their name, because this module must not import torch.
         harmless = kind.__repr__ is object.__repr__ or kind.__name__ == "dtype" or hasattr(kind, "__cuda_stream__")
         if not (harmless or isinstance(x, _PLAIN)):
             return f"<{kind_of(x)} object>"
@@ -65,7 +66,7 @@ _shortened = _Shortened()
 def _described(array: Any) -> str:
     try:
         geometry = f" of shape {tuple(map(int, array.shape))}, {array.dtype}"
-    # The array's library may name these attributes otherwise, or raise.
+    # The array may lack these attributes, or raise when they are read.
     except Exception:
         geometry = ""
     return f"<{kind_of(array)}{geometry}>"

@@ -1,4 +1,4 @@
-"""Look for the protocols of other libraries' arrays, and unwrap our callables."""
+"""Detect protocols of other libraries' arrays, and mark callables that wrap functions."""
 
 from typing import Any
 
@@ -6,25 +6,31 @@ import numpy as np
 
 
 class Wrapper:
-    """A callable of this package that stands for a function.
+    """A callable of this package that wraps a function.
 
-    A search for arrays or state looks into the wrapped function.
+    A search for arrays or state continues in the wrapped function.
     """
 
     __wrapped__: Any
 
     def _at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the value of a call that cannot run in a task.
+        """Make a call that cannot run in a task.
 
-        The call is made now, and the value is the list's only entry. The list is empty where a task can make the call.
+        If the call can run in a task, return an empty list. Otherwise make the call now, and return a list with its value.
         """
         return []
+
+    def _request(self, pool: Any, requests: Any, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call as a request, and return its future.
+
+        None where the call has to be a task. ``task()`` makes the request's task.
+        """
 
 
 def has_protocol(value: object, name: str) -> bool:
     """Return whether an object, or its type, has an attribute.
 
-    Unlike `hasattr`, it ignores ``__getattr__`` of instances, so that proxies that answer to any name do not match.
+    Unlike `hasattr`, the function does not call ``__getattr__``. So a proxy that answers to any name does not match.
     """
     if hasattr(type(value), name):
         return True
@@ -40,7 +46,7 @@ def holds_values(value: object) -> bool:
 
     A NumPy scalar is not an array.
     """
-    # A class has the protocol's name as an attribute, and is no array.
+    # A class of arrays has the protocol's attributes, but is itself no array.
     if isinstance(value, (type, np.generic)):
         return False
     return any(has_protocol(value, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))

@@ -1,4 +1,4 @@
-"""Find the arrays and objects that a function's arguments lead to."""
+"""Find the arrays and objects that can be reached from arguments."""
 
 import gc
 import sys
@@ -38,35 +38,36 @@ from handlepool._util.protocols import ARRAY_PROTOCOLS, Wrapper, holds_values
 
 _BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _WITHOUT_ARRAYS = ("builtins", "numpy", "cupy", "handlepool")
-"""Packages whose objects need no search of their attributes.
+"""Packages whose objects' attributes need not be searched.
 
-Their objects are arrays, hold arrays as containers do, or have no attribute that is an array.
+Their objects are arrays or containers, or have no array in an attribute.
 """
 _PROXIES = (ProxyType, CallableProxyType)
-"""Proxies of objects that may be gone."""
+"""Types of weak proxies, whose objects may be gone."""
 CACHE = type(lru_cache(len))
 _OF_OBJECTS = (np.ndarray, np.void)
-"""Types whose data type says whether they hold objects."""
-# A traceback leads to frames, and a frame leads to all objects of its function and its callers.
+"""Types that may hold objects; their ``dtype`` tells whether they do."""
+# Objects of these types are not entered. A traceback, for example, leads to frames, and a frame to all objects of its function
+# and callers.
 _HOLD_NO_ARRAYS = (type, ModuleType, CodeType, FrameType, TracebackType)
 _WEAK_CONTAINERS = (WeakSet, WeakValueDictionary, WeakKeyDictionary)
 _without_attributes: set[type] = {CACHE, methodcaller, ReferenceType, WeakMethod, *_WEAK_CONTAINERS}
-"""Types that the walk searches in another way.
+"""Types whose attributes are not searched.
 
-The walk adds types of the packages above when it finds them.
+The walk searches some of them in another way. It adds types of `_WITHOUT_ARRAYS` when it meets them.
 """
 _NO_ARRAY = (int, float, complex, str, bytes)
 _NO_ARRAY_TYPES = frozenset(_NO_ARRAY)
 _ends: set[type] = {*_NO_ARRAY, bool, type(None)}
 """Types whose objects hold no other objects.
 
-These are plain values, and types of the packages above that the walk has found.
+These are types of plain values, and types from `_without_attributes` that the walk has found to be such.
 """
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HEAP_TYPE = 1 << 9
 """The bit of ``__flags__`` of classes written in Python.
 
-Classes made by `exec` have it too, though their module is "builtins".
+Classes made by `exec` have this bit too, although their module may be "builtins".
 """
 _IMMUTABLE_TYPE = 1 << 8
 """The bit of ``__flags__`` that only types written in C have."""
@@ -77,25 +78,25 @@ Their objects tell the collector which objects they hold.
 """
 MOST_PLAIN = 1000
 MOST_OBJECTS = 10_000
-"""Most objects that a walk enters or yields.
+"""The maximum number of objects that a walk enters or yields.
 
-The walk takes the remaining objects for opaque.
+A single `Opaque` stands for all further objects.
 """
 ATTRIBUTE_LEVELS = 2
-"""Levels of attributes: attributes, and their attributes."""
+"""The depth of the search in attributes: attributes, and their attributes."""
 _COMPUTING = ("__getitem__", "__iter__", "__next__")
 _LIBRARIES = {*_WITHOUT_ARRAYS, *sys.stdlib_module_names, "torch", "cudnn"} - {"__main__"}
 _computing: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
-"""Whether a class computes, by class.
+"""For each class, the answer of `_computes`.
 
-The keys are weak, so that a class that its user has dropped can end.
+The keys are weak, so the table does not keep a class alive.
 """
 
 
 def content(cell: CellType) -> Any:
     """Return the contents of a closure's cell; None for an empty cell.
 
-    The cell of a name of the enclosing function is empty until the name has a value.
+    A cell belongs to a variable of an enclosing function. It is empty until the variable has a value.
     """
     try:
         return cell.cell_contents
@@ -104,12 +105,12 @@ def content(cell: CellType) -> Any:
 
 
 class Opaque:
-    """Stand, among leaves, for an object whose arrays are not known.
+    """Stand among leaves for objects whose arrays are unknown.
 
     Attributes
     ----------
     held : object
-        The objects that the walk has not entered, or the object that computes.
+        The objects that the walk did not enter, or an object that computes its values.
     """
 
     __slots__ = ("held",)
@@ -119,26 +120,26 @@ class Opaque:
 
 
 def leaves(*values: object, calls: bool = False, keys: bool = False, owners: list[Any] | None = None) -> Iterator[Any]:
-    """Yield the objects that values lead to through containers, in order.
+    """Yield the objects that values lead to, in order.
 
-    Lists, tuples and dictionaries are such containers.
+    The walk enters lists, tuples and values of dictionaries, each container once. With ``keys``, it also enters keys of
+    dictionaries.
 
-    Each container is entered once. ``keys`` adds the keys of dictionaries. ``calls`` adds the keys as well, and sets, deques,
-    dataclasses, arrays of objects and weak references. Any object of a type written in C leads to the objects that it holds, as
-    a view, an iterator, a generator, a cache or an exception does. The walk takes nothing from iterators. Functions lead to
-    their defaults, closures and attributes, partial functions and methods to their bound objects, and a ``torch.nn.Module`` to
-    its parameters and buffers. The walk assumes that a container of more than `MOST_PLAIN` entries is plain if it begins with
-    numbers or text, or with lists and tuples of these.
+    With ``calls``, it finds everything that a call with these values may use, except globals. It enters keys, sets, deques,
+    dataclasses, arrays of objects and weak references. A function leads to its defaults, closure and attributes. A partial
+    function or a method leads to its bound objects, and a ``torch.nn.Module`` to its parameters and buffers. Any other object
+    of a type written in C leads to the objects that it holds; examples are a view, a generator and an exception. The walk does
+    not advance iterators. A fork is no leaf.
 
-    After all these come the `attribute_leaves` of the objects among them. With ``owners`` these objects are put there instead.
-    A fork is no leaf.
-    Globals are not reached. After `MOST_OBJECTS` objects an `Opaque` stands for the remaining objects.
+    With ``calls``, a container of more than `MOST_PLAIN` entries is not entered if it begins with numbers or text, or with
+    lists and tuples of these. After `MOST_OBJECTS` objects, an `Opaque` stands for all further objects. At the end come the
+    `attribute_leaves` of all objects with attributes. With ``owners``, these objects are added to that list instead.
     """
     if not calls:
         return _walk(values, keys, None)
     if owners is not None:
         return _walk(values, keys, owners)
-    # A list is quicker than nested generators.
+    # Making a list is quicker than nesting generators.
     found: list[Any] = []
     direct = [*_walk(values, keys, found)]
     return iter(direct + attribute_leaves(found)) if found else iter(direct)
@@ -147,8 +148,8 @@ def leaves(*values: object, calls: bool = False, keys: bool = False, owners: lis
 def attribute_leaves(owners: Iterable[Any]) -> list[Any]:
     """Return the leaves of objects' attributes, `ATTRIBUTE_LEVELS` deep.
 
-    The list has an `Opaque` for each object that computes. An object computes its values if its class has a method of
-    `_COMPUTING` that is written in Python, and the object holds no array.
+    The list has an `Opaque` for each object that computes its values. Such an object holds no array, and its class has one of
+    the methods of `_COMPUTING`, written in Python.
     """
     computing: list[Any] = []
     found = _attribute_leaves(owners, computing)
@@ -183,7 +184,7 @@ def _is_array(value: object) -> bool:
 def _computes(kind: type) -> bool:
     """Return whether a class has a method that may compute arrays.
 
-    The method is written in Python, and no object need hold the arrays that it returns.
+    The method must be written in Python. The arrays that it returns may exist nowhere before the call.
     """
     known = False
     for each in kind.__mro__:
@@ -198,7 +199,7 @@ def _computes(kind: type) -> bool:
 def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Iterator[Any]:
     """Yield the leaves of values without their attributes, see `leaves`.
 
-    Objects with attributes go to ``owners``.
+    Objects with attributes are added to ``owners``.
     """
     calls = owners is not None
     budget = MOST_OBJECTS
@@ -275,7 +276,8 @@ def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Ite
         elif _is_looked_into(value):
             yield value
             inside = _referents(value)
-        # An open fork keeps a call's leaves to its join. Leaves that kept the fork would keep it for good where its thread ends.
+        # An open fork keeps the leaves of its calls until its join. If a leaf kept the fork, the two would keep each other, for
+        # good if the fork's thread ends.
         elif hasattr(type(value), "__handlepool_keeps_calls__"):
             continue
         else:
@@ -287,7 +289,8 @@ def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Ite
             entered[id(value)] = value
             if not calls or len(inside) <= MOST_PLAIN or not _begins_plain(inside):
                 if calls and len(inside) > MOST_OBJECTS:
-                    # The `Opaque` makes the branch keep these objects, even if the caller empties the container meanwhile.
+                    # The list inside the `Opaque` keeps these objects alive for the branch, even if the caller empties the
+                    # container.
                     yield Opaque([*inside])
                     continue
                 left += reversed([*inside])
@@ -298,7 +301,7 @@ def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Ite
 def _begins_plain(values: Iterable[Any]) -> bool:
     try:
         first = [*islice(values, 16)]
-    # Another thread has just changed the container.
+    # Another thread has changed the container during the iteration.
     except RuntimeError:
         return False
     if _NO_ARRAY_TYPES.issuperset(map(type, first)):
@@ -320,9 +323,9 @@ def bound_call(function: object) -> Any:
 
 
 def _has_attributes(value: object) -> bool:
-    """Return whether a function may read arrays in an object's attributes.
+    """Return whether an object's attributes have to be searched.
 
-    Arrays and objects of the libraries do not count.
+    Arrays, and objects of the known libraries, need no such search.
     """
     kind = type(value)
     heap = kind.__flags__ & _HEAP_TYPE
@@ -333,7 +336,7 @@ def _has_attributes(value: object) -> bool:
         if str(kind.__module__).startswith("torch"):
             _without_attributes.add(kind)
         return False
-    # A user's own class of driver holds events and streams by the hundred, and no array that is an argument.
+    # A user's subclass of a driver holds hundreds of events and streams, and no array that is an argument.
     for base in kind.__mro__:
         if str(base.__module__).startswith("handlepool.drivers"):
             return False
@@ -341,9 +344,9 @@ def _has_attributes(value: object) -> bool:
 
 
 def _is_looked_into(value: object) -> bool:
-    """Return whether an object of a C type may hold objects.
+    """Return whether an object of a C type may hold other objects.
 
-    The object's type is written in C or derives from such a type. An array holds no objects.
+    A type derived from a C type counts as a C type. An array holds no other objects.
     """
     kind: Any = type(value)
     base = _type_of_c(kind)
@@ -355,7 +358,7 @@ def _is_looked_into(value: object) -> bool:
 def _type_of_c(kind: Any) -> Any:
     """Return the first C type among a type and its bases.
 
-    `copyreg` tells such types in the same way: a class written in Python has no ``__new__`` of C's for itself.
+    As in `copyreg`, a type counts as a C type if its ``__new__`` is a C function of this very type.
     """
     while kind.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE:
         if getattr(getattr(kind, "__new__", None), "__self__", None) is kind:
@@ -365,17 +368,16 @@ def _type_of_c(kind: Any) -> Any:
 
 
 def _referents(value: object) -> list[Any]:
-    """Return the referents of an object of a C type.
+    """Return the objects that an object of a C type holds.
 
-    Python's collector lists them.
-
-    Attributes are left out, because they come last. The names of a module are left out, because they are globals.
+    Python's collector lists them. The object's attributes are left out, because `leaves` yields them at the end. The dictionary
+    of a module is left out, because it holds globals.
     """
     kind, own = type(value), list[Any]()
     if kind not in _without_attributes:
         with suppress(Exception):
             own = [getattr(value, "__dict__", None)]
-        # The collector may tell of an attribute's value and not of the dictionary.
+        # The collector may list the values of attributes instead of the dictionary.
         own += () if _type_of_c(kind) is kind else attributes(value)
     without = {*map(id, own)}
     return [
@@ -388,7 +390,7 @@ def _referents(value: object) -> list[Any]:
 def attributes(*owners: object) -> list[Any]:
     """Return the values of objects' own attributes.
 
-    An object that raises an error has no attributes.
+    An object that raises an error counts as having no attributes.
     """
     found: list[Any] = []
     for owner in owners:

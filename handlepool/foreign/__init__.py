@@ -1,4 +1,4 @@
-"""Serve other libraries beyond their arrays' protocols.
+"""Support other libraries beyond the protocols of their arrays.
 
-Each module is imported with the first array of its library, not before.
+Each module is imported when the first array of its library is used.
 """

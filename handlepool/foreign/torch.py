@@ -1,20 +1,20 @@
 """Use torch's tensors, current stream and allocator.
 
-Tensors serve as operands, and torch's allocator is notified where memory crosses streams.
+Tensors can be operands. Torch's allocator is told when memory of one stream is used on another stream.
 
-Torch's allocator returns a freed block to the arena of the stream that was current when the block was allocated, like CuPy's
-allocator. Unlike CuPy's, torch's allocator can record further streams that use a block (``record_stream``), and then waits for
-them first. So a tensor that a branch's own code allocates belongs to the side stream's arena, and the branch's results are
-recorded for the caller's stream (guarantee 8). Arguments are kept to the join.
+Like CuPy's allocator, torch's allocator has an arena for each stream, and returns a freed block to the arena of the stream that
+was current at the allocation. Unlike CuPy's, it can also record further streams that use a block (``record_stream``), and then
+waits for them before it reuses the block. A tensor that a branch's own code allocates belongs to the side stream's arena. So
+the branch's results are recorded for the caller's stream (guarantee 8). Arguments are kept alive until the join.
 
-A recording has its own memory pool of torch's. No further streams are recorded there. Torch would record an event on each such
-stream when a block is freed, maybe long after the recording, when the stream has another owner, or is destroyed. Memory that
-crosses streams is held instead.
+A recording allocates from a memory pool of its own in torch. For blocks of this pool, no further streams are recorded.
+Otherwise torch would record an event on each such stream when the block is freed. By then the stream may be destroyed or have
+another owner. Instead, the recording keeps memory alive that several streams use.
 
-For cuBLAS torch keeps a workspace by stream. All graphs that were captured on the stream use the workspace at each replay. So a
-stream on which such a recording was made is used for nothing else as long as the program lives. A recording must not use a
-workspace that was allocated elsewhere. It must not leave its own workspace to a later stream at the same address. Torch is
-therefore told to forget the workspaces before and after.
+For cuBLAS, torch keeps a workspace for each stream pointer. A graph that was captured on the stream uses the workspace at each
+replay. So the stream of such a recording is used for nothing else as long as the program lives. A recording must neither use a
+workspace from outside, nor leave its own workspace to a later stream with the same pointer. So torch is told to forget all
+workspaces before and after a recording.
 """
 
 import functools
@@ -46,9 +46,8 @@ def view(tensor: torch.Tensor) -> View:
     Raises
     ------
     ArgumentError
-        For a tensor whose derivatives would be lost.
-    ArrayTypeError
-        For a type that cuDNN has not, and for tensors without plain memory (sparse, fake, on the meta device).
+        For a tensor whose derivatives would be lost. ArrayTypeError For a type that cuDNN lacks, and for a tensor without
+        ordinary memory (sparse, fake, or on the meta device).
     """
     if (tensor.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:  # noqa: SLF001 - it has no public name
         _refuse_derivatives(tensor)
@@ -68,17 +67,17 @@ def view(tensor: torch.Tensor) -> View:
 
 
 def derives() -> bool:
-    """Return whether tensors may now have derivatives outside their memory.
+    """Return whether tensors may have forward or functional derivatives now.
 
-    See `derived`.
+    If not, `derived` need not be called.
     """
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - as `torch.autograd` asks
 
 
 def derived(tensor: FrontendTensor) -> str | None:
-    """Say which derivative of a tensor a view of its memory loses.
+    """Return in words the derivative that a view would lose.
 
-    Returns None for a tensor with derivatives of backward mode.
+    Return None if there is none. Derivatives of backward mode do not count here.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - it has no public name
         return "is inside a transform of torch.func (grad, jvp, vmap), which hides its memory"
@@ -88,9 +87,9 @@ def derived(tensor: FrontendTensor) -> str | None:
 
 
 def refuse_derived(name: str, values: Iterable[object]) -> None:
-    """Raise for a tensor with a derivative that no region can order.
+    """Raise for an argument with a derivative that no region can order.
 
-    The values are those values that a call was given.
+    ``name`` is the called function, and ``values`` are its arguments.
 
     Raises
     ------
@@ -107,7 +106,7 @@ def refuse_derived(name: str, values: Iterable[object]) -> None:
 def _refuse_derivatives(tensor: torch.Tensor) -> None:
     """Raise for a tensor whose derivatives a graph function would lose.
 
-    Derivatives of backward mode count where gradients are recorded.
+    Derivatives of backward mode count only while torch records gradients.
 
     Raises
     ------
@@ -134,18 +133,18 @@ def _dtype(kind: object) -> np.dtype[Any]:
 
 
 _elements = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-"""Types by their bytes, which CuPy copies unchanged."""
+"""A type for each size in bytes, which CuPy copies unchanged."""
 
 
 def check_elements(tensor: torch.Tensor) -> int:
-    """Check that a tensor's memory holds its elements; return the address.
+    """Check that a tensor's memory holds its values; return the address.
 
     Raises
     ------
     ArgumentError
         For a tensor whose forward derivatives would be lost.
     ArrayTypeError
-        For tensors whose elements are not in memory as they are.
+        For a tensor without strided memory, and for a tensor whose memory holds its values negated or conjugated.
     """
     if derives() and (found := derived(tensor)) is not None:
         raise ArgumentError(f"it {found}, which a copy loses; pass a plain tensor")
@@ -160,7 +159,7 @@ def check_elements(tensor: torch.Tensor) -> int:
 
 
 def elements(tensor: torch.Tensor) -> View:
-    """Return a tensor's elements without their type.
+    """Return a view of a tensor's elements as plain bits.
 
     Raises
     ------
@@ -178,15 +177,17 @@ def prepared(
     outputs: Sequence[torch.Tensor],
     back: Sequence[int],
     relaxed: Callable[[], AbstractContextManager[Any]],
-) -> Callable[[Sequence[torch.Tensor], int, Callable[[], object]], list[torch.Tensor]]:
+) -> Callable[..., list[torch.Tensor]]:
     """Return a function that enqueues a program's call over tensors.
 
-    It copies a call's arguments into ``inputs``, launches, and returns new tensors with the values of ``outputs``. Arguments at
-    the places ``back`` get the values of their inputs. Torch's current stream is the stream of the launch. ``relaxed`` is the
-    driver's, for allocations while other threads capture.
+    The function copies a call's arguments into ``inputs``, launches, and returns new tensors with the values of ``outputs``. It
+    copies the inputs at the places ``back`` back into their arguments. Torch's current stream must be the stream of the launch.
+    ``relaxed`` is `Driver.relaxed`, which permits allocations while other threads capture.
     """
 
-    def run(given: Sequence[torch.Tensor], pointer: int, launch: Callable[[], object]) -> list[torch.Tensor]:
+    def run(
+        given: Sequence[torch.Tensor], pointer: int, launch: Callable[[], object], begin: object = None
+    ) -> list[torch.Tensor]:
         # All results are allocated first, so that a lack of memory leaves the program unchanged.
         with relaxed():
             made = [torch.empty_like(each, memory_format=torch.preserve_format) for each in outputs]
@@ -224,7 +225,8 @@ def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
 def written(tensor: torch.Tensor) -> None:
     """Tell torch that a tensor's memory was written.
 
-    Torch's own operations do the same. A backward pass that needs the old values then raises an error.
+    Torch's own operations do the same. A backward pass that needs the old values then raises instead of computing with new
+    values.
     """
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
@@ -241,15 +243,15 @@ def current_stream(device: int) -> int:
 
 @functools.lru_cache(256)
 def _stream(pointer: int, device: int) -> Any:
-    # The object holds the pointer alone, so an old object is as good as a new one would be. Given 0, ExternalStream makes a new
-    # stream.
+    # The object holds only the pointer, so a cached object stays valid if the driver reuses the pointer. For 0, ExternalStream
+    # would make a new stream.
     return torch.cuda.ExternalStream(pointer, device) if pointer else torch.cuda.default_stream(device)
 
 
 def record(value: object, pointer: int, device: int) -> None:
     """Record a stream's use of a value's tensors with torch's allocator.
 
-    Tensors in tuples, lists and dictionaries count, too.
+    Tensors in tuples, lists and dictionaries are included.
     """
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.layout is torch.strided]
     if tensors:
@@ -261,7 +263,7 @@ def record(value: object, pointer: int, device: int) -> None:
 def adopt_recorded(array: torch.Tensor) -> Any:
     """Return a tensor over a CuPy array's memory.
 
-    No stream is made to wait.
+    Unlike the ordinary exchange, this makes no stream wait.
     """
     return torch.from_dlpack(array.__dlpack__(stream=-1))
 
@@ -277,8 +279,8 @@ def run_branch(
 ) -> T:
     """Call a function with a stream current for torch.
 
-    The tensors that it returns are recorded for the caller's stream. With ``held``, they are put into that list instead, and held
-    until the recording has ended.
+    The tensors that the function returns are recorded for the caller's stream. With the list ``held``, they are added to it
+    instead, and it keeps them alive until the recording has ended.
     """
     previous = torch.cuda.current_stream(device)
     torch.cuda.set_stream(_stream(pointer, device))
@@ -297,21 +299,21 @@ def run_branch(
 
 
 class RecordingPool:
-    """Hold memory of torch's allocator for one recording.
+    """A memory pool of torch's allocator, for one recording alone.
 
-    The memory serves nothing else. The pool is made and used with its device current.
+    The pool has to be made and used with its device current.
 
-    It is a pool like that of `torch.cuda.CUDAGraph`, and not a `torch.cuda.MemPool`, whose destructor waits for events. Torch
-    aborts the process where such a wait happens while any thread captures.
+    It is the same kind of pool that `torch.cuda.CUDAGraph` uses. A `torch.cuda.MemPool` would not do, because its destructor
+    waits for events. If any thread captures during such a wait, torch aborts the process.
 
     Attributes
     ----------
     nbytes : int
-        Bytes taken from the device; known once the recording has ended.
+        Bytes that the pool has taken from the device. The number is set when the recording ends.
     """
 
     def __init__(self, device: int) -> None:
-        # Torch's own graphs call functions without public names.
+        # These functions have no public names. Torch's own graphs call them.
         if not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):  # noqa: SLF001
             raise CaptureError(
                 f"torch uses the GPU, and torch {torch.__version__} has no memory pool for one thread, which a recording needs: "
@@ -319,25 +321,26 @@ class RecordingPool:
             )
         self.nbytes = 0
         self._device = device
-        # Whether torch knows the pool.
+        # `_there` tells whether torch knows the pool, and `_kept` whether an earlier recording used it.
         self._there = self._kept = (spare := _spare_pool(device)) is not None
         self._pool = spare or (device, torch.cuda.graph_pool_handle())
         self._entered = ExitStack()
         # Start addresses of the pool's segments, in order.
         self._starts: list[int] = []
-        # End address of each segment, and the stream that it was taken for.
+        # For each segment, these are its end address and the stream that it was taken for.
         self._segments: list[tuple[int, int]] = []
-        # Bytes that torch had taken from the device in all at the last look-up of the segments.
+        # At the last look-up of the segments, torch had taken so many bytes from the device in all.
         self._looked = -1
 
     def begin(self) -> None:
         """Start allocating this thread's tensors in this pool."""
         self._forget_workspaces()
-        # A backward pass in torch's own threads would allocate elsewhere.
+        # A backward pass in threads of torch would allocate outside of the pool.
         self._entered.enter_context(torch.autograd.set_multithreading_enabled(False))
         torch._C._cuda_beginAllocateCurrentThreadToPool(*self._pool)  # noqa: SLF001
         if self._there:
-            # Torch counts the uses of a pool, and the former recording's use was kept.
+            # Torch counts the uses of a pool. The former recording's use was kept until now, so that torch did not drop the
+            # pool.
             torch._C._cuda_releasePool(*self._pool)  # noqa: SLF001
         self._there = True
         self._entered.callback(torch._C._cuda_endAllocateToPool, *self._pool)  # noqa: SLF001
@@ -346,23 +349,25 @@ class RecordingPool:
     def end(self) -> None:
         """Stop allocating this thread's tensors in this pool."""
         self._entered.close()
-        # The recording's workspaces stay in the pool, which gives them to no other user from now on.
+        # The memory of the recording's workspaces stays in the pool, which allocates nothing more from now on.
         self._forget_workspaces()
         if self._there:
             self._look()
         self.nbytes = sum(stop - start for start, (stop, _) in zip(self._starts, self._segments, strict=True))
 
     def check(self) -> None:
-        """Raise where the tensors were allocated in another pool.
+        """Raise if the recording's tensors were allocated in another pool.
 
-        That pool gives their memory to other users later. Some versions of torch use the pool that was entered first.
+        The other pool would later give their memory to other users. If two pools are entered, some versions of torch use the
+        first.
         """
         self._look()
-        # The count covers the allocations of all threads.
+        # A new pool with segments was used. If torch's count, which covers all threads, has not grown, nothing was allocated at
+        # all.
         own = self._starts and not self._kept
         if own or self._taken()["allocation"]["all"]["allocated"] == self._before:
             return
-        # A tensor of a single byte shows which pool this thread's allocations come from.
+        # A tensor of one byte shows whether this thread's allocations come from this pool.
         if self.stream_of(torch.empty(1, dtype=torch.uint8, device=f"cuda:{self._device}").data_ptr()) is None:
             raise CaptureError(
                 "torch allocates tensors in another pool than the recording's, and gives their memory out again later: "
@@ -370,9 +375,9 @@ class RecordingPool:
             )
 
     def stream_of(self, pointer: int) -> int | None:
-        """Return the stream that a tensor's storage was allocated for.
+        """Return the stream for which a tensor's storage was allocated.
 
-        Returns None for memory outside of this pool.
+        Return None for memory outside of this pool.
         """
         place = bisect_right(self._starts, pointer) - 1
         if place < 0 or self._segments[place][0] <= pointer:
@@ -387,15 +392,15 @@ class RecordingPool:
     def ranges(self) -> list[tuple[int, int]]:
         """Addresses where the pool's segments begin and end.
 
-        They are known once the recording has ended.
+        The list is complete once the recording has ended.
         """
         return [(start, stop) for start, (stop, _) in zip(self._starts, self._segments, strict=True)]
 
     def storages(self, *values: object) -> Iterator[tuple[int, Any]]:
         """Yield the storages of the GPU tensors reached from values.
 
-        Each storage comes with the address where it begins. A tensor without strided memory comes itself, with a number that is
-        no address.
+        Each storage is paired with its begin address. For a tensor without strided memory, the pair is a negative number and
+        the tensor itself.
         """
         for leaf in leaves(*values, calls=True):
             tensor = leaf.owner if type(leaf) is View else leaf
@@ -410,8 +415,8 @@ class RecordingPool:
 
     def _look(self) -> None:
         self._looked = self._taken()["reserved_bytes"]["all"]["allocated"]
-        # Not of the pool alone: torch 2.11 drops a reference to the numbers that name a pool with each such question, and CPython
-        # crashes once these are gone.
+        # All pools are asked for, and not only this pool. When a single pool is asked for, torch 2.11 drops a reference to the
+        # integers that name the pool. After some such questions CPython crashes.
         found = sorted(
             (each["address"], each["total_size"], each["stream"])
             for each in torch.cuda.memory_snapshot()
@@ -422,15 +427,16 @@ class RecordingPool:
 
     @staticmethod
     def _forget_workspaces() -> None:
-        # Torch's own recordings call this function. It makes no call of CUDA's. Each workspace returns to the pool that it came
-        # from.
+        # Torch's own recordings also call this function. It does not call CUDA. The memory of each workspace returns to the
+        # pool that it came from.
         torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
 
     def close(self) -> None:
         """Return the memory to torch, or keep it for a later recording.
 
-        Up to `MOST_SPARE` pools of a device are kept. Otherwise the memory returns to the device when torch is short of memory,
-        or is told to empty its cache. Memory of a live tensor stays until the tensor is gone. Makes no call of CUDA's.
+        Up to `MOST_SPARE` pools of a device are kept. The memory of further pools returns to the device when torch is short of
+        memory, or is told to empty its cache. Memory of a live tensor stays until the tensor is gone. The method does not call
+        CUDA.
         """
         if self._there:
             self._there = False
@@ -442,33 +448,34 @@ class RecordingPool:
 
 
 MOST_SPARE = 2
-"""Most pools of closed recordings that a device keeps for later recordings.
+"""The maximum number of pools of a device kept for later recordings.
 
-Torch gives a released pool's memory to no other allocation. A process that records and closes without end would take 2 MiB or
-more for each recording, until torch is short of memory.
+They are pools of closed recordings. Torch does not use the memory of a released pool for other allocations. Without kept pools,
+each recording would take 2 MiB or more from the device, until torch is short of memory.
 """
 _spare: dict[int, list[tuple[int, Any]]] = {}
 """The kept pools by device.
 
-Appends and pops are atomic. Two threads that close at once may keep one pool more.
+Appends and pops are atomic. Two threads that close at once may keep one pool more than `MOST_SPARE`.
 """
 
 
 def _spare_pool(device: int) -> tuple[int, Any] | None:
     """Return a kept pool without live tensors, or None.
 
-    The work of the pool's recording has passed, since a program is closed only then.
+    No work uses the pool's memory any more, because a program is closed only after its last replay has ended.
     """
     spare = _spare.get(device)
     if not spare:
         return None
-    # A live tensor's memory would be used again once the tensor is gone, while streams may still read it.
+    # A pool with a live tensor is not reused. Once the tensor is gone, the new recording would use its memory again, while
+    # streams may still read it.
     live = {each["segment_pool_id"] for each in torch.cuda.memory_snapshot() if each["active_size"]}
     for _ in range(len(spare)):
         try:
             pool = spare.pop(0)
         except IndexError:
-            # Another thread has just taken the last pool.
+            # Another thread has taken the last pool meanwhile.
             return None
         if pool[1] not in live:
             return pool
@@ -477,28 +484,28 @@ def _spare_pool(device: int) -> tuple[int, Any] | None:
 
 
 def recording_pool(device: int) -> RecordingPool | None:
-    """Return memory for a recording.
+    """Return memory for a recording, or None.
 
-    Returns None where torch's allocator is the driver's own allocator, whose allocations are captured.
+    None means that torch allocates by ``cudaMallocAsync``, whose allocations are captured as nodes.
     """
     return RecordingPool(device) if torch.cuda.get_allocator_backend() == "native" else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch found no memory."""
+    """Return whether an error is torch's error for a lack of memory."""
     return isinstance(error, torch.cuda.OutOfMemoryError)
 
 
 def version(tensor: torch.Tensor) -> int | None:
     """Return torch's count of writes to a tensor's storage.
 
-    Returns None where torch does not count.
+    Return None for an inference tensor, whose writes torch does not count.
     """
     return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - it has no public name
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Return the address that all tensors of a storage share."""
+    """Return the address of a tensor's storage, which its views share."""
     pointer: int = tensor.untyped_storage().data_ptr()
     return pointer
 
@@ -506,7 +513,7 @@ def storage(tensor: torch.Tensor) -> int:
 def read_unordered(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
     """Return the bytes of a tensor's elements on the host.
 
-    They are read after torch's current stream. Returns None under a capture, and for a tensor without bytes.
+    They are read after the work of torch's current stream. Return None under a capture, and for a tensor without bytes.
     """
     if tensor.layout is not torch.strided or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None

@@ -1,13 +1,13 @@
 """Check rules that cuDNN and CuPy leave unchecked.
 
-The checks are for pools with ``check=True``.
+The checks run in pools with ``check=True``. Such a pool has its own class of slots, and a wrapper around its driver, so other
+pools pay nothing.
 
-Other pools pay nothing for these checks. A checking pool has its own class of slots, and a driver around its driver.
-
-- A handle knows the thread that owns it. cuDNN's binding reads ``backend_handle`` at each use, which is a property here.
-- Using a workspace after its time is an error on the host driver, which sees each use of its arrays.
-- The checks compare a graph function's arrays with the workspaces that were handed out on other streams.
-- CuPy reports uses of state that its streams share. Two uses in concurrent branches are an error.
+- A handle knows the thread that owns it. cuDNN's binding reads ``backend_handle`` at each use. Here this attribute is a
+  property, which checks the thread.
+- On the host driver, using a workspace after its end is an error, because that driver sees each use of its arrays.
+- A graph function's arrays are compared with the workspaces that were handed out on other streams.
+- Some state of CuPy, such as FFT plans, is shared by all streams. Two uses of such state in concurrent branches are an error.
 """
 
 import functools
@@ -89,8 +89,8 @@ class CheckedSlot(Slot):
         self._status = status
         self._thread: ThreadToken | None = None
         self._who = "nobody"
-        # The last workspace that was handed out. Workspaces of a capture are not noted, because a graph may use them at any
-        # time.
+        # This is the workspace that was handed out last. A workspace of a capture is not noted, because its graph may use it at
+        # any time.
         self._given: Any = None
         super().__init__(status, driver, scratch, handle, workspaces)
         _guard(handle)
@@ -98,7 +98,7 @@ class CheckedSlot(Slot):
             driver.remember(self)
 
     def begin(self, pointer: int) -> None:
-        """Begin as `Slot.begin`, and note the owner."""
+        """Begin as `Slot.begin` does, and note the owner."""
         super().begin(pointer)
         self._thread = thread.token
         self._who = f"{_this_thread()} for stream {pointer:#x} of device {self.device}"
@@ -108,7 +108,7 @@ class CheckedSlot(Slot):
         handle.__dict__.update(_thread=self._thread, _owner=self._who)
 
     def end(self) -> None:
-        """End as `Slot.end`, and end the workspace that was handed out."""
+        """End as `Slot.end` does, and end the last workspace."""
         if self.owner is not None:
             own = self.handle.__dict__
             own.update(_thread=None, _owner=f"{self._who}, whose thread, stream or fork has ended")
@@ -116,7 +116,7 @@ class CheckedSlot(Slot):
         self._end_given("the thread, stream or fork that it was for ended")
 
     def release_unless_busy(self, closed: object) -> Slot | None:
-        """Release as `Slot.release_unless_busy`, and let no thread own the handle."""
+        """Release as `Slot.release_unless_busy` does, and clear the handle's owner."""
         heir = super().release_unless_busy(closed)
         if heir is not None:
             heir.handle.__dict__.update(_thread=None, _owner=f"{self._who}, whose pool was closed")
@@ -124,17 +124,17 @@ class CheckedSlot(Slot):
 
     @property
     def intact(self) -> bool:
-        """Return `Slot.intact`, without the check of the owner."""
+        """Return the same as `Slot.intact`, without checking the owner."""
         return self.handle.__dict__["backend_handle"] is not None
 
     def replace_handle(self, handle: Handle) -> None:
-        """Replace as `Slot.replace_handle`, and guard the new handle."""
+        """Replace as `Slot.replace_handle` does, and guard the new handle."""
         super().replace_handle(handle)
         _guard(handle)
         self._own(handle)
 
     def workspace(self, nbytes: int) -> Any:
-        """Return `Slot.workspace`, and end the workspace of the call before."""
+        """Return `Slot.workspace`, and end the previous call's workspace."""
         self._check_mine()
         array = super().workspace(nbytes)
         if not self._capture:
@@ -148,7 +148,7 @@ class CheckedSlot(Slot):
             self._driver.end_scratch(array, why)
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve as `Slot.reserve`, for the owner only."""
+        """Reserve as `Slot.reserve` does; raise unless this thread is the owner."""
         self._check_mine()
         return super().reserve(nbytes)
 
@@ -166,8 +166,8 @@ class CheckedSlot(Slot):
         block, capture, scratch = self._handed.block, self._capture, self._scratch
         if self.owner is None or not block.pointer <= pointer < block.pointer + block.nbytes:
             return False
-        # The memory of a capture ends when the pool forgets the capture or its program is closed, not when the slot is used
-        # next.
+        # A later use of the slot does not end the memory of a capture. It ends when the pool forgets the capture, or when the
+        # program is closed.
         return not capture or any(block in known.get(capture, ()) for known in (scratch.captured, scratch.recorded))
 
     def who(self) -> str:
@@ -190,16 +190,16 @@ class _Use:
 
 
 class CheckedDriver:
-    """A driver with checks around some calls of the inner driver.
+    """A wrapper around a driver that checks some of its calls.
 
-    All other attributes are the inner driver's.
+    All other attributes are those of the inner driver.
     """
 
     def __init__(self, driver: Driver) -> None:
         self.checked_driver = self._driver = driver
         # The keys are identities. Each change and each copy of the dictionary is one atomic step, so it needs no lock.
         self._slots: dict[int, weakref.ref[CheckedSlot]] = {}
-        # CuPy keeps FFT plans per thread, so this thread's last use of such state is kept per thread too.
+        # CuPy keeps FFT plans for each thread, so their last use is also kept for each thread.
         self._mine = threading.local()
         self._everybodys: dict[str, weakref.ref[_Use]] = {}
         self.close: Callable[[], None] = driver.watch_shared_state(self.note)
@@ -213,31 +213,31 @@ class CheckedDriver:
         slots[key] = weakref.ref(slot, lambda _: slots.pop(key))
 
     def bind_handle(self, handle: Handle, pointer: int) -> None:
-        """Bind as `Driver.bind_handle`; the handle may have no owner."""
+        """Bind as `Driver.bind_handle` does; the handle may have no owner."""
         _claim(handle)
         self._driver.bind_handle(handle, pointer)
 
     def destroy_handle(self, handle: Handle) -> None:
-        """Destroy as `Driver.destroy_handle`; the handle may have no owner."""
+        """Destroy as `Driver.destroy_handle` does; the handle may have no owner."""
         _claim(handle)
         self._driver.destroy_handle(handle)
 
     def compile(
         self, graph: object, operands: Sequence[Any], *, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> Executable:
-        """Compile as `Driver.compile`; launches check their arrays."""
+        """Compile as `Driver.compile` does; launches check their arrays."""
         executable: Executable = CheckedExecutable(self, self._driver.compile(graph, operands, copies=copies, **settings))
         return executable
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> Executable:
-        """Make a kernel as `Driver.kernel`; launches check their arrays."""
+        """Make a kernel as `Driver.kernel` does; launches check their arrays."""
         executable: Executable = CheckedExecutable(self, self._driver.kernel(kernel, operands, name=name, titles=titles))
         return executable
 
     def check_workspaces(self, executable: Executable, handle: Handle, operands: Sequence[Any]) -> None:
         """Raise for an array in the workspace of another stream.
 
-        The handle is bound to the launch's own stream.
+        The launch's own stream is the stream that the handle is bound to.
         """
         slots = [slot for known in list(self._slots.values()) if (slot := known()) is not None]
         device = self._driver.current_device()
@@ -254,8 +254,8 @@ class CheckedDriver:
     def note(self, name: str) -> None:
         """Note a use of state that streams share; raise on a race.
 
-        It is a race if a branch used the state on another stream before the outermost join. Forks inside a branch may order the
-        two streams, but this check ignores such forks.
+        It is a race if a branch used the state on another stream, and the outermost join has not come since. Forks inside a
+        branch may order the two streams. This check ignores such forks.
         """
         stream = self._driver.current_stream().ptr
         # CuPy keeps FFT plans for each thread, and one random generator for all threads of a device.
@@ -292,11 +292,11 @@ class CheckedExecutable:
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """Launch as `Executable.launch`, after the checks."""
+        """Check the handle and the arrays, and launch."""
         # Reading the attribute raises in any thread but the handle's owner.
         _ = handle.backend_handle
         self._driver.check_workspaces(self._executable, handle, operands)
         self._executable.launch(handle, operands, workspace, check)
 
     def shortcut(self, *_: object) -> None:
-        """Return None, because the inner driver's shortcut would check nothing."""
+        """Return None: the inner executable's shortcut would check nothing."""

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class BranchRegion(Protocol):
-    """The region of a branch or a task, for modules below regions."""
+    """The region of a branch or task, as lower modules see it."""
 
     stream: Stream
     device: int
@@ -28,22 +28,22 @@ class BranchRegion(Protocol):
     allocator: Any
 
     def prepare(self) -> Any:
-        """Return the allocator of branches; make it where ``allocator`` is None."""
+        """Return the branches' allocator, made on the first call."""
 
     @property
     def over(self) -> bool:
-        """Return whether code outside waits for all work of the region."""
+        """Return whether work after the region already waits for all its work."""
 
 
 class Keeper(Protocol):
-    """A container that keeps values for a program."""
+    """An object that keeps values alive for a program."""
 
     def add(self, *values: object) -> None:
-        """Keep the objects that values lead to."""
+        """Keep some values, and the objects they refer to."""
 
 
 class CallRecorder(Protocol):
-    """The lanes of a recording, or its rehearsal, for modules below recordings."""
+    """A recording's lanes or its rehearsal, as lower modules see them."""
 
     def takes(self, pool: object, pointer: int) -> bool:
         """Return whether a pool's call on a stream becomes a node."""
@@ -62,15 +62,15 @@ class CallRecorder(Protocol):
     ) -> T:
         """Record ``call(slot)`` as a node, and return its value.
 
-        The node reads and writes the given memory, and also the memory that ``new`` returns for the value. ``what`` is the
-        operation with its options. The second call of the function must give the same ``what``. Before recording starts, the
+        The node reads and writes the given memory, and the memory that ``new`` returns for the value. ``what`` names the
+        operation and its options; both calls of the function must give the same. In the first call, which is not recorded, the
         slot is None, and the call launches on the current stream.
         """
 
     def accessed(self, reads: Sequence[Any], writes: Sequence[Any]) -> None:
-        """Note the reads and writes of a call that is no node.
+        """Note the reads and writes of a call that becomes no node.
 
-        The call may run inside a node.
+        Such a call may run inside a node.
         """
 
     def expect(self, reads: Callable[[], Sequence[Any]] | None) -> None:
@@ -87,7 +87,7 @@ class CallRecorder(Protocol):
 
 
 class ActiveRecording(Protocol):
-    """A recording under way, for modules below recordings."""
+    """A recording under way, as lower modules see it."""
 
     @property
     def scratch(self) -> set[Any]:
@@ -95,7 +95,7 @@ class ActiveRecording(Protocol):
 
     @property
     def lanes(self) -> CallRecorder | None:
-        """Return the lanes, where data orders calls as nodes; else None."""
+        """Return the lanes; None for a recording without lanes."""
 
     @property
     def kept(self) -> Keeper:
@@ -118,9 +118,9 @@ class ActiveRecording(Protocol):
         """Note the memory that a recorded call reads and writes."""
 
     def take(self, sides: Any, slot: Any) -> bool:
-        """Take over a joined side slot, and return whether it did.
+        """Take over a side slot that a fork has joined, if necessary.
 
-        A fork has joined the slot. The recording takes the slot only if it must keep the slot until its end.
+        Return whether the recording took it. The recording takes a slot that must stay leased until the recording ends.
         """
 
     def check(self, what: str, pointer: int, driver: Driver, fork: object = None) -> None:
@@ -132,15 +132,15 @@ class ActiveRecording(Protocol):
     def lack(self, fork: object, states: int, wanted: int) -> None:
         """Note a fork that got fewer states than it wanted.
 
-        No more side slots are free.
+        The reason is that no more side slots were free.
         """
 
 
 Begin = Callable[[tuple[Any, ...], Any, tuple[int, ...], tuple[object, ...]], Any]
 """Start the launch of a known plan.
 
-The function returns the slot to launch on. The arguments are the operands, the object that launches them, their addresses and
-blocks.
+The function returns the slot to launch on. Its arguments are the operands, the object that launches the plan, and the addresses
+and blocks of the operands.
 """
 
 
@@ -158,7 +158,7 @@ class BranchPlace(Protocol):
     def begin(self) -> Begin | None:
         """Return the function that starts a known plan's launch as a branch.
 
-        It is None where no known plan may be launched at once.
+        It is None if the fork cannot launch known plans in this short way.
         """
 
     def run(self, call: Any, kept: object) -> Any:
@@ -169,7 +169,7 @@ class BranchPlace(Protocol):
 
 
 class RunningPool(Protocol):
-    """The internals of a branch's or task's pool, for modules below pools."""
+    """The pool of a branch or task, as lower modules see it."""
 
     is_default: bool
 
@@ -179,10 +179,10 @@ class RunningPool(Protocol):
 
 
 class ThreadToken:
-    """Stand for one thread, as long as anything refers to the token.
+    """Identify one thread, even after the thread has ended.
 
-    CPython gives the number of `threading.get_ident` to another thread once its thread has ended. A token is compared with
-    ``is``, and no other thread has it while a fork, a handle or a program still holds the token of its owner.
+    After the end of a thread, CPython may give its `threading.get_ident` to a new thread. A token is compared with ``is``. As
+    long as a fork, a handle or a program holds its owner's token, no other thread has the same token.
     """
 
     __slots__ = ("_life", "ident")
@@ -199,7 +199,7 @@ class ThreadToken:
     def __repr__(self) -> str:
         if self.over:
             return "a thread that has ended"
-        # The thread lives, so its number is its own.
+        # The thread is alive, so no other thread has its number.
         names = [f"thread {each.name!r}" for each in threading.enumerate() if each.ident == self.ident]
         return names[0] if names else f"thread {self.ident}"
 
@@ -219,12 +219,12 @@ class _Thread(threading.local):
         self.token = ThreadToken(self._life)
         """ThreadToken: the calling thread's identity."""
         self.branches: list[BranchPlace] = []
-        """list of BranchPlace: forks that call a function of ours now.
+        """list of BranchPlace: forks that are calling a function of this library.
 
         The function takes the last fork as its place.
         """
 
-    # Both attributes belong to the branch or task that this thread runs.
+    # The next two attributes belong to the branch or task that this thread runs.
     pool: RunningPool | None = None
     region: BranchRegion | None = None
     recording: ActiveRecording | None = None
@@ -237,14 +237,14 @@ class _Thread(threading.local):
     launched: Callable[[Any, Any, Any], None] | None = None
     """callable or None: gets each launched plan and its new arrays.
 
-    It is set while a function is called to be recorded without lanes.
+    It is set while a function that is recorded without lanes is called.
     """
     told: list[Any] | None = None
-    """list or None: memory that calls inside a measured call write.
+    """list or None: memory that calls write inside a measured call.
 
-    It may also hold `UNSURE`. It is set while the measured call runs.
+    A call is measured to find its writes. The list is set meanwhile. It may also hold `UNSURE`.
     """
-    # Number of explicit states that this thread holds (guarantee 15).
+    # This is the number of explicit states that the thread holds (guarantee 15).
     states_held: int = 0
 
 
@@ -278,11 +278,11 @@ def tell(told: list[Any] | None) -> list[Any] | None:
 class BranchPools(list[RunningPool]):
     """The pools of branches and tasks under way, in any thread.
 
-    The default pool is left out, and a pool is repeated for each branch.
+    The list has an entry for each branch or task whose pool is not the default pool.
 
-    Where the list is empty, the current pool is the default pool, and no call asks `thread`, which costs half a hit. The list
-    needs no lock. A thread appends its pool before it looks, so it always sees its own pool. An append and a removal are one
-    atomic step each.
+    If the list is empty, the current pool is the default pool. Then no call reads `thread`, which would cost half a hit. The
+    list needs no lock. A thread appends its pool before it looks, so it always sees its own pool. An append and a removal are
+    one atomic step each.
     """
 
 
@@ -296,18 +296,18 @@ class Recordings(list[object]):
     def around(self, watcher: object, name: str, told: object, function: Callable[..., T], *args: Any) -> T:
         """Call a function while a watcher sees this thread's launches.
 
-        The named attribute of `thread` leads the launches to the watcher.
+        Meanwhile the named attribute of `thread` has the value ``told``, which leads launches to the watcher.
         """
         outer = getattr(thread, name)
         try:
             setattr(thread, name, told)
-            # The list changes after the attribute, because a launch that sees the watcher asks the thread.
+            # The attribute is set first. A launch reads it as soon as the list has an entry.
             active.append(watcher)
             self.append(watcher)
             return function(*args)
         finally:
-            # An interrupt comes when a call has returned. The attribute is restored whether the interrupt comes before the
-            # watcher was added or after it was removed.
+            # An interrupt may come after any call. So the attribute is restored in either case: if the watcher was not yet
+            # added, and if it was already removed.
             try:
                 if watcher in self:
                     self.remove(watcher)
@@ -322,8 +322,8 @@ class Recordings(list[object]):
 class Active(list[object]):
     """The regions, recordings and first-call watchers under way, in any thread.
 
-    Where the list is empty, a call looks for no place. The list needs no lock. A thread appends its region before its first
-    call, so its calls see the region. An append and a removal are one atomic step each.
+    If the list is empty, a call looks for no place. The list needs no lock. A thread appends its region before its first call,
+    so its calls see the region. An append and a removal are one atomic step each.
     """
 
 
@@ -332,19 +332,20 @@ recordings = Recordings()
 active = Active()
 
 UNSURE: Any = object()
-"""Mark memory that a call may write.
+"""Stand for unknown writes in a list of written memory.
 
-The mark stands in the list of written memory. The call is ordered as if it wrote the memory.
+The call is ordered as if it wrote all memory that it may write.
 """
 
 NOT_CACHED: Any = object()
-"""The value of a cache lookup that launched nothing."""
+"""The result of a cache lookup that launched nothing."""
 
 LAUNCHES = "__handlepool_launches__"
-"""Name the attribute of functions of ours that only launch a plan.
+"""Name the attribute that marks functions which only launch a plan.
 
-Such a function launches a plan for its arguments and runs no Python code of the user. The attribute's value is the function
-itself, since `functools.wraps` copies attributes. On a type, the value is a function that has an object launch for a fork.
+A marked function runs no Python code of the user. The attribute's value is the function itself. So a wrapper to which
+`functools.wraps` copied the attribute is not taken for a marked function. On a type, the value is a function that makes an
+object of the type launch for a fork.
 """
 
 
@@ -357,7 +358,10 @@ def unchecked(driver: Driver) -> Driver:
 
 
 def on_device(driver: Driver, ordinal: int) -> AbstractContextManager[Any]:
-    """Make a device current unless it is current already."""
+    """Return a context in which a device is current.
+
+    It does nothing if the device is current already.
+    """
     return nullcontext() if driver.current_device() == ordinal else driver.device(ordinal)
 
 
@@ -396,7 +400,7 @@ def run_on(
         if allocator is not _UNCHANGED:
             driver.swap_allocator(allocator)
         try:
-            # The function may have made another device current.
+            # The function may have changed the current device.
             if driver.current_device() != device:
                 driver.set_device(device)
         finally:

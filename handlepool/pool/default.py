@@ -19,34 +19,34 @@ from handlepool.pool.stats import Stats
 from handlepool.pool.status import live_pools
 
 _default: HandlePool | None = None
-# The lock guards the default pool and its substitutes, so two threads get one pool (guarantee 1). It is reentrant, because the
-# collector may run a finalizer inside it that asks for the default pool.
+# The lock guards the default pool and its substitutes. So two threads that ask at once get the same pool (guarantee 1). It is
+# reentrant, because the collector may run a finalizer under it, which asks for the default pool.
 _default_lock = threading.RLock()
 
 
 class Substitutes:
-    """The pools that act as the default pool for tests.
+    """The pools that act as the default pool in tests.
 
-    The last pool ranks first. `_default_lock` guards each change.
+    The pool that was added last is used. `_default_lock` guards each change.
     """
 
     def __init__(self) -> None:
-        # The list has the default pool's own internals, then its substitutes' internals. It is empty while there is no
-        # substitute.
+        # The list begins with the default pool's own internals, followed by the substitutes' internals. Without a substitute it
+        # is empty.
         self._ranked: list[PoolInternals] = []
 
     def add(self, default: HandlePool, substitute: PoolInternals) -> None:
         """Let a pool act as the default pool from now on."""
         if not self._ranked:
             self._ranked.append(default.internals)
-            # From now on `current_pool` asks the thread, so a branch continues with its own pool.
+            # With this entry, `current_pool` reads the thread's pool. So a branch under way continues with its own pool.
             branch_pools.append(default.internals)
         self._ranked.append(substitute)
         substitute.is_shared = True
         self._activate_last(default)
 
     def remove(self, default: HandlePool, substitute: PoolInternals) -> None:
-        """End `add`, in any order of the substitutes."""
+        """Undo `add`; substitutes may be removed in any order."""
         self._ranked.remove(substitute)
         substitute.is_shared = False
         self._activate_last(default)
@@ -55,7 +55,8 @@ class Substitutes:
 
     def _activate_last(self, default: HandlePool) -> None:
         default.internals = self._ranked[-1]
-        # The hits are unbound after the change, so a miss that binds `get_handle` in between sees the change.
+        # The pool changes first, and the hits are unbound afterwards. A miss in between that binds `get_handle` thus binds the
+        # new pool, or its binding is undone.
         _unbind()
 
 
@@ -76,10 +77,10 @@ def default_pool() -> HandlePool:
             if _default is None:
                 made = HandlePool()
                 made.internals.is_default = made.internals.is_shared = True
-                # The pool's method becomes this module's function, which follows the substitutes.
+                # This module's function replaces the pool's method, because it follows the substitutes.
                 made.get_handle = get_handle  # type: ignore[method-assign]
                 _default = made if _default is None else _default
-                # A finalizer in the collector may have made a default pool meanwhile, and that pool stays.
+                # A finalizer that the collector ran meanwhile may have made a default pool. That pool stays.
                 if _default is not made:
                     live_pools.discard(made.internals)
     return _default
@@ -88,24 +89,24 @@ def default_pool() -> HandlePool:
 def set_default_pool(pool: HandlePool) -> None:
     """Make a pool the default pool, before its first use.
 
-    It is for applications, which know the limits and checks they want. A library should leave the choice to the application.
+    The function is for applications. A library should leave the choice of limits and checks to the application.
 
-    A forked child may set the default pool anew where its parent has loaded the default pool's driver. `ParallelStates` made on
-    the former default pool continue with the new pool. Arrays, programs, forks, and executors that have run something stay the
-    parent's.
+    If the parent of a forked child has loaded the driver of the default pool, the child may set a new default pool.
+    `ParallelStates` made on the former default pool then use the new pool. The parent's arrays, programs, forks and used
+    executors cannot be used in the child.
 
     Parameters
     ----------
     pool : HandlePool
-        Stays the caller's. Its `HandlePool.close` ends it for good, for every user of the default pool.
+        The caller still owns the pool. `HandlePool.close` ends it for good, for every user of the default pool.
 
     Raises
     ------
     ArgumentError
         For an object that is not a HandlePool.
     OwnershipError
-        When there is a default pool already: a call has used it, or the application set another pool. A forked child that
-        cannot use its parent's pool gets no such error.
+        When there is a default pool already, because a call has used it or the application has set another pool. A forked child
+        that cannot use its parent's pool gets no such error.
     PoolClosedError, ForkedProcessError, PoisonedContextError
         When the pool cannot be used.
     """
@@ -136,11 +137,11 @@ def set_default_pool(pool: HandlePool) -> None:
 def substitute_default(pool: HandlePool) -> Iterator[None]:
     """Let a pool act as the default pool in tests.
 
-    It does so to the end of a ``with`` statement. The substitution holds in every thread. `default_pool` still returns its
-    former value. So objects that a library keeps meanwhile (`ParallelStates`, an executor, the pool itself, its
-    `HandlePool.get_handle`) belong to the default pool, then and afterwards, and none of them stays on ``pool``. Arrays,
-    programs, and forks and tasks under way belong to the pool that they were made on. Meanwhile ``pool`` is shared: its
-    `HandlePool.close` destroys idle handles and scratch. The last of several substitutes counts, and they may end in any order.
+    The substitution lasts to the end of a ``with`` statement, and holds in every thread. `default_pool` still returns the
+    default pool. So a library that keeps the pool, its `HandlePool.get_handle`, a `ParallelStates` or an executor keeps an
+    object of the default pool. Such an object uses ``pool`` only during the substitution. Arrays, programs, and forks and tasks
+    under way belong to the pool that they were made on. Meanwhile ``pool`` is shared: its `HandlePool.close` destroys only idle
+    handles and scratch. With several substitutes, the latest is used, and they may end in any order.
 
     Parameters
     ----------
@@ -161,8 +162,8 @@ def substitute_default(pool: HandlePool) -> Iterator[None]:
 def lazy_get_handle(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable[[], None]]:
     """Make a `HandlePool.get_handle` that finds its pool on the first call.
 
-    After the first call it costs as much as the pool's own. The second function returned makes the next call find the pool
-    again.
+    After the first call, it is as fast as the pool's own method. The second returned function makes the next call look for the
+    pool again.
     """
 
     def missed(stream: object = None) -> Slot:
@@ -171,7 +172,7 @@ def lazy_get_handle(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable
             # The first lookup of a slot also loads the driver.
             slot = pool.slot(stream)
             use(pool.driver.current_stream, pool.status, pool.current_device)
-            # A substitute may have come since. The slot counts only if `find` still returns its pool.
+            # A substitute may have come meanwhile. So the slot is returned only if `find` still returns its pool.
             if find().internals is pool:
                 return slot
 
@@ -212,7 +213,7 @@ def close() -> None:
     """Destroy idle handles and idle scratch memory of the default pool.
 
     Idle handles and scratch belong to no thread, stream or fork. The function does the same as `HandlePool.trim`. It does
-    nothing where the pool was not used yet or cannot be used any more. The pool stays usable, because other libraries of the
+    nothing if the pool was not used yet, or can no longer be used. The pool stays usable, because other libraries of the
     process use it too. To end a pool for good, make a pool of your own and close that pool.
     """
     pool = _default
@@ -232,7 +233,7 @@ def current_pool() -> PoolInternals:
     The current pool is that of the branch or task that this thread runs.
     """
     if branch_pools and thread.pool is not None:
-        # The cast is safe: no other class implements `RunningPool`.
+        # The cast is safe, because only `PoolInternals` implements `RunningPool`.
         return cast(PoolInternals, thread.pool)
     return (default_pool() if _default is None else _default).internals
 

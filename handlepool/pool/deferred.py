@@ -1,8 +1,8 @@
-"""Hold steps of destructors and ended threads for later (guarantee 10).
+"""Hold clean-up steps of destructors and ended threads (guarantee 10).
 
 A destructor may run at any line, under any lock, in a thread that captures, or after the interpreter has begun to end. So it
-only appends a callable to `deferred`. The next miss, fork or `HandlePool.trim` calls the callable, because such a caller may
-call CUDA.
+only appends a callable to `deferred`. The next miss, fork or `HandlePool.trim` calls this callable, at a point where calls to
+CUDA are allowed.
 """
 
 import ctypes
@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 
 class Deferred(deque[Callable[[], bool]]):
-    """Steps that any thread does later.
+    """Clean-up steps that any thread may do later.
 
-    A step returns False where it is too early, and raises nothing. The deque itself is the object, so that ``if deferred:`` on
-    hot paths costs one look at a length. The deque has no lock. An append and a pop are one step each for other threads, and
+    A step that comes too early returns False and is kept. No step raises. The class is a deque itself, so that ``if deferred:``
+    on hot paths only reads a length. The deque has no lock. An append and a pop are one step each for other threads, and
     for a finalizer that the collector runs in between (guarantee 10).
     """
 
     def run(self, most: int = 8) -> None:
         """Do at most ``most`` steps.
 
-        The bound keeps a caller from paying for a long backlog.
+        The bound spares a caller from working off a long backlog.
         """
         run_some(self, call, most)
 
@@ -41,8 +41,8 @@ class Deferred(deque[Callable[[], bool]]):
 class Abandoned(list[object]):
     """Objects that live as long as the process (guarantee 10).
 
-    Their destructors would call CUDA when no call is allowed any more. The list needs no lock, because it only grows, by atomic
-    appends.
+    Their destructors would call CUDA at a time when no call is allowed. The list needs no lock: it only grows, and an append is
+    atomic.
     """
 
 
@@ -51,14 +51,15 @@ defer = deferred.append
 abandoned = Abandoned()
 abandon = abandoned.append
 for _kept in (deferred, abandoned):
-    # Python would otherwise destroy both containers with its modules, and with them the objects they hold.
+    # This reference is never released. Without it, Python would destroy both containers and their objects when it unloads
+    # modules.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 
 
 def run_some(left: deque[T], do: Callable[[T], bool], most: int = 8) -> None:
-    """Do some steps of a deque.
+    """Take some entries of a deque, and call ``do`` with each.
 
-    ``do`` gets each step. A step for which it returns False goes back to the end of the deque.
+    An entry for which ``do`` returns False goes back to the end of the deque.
     """
     for _ in range(min(len(left), most)):
         held: list[T] = []

@@ -31,7 +31,7 @@ class DeviceSlots:
     Parameters
     ----------
     status : Status
-        Of the pool that owns the slots.
+        The status of the pool that owns the slots.
     driver : Driver
         The source of handles, streams and memory.
     device : int
@@ -39,7 +39,7 @@ class DeviceSlots:
     scratch_limit, idle_limit : int or None, int
         As in `HandlePool`.
     new_slot : callable
-        Makes a slot of a driver, its scratch and a handle.
+        Makes a slot from a driver, its scratch and a handle.
     release_left : callable
         Takes in slots that ended threads and streams have left behind.
     """
@@ -62,7 +62,7 @@ class DeviceSlots:
         self.scratch = DeviceScratch(driver, device, scratch_limit, self.release_idle_scratch, self.describe)
         # The last slot in is reused first: it has the warmest scratch, and its stream is the most likely to be alive.
         self.idle: list[Slot] = []
-        # Slots that threads owned when the pool was closed, if those threads were inside launches then.
+        # When the pool is closed, some threads may be inside launches. This list has the slots that they own.
         self.owned: list[Slot] = []
         # These events order streams that no fork orders.
         self.edges = Events(driver)
@@ -74,7 +74,8 @@ class DeviceSlots:
         self._new_slot = new_slot
         self._release_left = release_left
         self._closed_handle = ClosedHandle(status)
-        # The lock guards the handle of each slot against `repair` and `_release_owned` at once. No call is made under the lock.
+        # `repair` and `_release_owned` both replace the handle of a slot. The lock keeps two threads from doing so at once. No
+        # driver is called under the lock.
         self._lock = threading.RLock()
 
     # Slots
@@ -86,10 +87,10 @@ class DeviceSlots:
         return slot
 
     def repair(self, slot: Slot) -> None:
-        """Repair a slot's handle that its caller destroyed or bound elsewhere."""
+        """Repair a handle that a caller destroyed or bound elsewhere."""
         with slot.in_launch():
             if not slot.intact:
-                # The caller destroyed the handle, which the pool's count did not see.
+                # The caller destroyed the handle, and the pool has not yet counted that.
                 self.handles.count(handles_destroyed=1)
                 try:
                     self._replace_handle(slot, self.handles.create())
@@ -152,7 +153,7 @@ class DeviceSlots:
     def acquire(self, reference: StreamReference) -> Slot:
         """Return a slot bound to a stream.
 
-        It is the slot released last, or a new slot.
+        It is the idle slot that was released last, or a new slot.
         """
         idle = self.take_idle()
         slot = self.make_slot() if idle is None else idle
@@ -161,7 +162,7 @@ class DeviceSlots:
                 # A new thread has no context yet, and a launch by the driver needs a context.
                 self.driver.set_device(self.device)
                 slot = idle.successor()
-                # The set changes in one step, so an interrupt finds either slot in the set.
+                # The set changes in one step. So after an interrupt it has exactly one of the two slots.
                 self.slots ^= {idle, slot}
                 if slot.scratch_bytes and not _is_still_on(idle, reference):
                     slot.release_scratch()
@@ -177,14 +178,14 @@ class DeviceSlots:
         return slot
 
     def release(self, slot: Slot) -> None:
-        """Make a slot idle that its owner has left."""
+        """Make a slot idle after its owner has left it."""
         self.handles.count(handles_live=-1)
         stream = slot.watch() if slot.watch is not None else None
         try:
             if stream is None or slot.pointer == PER_THREAD_STREAM:
                 slot.release_scratch()
             else:
-                # The thread has ended, and it may have left its capture to another thread.
+                # The thread has ended, but another thread may continue its capture.
                 slot.forget_capture(over=False)
         finally:
             self.put_idle(slot)
@@ -192,7 +193,7 @@ class DeviceSlots:
     def empty(self) -> None:
         """Destroy all resources without an owner.
 
-        These are idle slots, free side slots, and blocks that were replaced.
+        These are idle slots, free side slots, and blocks that larger blocks have replaced.
         """
         collect = partial(self.scratch.free_passed, wait=True)
         do_all([self.sides.release_captured, self.handles.destroy_doomed, self.destroy_idle, self.sides.destroy_free, collect])
@@ -210,7 +211,7 @@ class DeviceSlots:
             self.defer_rest()
 
     def _end(self) -> None:
-        """Release the building handle and threads' slots not in use, then `empty`."""
+        """Release the building handle and unused slots of threads, then `empty`."""
         with self.handles.no_build() as nothing_is_built:
             if nothing_is_built:
                 self.handles.defer_builder()
@@ -218,7 +219,10 @@ class DeviceSlots:
         self.empty()
 
     def _release_owned(self) -> None:
-        """Release the slots that threads owned at the close, unless in use."""
+        """Release the slots that threads owned at the close.
+
+        A slot that a launch uses stays for a later try.
+        """
         in_use: list[Slot] = []
         try:
             for slot in take_each(self.owned):
@@ -248,7 +252,7 @@ class DeviceSlots:
     def destroy_rest(self) -> bool:
         """Retry destruction for a closed pool; return whether all is destroyed.
 
-        Left are resources that were in use or captured at the close, and resources whose destruction failed.
+        The retry concerns resources that were in use or captured at the close, and resources whose destruction failed.
         """
         try:
             with on_device(self.driver, self.device):
@@ -268,8 +272,8 @@ class DeviceSlots:
     def release_idle_scratch(self) -> None:
         """Free the scratch of idle slots and free side slots.
 
-        This also frees the scratch of forks that were dropped without leaving, of programs that were dropped without closing,
-        and blocks that wait for their stream.
+        This also frees the scratch of dropped forks and programs, and blocks that wait for their stream. A dropped fork was not
+        left, and a dropped program was not closed.
         """
         deferred.run_all()
         self._release_scratch()
@@ -312,9 +316,9 @@ class DeviceSlots:
 
 
 def _holders(slots: Iterable[Any]) -> list[int]:
-    """Count the references to each slot by its possible owners.
+    """Count the references to each slot from its possible owners.
 
-    The count leaves out the reference of the slot's watch, and that of the stream that the slot is bound on.
+    The count leaves out two references that a slot in use also has: from its watch's callback, and from its stream object.
     """
     return [
         getrefcount(slot) - (getattr(slot.watch, "__callback__", None) is not None) - (slot.owner is not None)
@@ -326,16 +330,16 @@ class _Alone:
     watch = owner = None
 
 
-# The count of a slot that only the container of all slots holds.
+# This is the count of a slot that only the set of all slots holds.
 (_NOBODY,) = _holders([_Alone()])
 
 
 def _is_still_on(idle: Slot, reference: StreamReference) -> bool:
     """Return whether a slot's last stream is the stream to bind.
 
-    Only then may the scratch stay with the slot. For another stream, the scratch could follow after an edge between the two
-    streams. But an edge means a call with the last stream, and that stream may not exist any more. A weak reference answers
-    until the stream's destructor has returned, and the destructor destroys the stream first.
+    Only then may the scratch stay with the slot. On another stream, the new work would have to wait for the last stream. That
+    takes a call with the last stream, which may no longer exist. Even a live weak reference does not prove that it exists: a
+    stream's destructor destroys the stream while the reference still answers.
     """
     # The per-thread default stream is a different stream in each thread.
     if idle.watch is None or idle.pointer == PER_THREAD_STREAM:

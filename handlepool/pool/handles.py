@@ -15,8 +15,8 @@ from handlepool.errors import OutOfMemoryError
 from handlepool.pool.deferred import deferred
 from handlepool.pool.status import Status
 
-# NVIDIA recommends one synchronous cudnnCreate before any that may run beside another (guarantee 14). The lock belongs to the
-# process, not to a pool, and every create holds it. That costs nothing: the binding holds the GIL through the call in any case.
+# NVIDIA recommends that the first cudnnCreate of a process has returned before another begins (guarantee 14). So one lock for
+# the whole process is held during each create. That costs nothing, because the binding holds the GIL through the call anyway.
 _create_lock = threading.RLock()
 
 _log = logging.getLogger("handlepool")
@@ -42,7 +42,7 @@ class DeviceHandles:
     Parameters
     ----------
     status : Status
-        Of the pool that owns the handles.
+        The status of the pool that owns the handles.
     driver : Driver
         The source of handles.
     device : int
@@ -55,12 +55,12 @@ class DeviceHandles:
     Attributes
     ----------
     counts : dict of int
-        By the names that `handlepool.pool.stats.MEANINGS` explains.
+        Counters by name; `handlepool.pool.stats.MEANINGS` explains the names.
     builder : cudnn.Handle or None
         The handle that builds graphs.
     build_lock : RLock
-        Held by the thread that uses `builder` (guarantee 1). It is reentrant: a finalizer that the collector runs in between
-        may build too, because the binding has returned by then.
+        Held by the thread that uses `builder` (guarantee 1). It is reentrant, so a finalizer that the collector runs under it
+        may build too. The binding is not active at such a time.
     builds : int
         Number of builds under way, in the thread that holds the lock.
     doomed : list of cudnn.Handle
@@ -80,7 +80,7 @@ class DeviceHandles:
         self._device = device
         self._make_room = make_room
         self._describe = describe
-        # The lock guards `counts`. No call is made under it.
+        # The lock guards `counts`. No driver is called under it.
         self._lock = threading.RLock()
 
     def count(self, **changes: int) -> None:
@@ -95,11 +95,11 @@ class DeviceHandles:
     def create(self, *, forgotten: bool = True) -> Handle:
         """Create a handle (guarantee 12).
 
-        When that fails, the call destroys idle resources and tries once more. After a second failure, the error names the
-        resource that is short. With ``forgotten``, the call also frees forks and programs that were dropped without leaving or
-        closing. Pass False where a lock is held, see `Deferred.run_all`.
+        If the driver cannot create a handle, the method destroys idle resources and tries once more. With ``forgotten``, it
+        also ends dropped forks and programs before the second try. Pass ``forgotten=False`` where a lock is held, see
+        `Deferred.run_all`. The error of the second failure gives the free memory and the pool's holdings.
         """
-        # Otherwise there would be more handles than the high-water mark allows.
+        # A handle whose destruction failed still exists. Without this, the new handle would raise the number beyond the peak.
         if self.doomed:
             try:
                 self.destroy_doomed()
@@ -152,9 +152,9 @@ class DeviceHandles:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Build alone in a ``with`` statement.
+        """Hold the right to build during a ``with`` statement.
 
-        Until its end, no `close` takes a handle of the device from this thread.
+        Meanwhile no other thread builds on the device, and no `close` takes a handle of the device from this thread.
         """
         # The method has two parts, because CPython 3.11 leaves the line of a `try` inside a `with` out of the block that
         # releases the lock.
@@ -171,9 +171,9 @@ class DeviceHandles:
 
     @contextmanager
     def no_build(self) -> Iterator[bool]:
-        """Return whether no build is under way, and keep it so.
+        """Yield whether no build is under way, and keep builds from beginning.
 
-        The method does not wait for a build. It also detects a build of this thread.
+        The method does not wait for a build. It also detects a build of the calling thread.
         """
         free = self.build_lock.acquire(blocking=False)
         try:
@@ -188,9 +188,10 @@ class DeviceHandles:
         The handle lives as long as the plans, which keep it.
         """
         if self.builder is None:
-            # `close()` sets `closed` before it takes the lock, so either `close()` or this thread sees the other.
+            # `close()` sets `closed` before it takes the lock. So either this thread sees `closed`, or `close()` sees the
+            # handle made here.
             self._status.check()
-            # The build lock is held here, so the deferred steps may not run.
+            # The build lock is held here, so deferred steps must not run.
             made = self.create(forgotten=False)
             self.builder = made if self.builder is None else self.builder
             # A finalizer that the collector ran meanwhile has built too.

@@ -1,22 +1,22 @@
 """Hold the library's part of a pool: status, slots, devices and plans.
 
-Slots are found by (thread, device, stream). `HandlePool` is the users' class. `HandlePool.internals` leads here, and nothing
-here is public.
+Slots are found by (thread, device, stream). `HandlePool` is the public class, and its attribute `internals` refers to the class
+here. Nothing in this module is public.
 
 The promises of a pool, and their foundations:
 
 - A hit takes no lock. The slot of a CuPy-owned stream lives on the stream object, in a thread-local attribute. So neither
-  another thread nor another stream can find it. The slot itself tells whether it is still good. ``slot.owner is status`` fails
-  for a slot that was released or belongs to another pool. ``handle.stream is slot.pointer`` fails for a handle that its caller
-  destroyed (its stream is None then) or bound elsewhere. The hit asks for the device first and hands it to CuPy's
-  `get_current_stream`, which would otherwise ask for it again. That is one CUDA call a hit. It covers the default streams too,
-  whose one object stands for a stream of each device. (Guarantees 1, 2, 3, 4.)
-- A thread's slots hang on a thread-local object whose end leaves them behind. A stream's end leaves its slots behind through a
-  weak reference's callback. Either is one append to a deque, which is atomic and calls nothing. So it may happen in a
-  destructor, in the collector while this thread holds a lock, or after the interpreter has begun to exit. The next miss, fork
-  or `trim` takes the slots in.
-- A lock is held for list and count changes alone, never across a driver call or user code. Locks are reentrant, because a
-  user's finalizer that the collector runs just then may call `trim`.
+  another thread nor another stream can find it. Three comparisons show whether the slot is still valid. ``slot.owner is
+  status`` fails for a slot that was released or belongs to another pool. ``handle.stream is slot.pointer`` fails for a handle
+  that its caller destroyed (its stream is None then) or bound elsewhere. ``slot.device == device`` fails for a default stream
+  on another device, because one object stands for the default streams of all devices. A hit makes one call to CUDA: it asks for
+  the device, and passes the device on to CuPy's `get_current_stream`. (Guarantees 1, 2, 3, 4.)
+- At the end of a thread, the destructor of a thread-local object leaves the thread's slots behind. At the end of a stream, a
+  weak reference's callback does so with the stream's slots. To leave a slot behind is an append to a deque, which is atomic and
+  calls nothing. So it is safe in a destructor, in the collector while this thread holds a lock, and after the interpreter has
+  begun to exit. The next miss, fork or `trim` takes the slots in.
+- A lock is held only for changes of lists and counts, never across a driver call or user code. Locks are reentrant, because the
+  collector may run a user's finalizer under a lock, and the finalizer may call `trim`.
 """
 
 import logging
@@ -45,34 +45,34 @@ _log = logging.getLogger("handlepool")
 
 
 class PoolInternals:
-    """The library's part of a pool; not public.
+    """The library's part of a pool.
 
     Parameters
     ----------
     choice : str, Driver or None
-        As `HandlePool`'s ``driver``.
+        The argument ``driver`` of `HandlePool`.
     scratch_limit, idle_limit, plan_limit, checked, strict
         As in `HandlePool`.
 
     Attributes
     ----------
     status : Status
-        Says whether the pool can be used.
+        Tells whether the pool can be used.
     plans : PlanCache
         The compiled graphs of graph functions.
     plan_files : PlanDirectory or None
-        The directory that keeps plans beyond the process.
+        The directory that keeps plans for later processes.
     devices : dict of DeviceSlots
         The pool's resources by device ordinal. `device` adds a missing entry.
     is_default : bool
         Whether the pool is known to be the default pool.
     is_shared : bool
-        Whether libraries share the pool: the default pool that `default_pool` made, and its substitutes. `close` trims a shared
-        pool.
+        Whether libraries share the pool. This holds for the default pool that `default_pool` made, and for its substitutes.
+        `close` only trims a shared pool.
     get_handle, slot : callable
-        Of a stream, as in `HandlePool.get_handle`: this thread's handle and slot.
+        Return this thread's handle, or its slot, for a stream. The argument is as in `HandlePool.get_handle`.
     current_device : callable
-        As `Driver.current_device`, without a call to CUDA where there is one device.
+        Does the same as `Driver.current_device`, without a call to CUDA on a machine with one device.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class PoolInternals:
             self.devices[slot.device].release(slot)
 
     def trim(self, *, captured: bool = False) -> None:
-        """Trim as `HandlePool.trim`."""
+        """Do the work of `HandlePool.trim`."""
         self.status.check()
         self.status.diagnose(None)
         deferred.run_all()
@@ -197,12 +197,12 @@ class PoolInternals:
         _log.debug("trimmed: %s", {name: change for name, change in (self.stats() - before).items() if change})
 
     def trim_if_usable(self) -> None:
-        """Trim the pool, unless it cannot be used any more."""
+        """Trim the pool if it can still be used."""
         if not self.status.unusable and self.status.lost(None) is None:
             self.trim()
 
     def close(self) -> None:
-        """Close as `HandlePool.close`."""
+        """Do the work of `HandlePool.close`."""
         status = self.status
         if status.forked:
             return
@@ -212,8 +212,8 @@ class PoolInternals:
         if not (status.closed and self._live.is_empty() and all(map(DeviceSlots.is_empty, self.devices.values()))):
             status.close()
             if status.poison is not None or status.lost(None) is not None:
-                # Nothing can be destroyed after a lost context, and a try would make CuPy's destructors complain. The process
-                # ends soon.
+                # The context is lost, so nothing can be destroyed, and an attempt would make CuPy's destructors print errors.
+                # The process has to end anyway.
                 return
             self.plans.clear()
             for slot in self._live.take_all():
@@ -227,9 +227,9 @@ class PoolInternals:
         live_pools.discard(self)
 
     def _destroy_closed(self) -> None:
-        """Destroy the resources that `close` left to its threads.
+        """Destroy resources of a closed pool that `close` left in use.
 
-        This thread's call may be the first after a launch that was under way.
+        The calling thread may have been inside a launch then, and its resources are free now.
         """
         if self.status.closed and not self.status.untouchable:
             for device in list(self.devices.values()):
@@ -256,7 +256,7 @@ class PoolInternals:
         if self.checked:
             driver = CheckedDriver(driver)
         self.status.driver = driver
-        # With one device there is no need to ask CUDA. `int()` returns 0, the device's ordinal, for half the price.
+        # A single device has the ordinal 0. `int()` returns 0 in half the time of a call to CUDA.
         self.current_device = int if driver.device_count() == 1 else driver.current_device
         self._use(driver.current_stream, self.status, self.current_device)
         return driver
@@ -268,8 +268,8 @@ class PoolInternals:
             made = DeviceSlots(
                 self.status, self.driver, ordinal, self._scratch_limit, self._idle_limit, self._new_slot, self.release_left
             )
-            # This is one atomic step, for threads and for a finalizer that comes while `made` is made. A losing duplicate owns
-            # no resources yet.
+            # Another thread or a finalizer may have added the device meanwhile. `setdefault` is one atomic step, so all get the
+            # same object. A losing duplicate owns no resources yet.
             device = self.devices.setdefault(ordinal, made)
         return device
 
@@ -280,7 +280,7 @@ class PoolInternals:
         return self._live.of_other_threads()
 
     def stats(self, device: int | None = None) -> Stats:
-        """Count as `HandlePool.stats`."""
+        """Do the work of `HandlePool.stats`."""
         total = Stats(dict.fromkeys(MEANINGS, 0))
         for ordinal in list(self.devices) if device is None else [device]:
             slots = self.devices.get(ordinal)
@@ -300,8 +300,8 @@ class PoolInternals:
 def _after_fork() -> None:
     """Let a forked child load drivers.
 
-    The parent may have been loading a driver in another thread. Before Python 3.12 a `cached_property` has one lock for all
-    objects of the class. Another thread of the parent may hold it.
+    Before Python 3.12, a `cached_property` has one lock for all objects of the class. A thread of the parent that was loading a
+    driver may have held this lock during the fork, so the child replaces the lock.
     """
     loading = vars(PoolInternals)["driver"]
     if hasattr(loading, "lock"):

@@ -14,14 +14,14 @@ from handlepool.pool.context import ThreadToken, thread
 Shortcut = Callable[[Any, tuple[Any, ...], Any], Any]
 MOST_RECOLLECTED = 1024
 MOST_SHORTCUTS = 16
-"""Geometries that share a shortcut's key.
+"""The maximum number of shortcuts under one key, one for each geometry.
 
-Each try of a geometry costs a fiftieth of a launch. Without a shortcut, a launch is slower.
+A call tries them in turn, at a fiftieth of a launch each. A call whose shortcut was dropped is slower.
 """
 
 
 class CachedPlan(Protocol):
-    """A cached plan, for the cache: see `handlepool.graphs.plan.Plan`."""
+    """The part of `handlepool.graphs.plan.Plan` that the cache knows."""
 
     @property
     def device(self) -> int:
@@ -29,7 +29,7 @@ class CachedPlan(Protocol):
 
     @property
     def copies(self) -> Sequence[OperandCopy]:
-        """Return the operands that each launch copies."""
+        """Return the operands that each launch copies for cuDNN."""
 
 
 P = TypeVar("P", bound=CachedPlan)
@@ -44,7 +44,7 @@ class _Build(Generic[P]):
     def __init__(self) -> None:
         # The building thread holds the lock until the build succeeds or fails.
         self.lock = threading.RLock()
-        # The thread that builds. It is None afterwards.
+        # This is the thread that builds. It is None after the build.
         self.thread: ThreadToken | None = thread.token
         self.plan: P | None = None
         self.error: Exception | None = None
@@ -54,9 +54,9 @@ class _Build(Generic[P]):
 def _retold(error: BaseException, cause: BaseException | None = None) -> BaseException:
     """Copy another thread's error and its cause, without their tracebacks.
 
-    The frames of a traceback keep all objects of its callers.
+    A traceback holds frames, and so all objects of the callers.
     """
-    # The constructor is left out, because it may take other arguments.
+    # `__init__` is not called, because it may take other arguments than `args`.
     told = type(error).__new__(type(error), *error.args)
     told.__dict__.update(error.__dict__)
     if cause is not None:
@@ -71,9 +71,10 @@ class Entry(Generic[P]):
     ----------
     plan : Plan
     used : int
-        Time of the last use, as `PlanCache.tick` tells it.
+        Time of the last use, as a number from `PlanCache.tick`.
     shortcuts : dict
-        Shortcuts made from the plan, by key in `PlanCache.shortcuts`; None where its driver has no shortcut.
+        The shortcuts that launch the plan, by their key in `PlanCache.shortcuts`. The value None means that the driver has no
+        shortcut for it.
     """
 
     __slots__ = ("plan", "shortcuts", "used")
@@ -85,7 +86,7 @@ class Entry(Generic[P]):
 
 
 class Recollection(dict[Hashable, Any]):
-    """Values by key; a full table forgets all of them."""
+    """A bounded table that forgets all its values when it is full."""
 
     def __setitem__(self, key: Hashable, value: Any) -> None:
         if len(self) >= MOST_RECOLLECTED:
@@ -97,33 +98,34 @@ class PlanCache(Generic[P]):
     """Plans by key; the least recently used plan leaves first.
 
     A build runs without the cache's lock, since it calls the user's function. Threads that ask for the same key meanwhile wait
-    for the build. They get its plan, or each an error like the builder's. A failed build leaves no entry behind: a later call
-    tries again.
+    for the build. Each of them gets the plan, or a copy of the builder's error. A failed build leaves no entry behind, so a
+    later call builds again.
 
     Parameters
     ----------
     limit : int
-        Most plans of one device.
+        The maximum number of plans for one device.
 
     Attributes
     ----------
     shortcuts : dict of list
-        Functions that launch a plan at once (`Executable.shortcut`), by a key that is quicker to make than a plan's key. Such a
-        key may stand for several plans, so each function of its list is tried. Read without the lock.
+        Functions that launch a plan without a cache lookup (`Executable.shortcut`), by a key that is quicker to make than a
+        plan's key. Such a key may stand for several plans, so a call tries each function of its list. The attribute is read
+        without the lock.
     tick : callable
         Returns the time: a number that grows from call to call.
     fused_parts : Recollection
-        The parts of an operation's epilogue that its plan contains, where that is not the default. Refused plans and
-        measurements tell the parts.
+        For some operations, the parts of the epilogue that their plans contain. An entry deviates from the default, because
+        cuDNN refused the default plan or a measurement found a quicker one.
     sites : Recollection
-        By a plan's identity, the other forms of the operation that the plan is of (`handlepool.graphs.choices.Site`).
+        For the identity of a plan, the other forms of the plan's operation (`handlepool.graphs.choices.Site`).
     recent : Entry or None
-        The entry whose shortcut was used last. A repeated use need not set its time again.
+        The entry whose shortcut was used last. If the next call uses the same entry, it need not set the time again.
     """
 
     def __init__(self, limit: int = 512) -> None:
         self.limit = limit
-        # The keys are device ordinals.
+        # The keys are device ordinals, the values counters by name.
         self._counts: dict[int, Counter[str]] = defaultdict(Counter)
         self.shortcuts: dict[Hashable, list[Shortcut]] = {}
         self.tick = count().__next__
@@ -133,11 +135,11 @@ class PlanCache(Generic[P]):
         self._dropped = False
         self._plans: dict[int, dict[Hashable, Entry[P]]] = {}
         self._builds: dict[Hashable, _Build[P]] = {}
-        # The values are the arguments of the errors.
+        # Builds that cuDNN refused are not tried again. The values are the arguments of the errors.
         self._refusals: OrderedDict[tuple[int, Hashable], tuple[Any, ...]] = OrderedDict()
         # The lock guards the attributes above. A hit takes no lock. The lock is reentrant, because a finalizer that the
-        # collector runs inside may use the cache again (guarantee 10). So every section under it stays correct if the
-        # dictionaries change between any two of its steps.
+        # collector runs inside may use the cache again (guarantee 10). So each section under the lock is written for
+        # dictionaries that may change between any two of its steps.
         self._lock = threading.RLock()
 
     def use(self, entry: Entry[Any]) -> None:
@@ -147,7 +149,7 @@ class PlanCache(Generic[P]):
         entry.used = self.tick()
 
     def get(self, device: int, key: Hashable) -> P | None:
-        """Return a key's plan, now the most recently used, or None."""
+        """Return a key's plan, now marked as used, or None."""
         plans = self._plans.get(device)
         entry = None if plans is None else plans.get(key)
         if entry is None:
@@ -159,7 +161,7 @@ class PlanCache(Generic[P]):
     def watch(self) -> int:
         """Return the present time, for `used_since`.
 
-        Every use after this call sets the time of its plan.
+        Each later use of a plan gets a later time.
         """
         self.recent = None
         return self.tick()
@@ -167,7 +169,7 @@ class PlanCache(Generic[P]):
     def used_since(self, device: int, time: int) -> list[P]:
         """Return a device's plans that any thread used after a `watch` time.
 
-        The plan used last comes last.
+        They are in the order of their last uses.
         """
         entries = [entry for entry in list(self._plans.get(device, {}).values()) if entry.used > time]
         return [entry.plan for entry in sorted(entries, key=lambda entry: entry.used)]
@@ -175,7 +177,7 @@ class PlanCache(Generic[P]):
     def add_shortcut(self, device: int, key: Hashable, shortcut: Hashable, make: Callable[[Entry[P]], Shortcut | None]) -> None:
         """Add a shortcut to a key's plan, unless it is there.
 
-        The shortcut stays as long as the plan stays in the cache.
+        The shortcut is dropped together with the plan.
         """
         with self._lock:
             entry = self._plans.get(device, {}).get(key)
@@ -183,7 +185,7 @@ class PlanCache(Generic[P]):
                 return
             entry.shortcuts[shortcut] = made = make(entry)
             if made is not None:
-                # The list is a new list, because another thread may iterate over the former list. The newest shortcut is tried
+                # A new list is made, because another thread may be iterating over the old list. The newest shortcut comes
                 # first.
                 self.shortcuts[shortcut] = [made, *self.shortcuts.get(shortcut, ())][:MOST_SHORTCUTS]
 
@@ -218,19 +220,19 @@ class PlanCache(Generic[P]):
                             "the build of its graph; call it after the build"
                         )
                     with running.lock, self._lock:
-                        # An interrupt may have come in the last steps of the build.
+                        # An interrupt in the last steps of the build may have left its entry behind.
                         if self._builds.get((device, key)) is running:
                             del self._builds[device, key]
                     if running.plan is not None:
                         return running.plan
                     if running.error is not None:
                         raise _retold(running.error) from _retold(running.error, running.error.__cause__)
-                    # The builder was interrupted. The interrupt was meant for the builder's thread alone, so another thread
-                    # builds.
+                    # The builder was interrupted. That concerned only the builder's thread, so this thread builds now.
         finally:
             # This line makes no call, so no interrupt comes before it.
             mine.thread = None
-            # Otherwise an error, its traceback and this frame would keep each other alive, with all objects of the callers.
+            # An error refers to its traceback, and the traceback to this frame. If the frame still referred to the error, the
+            # cycle would keep all objects of the callers alive.
             running = mine
             del mine, running
 
@@ -244,7 +246,7 @@ class PlanCache(Generic[P]):
             raise
         finally:
             self._end_build(device, key, mine)
-            # The reason is the same as in `get_or_build`: the frame of an error must not keep the build alive.
+            # As in `get_or_build`, the frame must not refer to the build, because the build refers to the error.
             del mine
 
     def put(self, device: int, key: Hashable, plan: P) -> None:
@@ -281,7 +283,8 @@ class PlanCache(Generic[P]):
             if build.plan is not None:
                 self._keep(device, key, build.plan)
             elif isinstance(build.error, GraphNotSupportedError):
-                # A call with a fallback asks for the plan each time, and cuDNN takes milliseconds to refuse it.
+                # The refusal is kept. A call with a fallback asks for the refused plan each time, and cuDNN would take
+                # milliseconds to refuse it again.
                 self._refusals[device, key] = build.error.args
                 while len(self._refusals) > self.limit:
                     self._refusals.popitem(last=False)
@@ -293,7 +296,7 @@ class PlanCache(Generic[P]):
     def drop(self) -> None:
         """Forget every plan for good, at exit.
 
-        The lock is not taken, because in a forked child a thread of the parent may hold it.
+        The lock is not taken. In a forked child, it may have been locked by a thread of the parent.
         """
         self._dropped = True
         self._clear()
@@ -306,7 +309,10 @@ class PlanCache(Generic[P]):
         self.recent = None
 
     def clear(self) -> None:
-        """Forget every plan; plans in use live on with their users."""
+        """Forget every plan.
+
+        A plan in use lives as long as its user.
+        """
         with self._lock:
             self._clear()
             self._refusals.clear()
@@ -325,7 +331,7 @@ class PlanCache(Generic[P]):
     def drop_shortcuts(self, key: Hashable, shape: tuple[int, ...]) -> None:
         """Forget shortcuts by option key and shape of the first array.
 
-        Their operation takes another form from now on. The plans stay.
+        The operation of these shortcuts uses another plan from now on. The cached plans stay.
         """
         with self._lock:
             gone = [shortcut for shortcut in list(self.shortcuts) if isinstance(shortcut, tuple) and shortcut[1:] == (key, shape)]
@@ -337,7 +343,7 @@ class PlanCache(Generic[P]):
             self.recent = None
 
     def count_copies(self, plan: P) -> None:
-        """Count the operands that a launch of a plan copied."""
+        """Count the operands that one launch of a plan copied."""
         with self._lock:
             self._counts[plan.device].update(
                 operands_copied=len(plan.copies), bytes_copied=sum(copy.nbytes for copy in plan.copies)

@@ -1,9 +1,9 @@
 """Keep built plans in a directory, for this process and later processes.
 
-The folder belongs to one user. Each file starts with a digest. A reader reads the whole file, and checks the digest before it
-looks at the contents. The digest finds damage. Writers of the folder are trusted, since a plan has kernels in it. An unusable
-file is passed over, and written anew once the plan was built. No lock is held: a file gets its own name by one rename, so a
-reader finds all of the file or no file. A process that is killed leaves no file under that name.
+The directory belongs to one user. Each file starts with a digest, which reveals damage. A reader checks the digest before it
+uses the contents. The digest does not protect against attackers: a plan contains kernels, so every writer of the directory is
+trusted. An unusable file is ignored, and is replaced once the plan has been built. No lock is held. A file is written under
+another name and then renamed. So a reader finds the whole file or no file, even if the writer is killed.
 """
 
 import json
@@ -27,24 +27,27 @@ from handlepool.errors import ArgumentError
 
 VARIABLE = "HANDLEPOOL_PLAN_DIRECTORY"
 MOST_BYTES = 512 * 2**20
-"""Most bytes of all files of a directory.
+"""The maximum number of bytes of all files of a directory.
 
 The least recently used files are removed first.
 """
 MOST_OF_ONE = 64 * 2**20
-"""Bytes of one file."""
+"""The maximum number of bytes of one file."""
 _FIRST = b"handlepool plan 1\n"
 _LENGTH = struct.Struct("<I")
 _ENDING = ".plan"
 _UNFINISHED = ".part"
 _PLANS = re.compile(r"[0-9a-f]{40}\.plan")
 _PARTS = re.compile(r"[0-9a-f]{16}\.part")
-"""Names of our own files.
+"""The names of unfinished files.
 
-A directory may hold other files, which this module neither reads nor removes.
+This module reads and removes only files whose names match `_PLANS` or `_PARTS`.
 """
 _STALE = 3600.0
-"""Seconds after which an unfinished file belongs to a killed process."""
+"""The age in seconds of an unfinished file that can be removed.
+
+The process that wrote an older file was probably killed.
+"""
 _DIGEST = sha256().digest_size
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -60,7 +63,7 @@ class PlanFile:
     used : float
         Time of its last use, in seconds since 1970.
     key : str or None
-        The key of the plan; None where the file cannot be used.
+        The key of the plan; None if the file is unusable.
     plan : SavedPlan or None
     """
 
@@ -77,25 +80,25 @@ class PlanDirectory:
     Parameters
     ----------
     path : str or path
-        Made for this user alone where there is no directory. A relative path starts at the working directory of now. A later
-        change of that directory has no effect.
+        Path of the directory. A missing directory is made, for this user alone. A relative path is resolved at once, so a later
+        change of the working directory has no effect.
     most : int
-        Bytes of all files.
+        The maximum number of bytes of all files.
 
     Raises
     ------
     ArgumentError
-        For an object that is no path, a path that is no directory, a directory that other users may write to, and a symbolic
-        link.
+        For an object that is no path, and for a path that is no directory. Also for a symbolic link, and for a directory that
+        other users may write to.
     """
 
     def __init__(self, path: str | os.PathLike[str], most: int = MOST_BYTES) -> None:
         self.path = absolute(path)
         self._most = most
-        # Bytes written since the last look at the directory's size; None before the first look.
+        # This counts the bytes written since the directory's size was last measured. None means that it was not yet measured.
         self._written: int | None = None
         self._counts: Counter[str] = Counter()
-        # The lock guards the counts. No call that waits is made under it.
+        # The lock guards the counts. Nothing under it can block.
         self._lock = threading.RLock()
         try:
             for path in (*reversed(self.path.parents), self.path):
@@ -111,7 +114,7 @@ class PlanDirectory:
     def load(self, key: str) -> SavedPlan | None:
         """Return the plan saved under a key.
 
-        It is None where there is no usable file.
+        Return None if there is no usable file.
         """
         try:
             directory = self._open()
@@ -147,9 +150,9 @@ class PlanDirectory:
             os.close(directory)
 
     def save(self, key: str, plan: SavedPlan) -> None:
-        """Keep a plan.
+        """Save a plan, if possible.
 
-        A directory that is full, or cannot be written, is no error: a later process builds the plan again.
+        A full or read-only directory is no error. A later process then builds the plan again.
         """
         data = _encoded(key, plan)
         if len(data) > min(MOST_OF_ONE, self._most):
@@ -169,9 +172,9 @@ class PlanDirectory:
             os.close(directory)
 
     def files(self) -> Iterator[PlanFile]:
-        """Yield every file of ours, the most recently used first.
+        """Yield the plan files, the most recently used first.
 
-        A file that cannot be read has no key and no plan.
+        An unusable file has neither key nor plan.
 
         Raises
         ------
@@ -191,7 +194,7 @@ class PlanDirectory:
             os.close(directory)
 
     def clear(self) -> int:
-        """Remove every file of ours; return their number.
+        """Remove all plan files; return their number.
 
         Raises
         ------
@@ -217,10 +220,10 @@ class PlanDirectory:
             self._counts[name] += 1
 
     def _open(self) -> int:
-        """Open the directory, check its owner and mode, and return it.
+        """Open the directory, check its owner and mode, and return its descriptor.
 
-        The files are then opened relative to the descriptor. Other users could replace the directory between two look-ups of
-        its path.
+        Files are then opened relative to the descriptor. If each file were opened by its path, another user could replace the
+        directory after the check.
         """
         try:
             directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -244,7 +247,8 @@ class PlanDirectory:
     def _bound(self, directory: int, written: int) -> None:
         """Remove the least recently used files of an oversized directory.
 
-        The first write of a process looks at the size, and then a write after each sixteenth of the bound.
+        The size is measured at the first write of a process, and again whenever the process has written a sixteenth of the
+        bound.
         """
         with self._lock:
             due = self._written is None or self._written + written > self._most // 16
@@ -252,7 +256,7 @@ class PlanDirectory:
         if not due:
             return
         for changed, name, _ in _listed(directory, _PARTS):
-            # The difference is absolute, because a clock may have been set back since.
+            # The absolute difference also covers a clock that was set back meanwhile.
             if abs(time.time() - changed) > _STALE:
                 _remove(name, directory)
         files = sorted(_listed(directory, _PLANS))
@@ -271,7 +275,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
         raise ArgumentError(f"plan_directory={shown(path)}; it must be the path of a directory, as text or a pathlib.Path")
     try:
         return Path(text).expanduser().absolute()
-    # The user's home may be unknown, or the process may be in a directory that was removed.
+    # The user's home may be unknown, or the working directory may have been removed.
     except (RuntimeError, OSError) as error:
         raise ArgumentError(f"plan_directory={shown(text)} cannot be found: {error}; pass a path from the root") from error
 
@@ -279,7 +283,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 def _encodable(path: str) -> bool:
     try:
         os.fsencode(path)
-    # The path may hold half of a surrogate pair.
+    # Half of a surrogate pair cannot be encoded.
     except UnicodeEncodeError:
         return False
     return True
@@ -300,14 +304,14 @@ def _encoded(key: str, plan: SavedPlan) -> bytes:
 def _decoded(data: bytes) -> tuple[str, SavedPlan] | None:
     """Return the key and plan of a file, or None.
 
-    It is None for a damaged or foreign file.
+    None means that the file is damaged or from another program.
     """
     start = len(_FIRST) + _DIGEST
     rest = memoryview(data)[start:]
     if not data.startswith(_FIRST) or len(rest) < _LENGTH.size or sha256(rest).digest() != data[len(_FIRST) : start]:
         return None
     (length,) = _LENGTH.unpack_from(rest)
-    # Another program may have written other contents, with their digest.
+    # Even with a right digest, another program may have written contents of another form.
     try:
         head = json.loads(str(rest[_LENGTH.size : _LENGTH.size + length], "ascii"))
         names = "key", "engine", "workspace_size", "candidates", "early"
@@ -332,10 +336,10 @@ def _read(name: str, directory: int, *, touch: bool = True) -> bytes:
         if touch:
             try:
                 os.utime(file)
-            # The directory may be root's, or read-only.
+            # The time of use cannot be noted in a directory that belongs to root, or that is read-only.
             except OSError:
                 pass
-        # One call reads the whole file, as Linux reads files up to 2 GiB. A shorter result fails the digest and is passed over.
+        # On Linux, one call reads up to 2 GiB, so the whole file. A shorter result would fail the digest check.
         return os.read(file, found.st_size)
     finally:
         os.close(file)

@@ -1,4 +1,4 @@
-"""Offer the pool to users.
+"""Define the public class of pools.
 
 The library's own part of a pool is in `handlepool.pool.internals`.
 """
@@ -25,40 +25,41 @@ _OFF = ("", "0", "off", "no", "false")
 class HandlePool:
     """A pool of cuDNN handles and workspaces per thread, device and stream.
 
-    The pool makes each of them on the first request.
+    The pool makes a handle or workspace on the first request for it.
 
     Parameters
     ----------
     driver : {"cuda", "host"} or Driver, optional
-        Without a value `handlepool.drivers.choose` decides. The driver is loaded at the first use, not here.
+        By default `handlepool.drivers.choose` decides. The driver is loaded at the first use of the pool.
     scratch_limit : int, optional
-        Most bytes of scratch on each device, all slots together.
+        The maximum number of scratch bytes on each device, for all slots together. By default there is no limit.
     idle_limit : int
-        Most handles of one device that the pool keeps for later threads and streams. Handles of side slots do not count.
+        The maximum number of idle handles on each device, which the pool keeps for later threads and streams. Handles of side
+        slots do not count.
     plan_limit : int
-        Most compiled graphs of one device that the pool keeps.
+        The maximum number of compiled graphs that the pool keeps for each device.
     check : bool, optional
-        Whether to check rules that cuDNN and CuPy leave unchecked. Only the owning thread may use a handle. A workspace is for
-        its own stream. Concurrent branches must not use ``cupy.fft`` or ``cupy.random``. Operations, and branches that return
-        new arrays, change only the arguments that they declare; the host waits for them to check this. On the host driver, any
-        two accesses to an array must be ordered if either writes. Without a value, the environment variable
-        ``HANDLEPOOL_CHECK`` decides: unset, ``0``, ``off``, ``no`` and ``false`` are off. Calls cost more with checks, and no
-        more without.
+        Whether to check the following rules, which cuDNN and CuPy leave unchecked. Only the owning thread may use a handle.
+        Only a workspace's own stream may use it. Concurrent branches must not use ``cupy.fft`` or ``cupy.random``. An
+        operation, or a branch that returns new arrays, may change only the arguments that it declares. For this check the host
+        waits for the operation or branch. On the host driver, any two accesses to an array must be ordered if either writes. By
+        default, the environment variable ``HANDLEPOOL_CHECK`` decides: unset, ``0``, ``off``, ``no`` and ``false`` mean no
+        checks. Without checks, calls cost nothing extra.
     strict : bool
-        Whether arrays of the host driver refuse the same uses as CuPy's arrays: implicit conversion to NumPy, and NumPy arrays
-        as operands beside them. Such pools share a driver of their own. CuPy's arrays are strict without it.
+        Whether arrays of the host driver refuse implicit conversion to NumPy, and NumPy arrays as other operands. CuPy's arrays
+        always refuse both. All strict pools share one driver, and pools that are not strict share another.
     plan_directory : str or path, optional
-        Directory that keeps compiled graphs for later processes, which then plan nothing. The pool makes a missing directory
-        for this user alone. A relative path starts at the working directory of now. Without a value, the environment variable
-        ``HANDLEPOOL_PLAN_DIRECTORY`` decides. The pool looks for files by graph, settings, versions and device, and passes over
-        a damaged or foreign file. An ArgumentError is raised where other users may write to the directory.
+        Directory that keeps compiled graphs for later processes, which then need not plan them again. The pool makes a missing
+        directory for this user alone. A relative path is resolved at once. By default, the environment variable
+        ``HANDLEPOOL_PLAN_DIRECTORY`` decides. A file is found by graph, settings, versions and device. A damaged or foreign
+        file is ignored. A directory that other users may write to raises ArgumentError.
 
     Notes
     -----
-    A pool lives until `close`, or to the end of a ``with`` statement over it. Losing the last reference to it closes nothing,
-    because destroying handles calls CUDA. That must not happen at a time the collector chooses.
+    A pool lives until `close`, or to the end of a ``with`` statement over the pool. Dropping the last reference does not close
+    it. Closing destroys handles, which calls CUDA, and the collector might do so at a bad time.
 
-    The attribute ``internals`` is the library's own and not public. It may change without notice.
+    The attribute ``internals`` is not public and may change without notice.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class HandlePool:
         strict: bool = False,
         plan_directory: str | os.PathLike[str] | None = None,
     ) -> None:
-        # A pool with checks wraps its driver, and the new pool needs the inner driver.
+        # The argument may be the driver of a pool with checks, which is a wrapper. The new pool needs the inner driver.
         driver = getattr(driver, "__dict__", {}).get("checked_driver", driver)
         made = hasattr(type(driver), "current_device")
         if not (driver is None or isinstance(driver, str) or made):
@@ -107,23 +108,25 @@ class HandlePool:
 
         Parameters
         ----------
-        None for CuPy's current stream; a CuPy stream, any object with ``__cuda_stream__`` (torch from 2.10 on, JAX, cuda.core),
-        or a ``cudaStream_t`` as an integer. CuPy does not see torch's current stream: pass ``torch.cuda.current_stream()``.
+        stream : stream, int or None
+            None for CuPy's current stream; a CuPy stream, any object with ``__cuda_stream__`` (torch from 2.10 on, JAX,
+            cuda.core), or a ``cudaStream_t`` as an integer. CuPy does not see torch's current stream: pass
+            ``torch.cuda.current_stream()``.
 
         Returns
         -------
         cudnn.Handle
-            Bound to the stream. The calling thread may use it, and the pool owns it. Do not destroy it, and do not keep it for
-            another thread or stream. Ask again, which costs next to nothing.
+            A handle that is bound to the stream. The pool owns the handle, so do not destroy it. Only the calling thread may
+            use it, and only for this stream. For another thread or stream, call `get_handle` again, which costs next to
+            nothing.
 
         Raises
         ------
         DeviceMismatchError
-            When the stream belongs to another device than the current device.
+            When the stream does not belong to the current device.
         StreamError
-            When the object is no stream.
-        PoolClosedError, ForkedProcessError, PoisonedContextError, OutOfMemoryError, DriverNotAvailableError
-            As their names say; each message names the remedy.
+            When the object is no stream. PoolClosedError, ForkedProcessError, PoisonedContextError, OutOfMemoryError,
+            DriverNotAvailableError As their names say; each message names the remedy.
         """
         return self.internals.slot(stream).handle
 
@@ -140,9 +143,10 @@ class HandlePool:
         Returns
         -------
         array, shape (nbytes,), uint8
-            The caller's until the next `get_workspace` of the same thread, device and stream. It is 256-byte aligned. Another
-            stream never shares it, nor does the scratch of our own launches. Contents are not kept. A branch without a free
-            side stream runs on its caller's stream, and gets the scratch of its caller.
+            Memory for the caller's use until the next `get_workspace` of the same thread, device and stream. It is aligned to
+            256 bytes. It overlaps neither the workspace of another stream nor the scratch of this library's launches. Contents
+            are not kept. A branch that found no free side stream runs on its caller's stream, and gets the workspace of that
+            stream.
 
         Raises
         ------
@@ -158,20 +162,22 @@ class HandlePool:
         except Exception as error:
             pool.status.diagnose(error)
             if pool.status.closed:
-                # A close took the slot and its scratch meanwhile. So the pool's own error replaces any other error.
+                # A close may have taken the slot and its scratch meanwhile. Then the pool's own error replaces this error.
                 pool.status.check()
             raise
 
     def prewarm(self, *, states: int = 0, workspace: int = 0, stream: object = None) -> None:
-        """Make the handles and scratch of first calls in advance.
+        """Make handles and scratch before they are needed.
 
-        The call makes this key's handle and scratch, and side slots for forks. With side slots it also loads the kernel that
-        measures a function's writes at its first call, since loading a kernel may wait for the device.
+        The call makes the handle and scratch for this thread, device and stream, and side slots for forks. With side slots, it
+        also loads a kernel. The first call of a function in a branch needs this kernel to measure the function's writes, and
+        loading it then might wait for the device.
 
         Parameters
         ----------
         states : int
-            Side slots to have on the current device, each with a handle (8 to 10 MiB, 1.3 ms) and ``workspace`` bytes.
+            Number of side slots to have on the current device. Each has a handle (8 to 10 MiB, made in 1.3 ms) and
+            ``workspace`` bytes.
         workspace : int
             Bytes of scratch for the launches of each side slot.
         stream : stream, optional
@@ -189,7 +195,7 @@ class HandlePool:
         own = self.internals.slot(stream)
         own.reserve(workspace)
         self.internals.device(own.device).sides.prewarm(states, workspace)
-        # Branches that run Python are measured at their first calls.
+        # A branch that runs Python is measured at the first call of its function. The kernel for that is loaded now.
         if states:
             driver = self.internals.driver
             with on_device(driver, own.device), driver.relaxed():
@@ -198,18 +204,18 @@ class HandlePool:
     def trim(self, *, captured: bool = False) -> None:
         """Destroy idle handles, idle scratch, and blocks that were replaced.
 
-        Idle handles and scratch belong to no thread, stream or fork. The call also ends dropped objects of any pool: forks that
-        were not left, and programs that were not closed and whose last replay has passed.
+        Idle handles and scratch belong to no thread, stream or fork. The call also cleans up after dropped objects of all
+        pools: forks that were not left, and programs that were not closed. A program must first have ended its last replay.
 
         Parameters
         ----------
         captured : bool
-            Whether to free also the scratch of CUDA graphs that code outside of handlepool captured. *A graph that is replayed
-            afterwards writes into freed memory*, and the pool cannot detect whether such a graph still lives. So do this only
-            when every graph that was captured with this pool's workspaces or graph functions is gone, or will not be replayed
-            again. Captures under way are left alone. But the pool cannot ask a bare pointer or another library's stream object
-            for its capture, so end such captures first. ``stats()["scratch_bytes_captured"]`` says how many bytes the call
-            would free.
+            Whether to free also the scratch of CUDA graphs that the user's code captured. *If such a graph is replayed
+            afterwards, it writes into freed memory*, and the pool cannot detect whether it still exists. So pass True only if
+            no graph that was captured with this pool's workspaces or graph functions will be replayed again. A capture under
+            way keeps its scratch. But for a stream that was passed as a bare pointer, or as another library's object, the pool
+            cannot detect a capture, so end such captures first. ``stats()["scratch_bytes_captured"]`` gives the bytes that the
+            call would free.
 
         Raises
         ------
@@ -219,7 +225,10 @@ class HandlePool:
         self.internals.trim(captured=captured)
 
     def cache_clear(self) -> None:
-        """Forget every compiled graph; graphs in use live on with their users."""
+        """Forget every compiled graph.
+
+        A graph in use lives as long as its user.
+        """
         self.internals.plans.clear()
 
     def close(self) -> None:
@@ -228,15 +237,15 @@ class HandlePool:
         Later calls raise `PoolClosedError`. Scratch is freed with its handle.
 
         Any thread may call it at any time, also in a finalizer and inside a branch. It waits for no other thread. A launch, a
-        build or a branch that is under way goes on with its handle and scratch. These are destroyed by the next call of its
-        thread, by the join, by a miss or a `trim` of another pool, or by another `close` of this pool. The memory of captures
-        stays.
+        build or a branch under way keeps its handle and scratch until it ends. They are destroyed later, by whichever comes
+        first: the next call of that thread, the join of the branch, a miss or `trim` of another pool, or another `close` of
+        this pool. The memory of captures stays.
 
-        This covers the calls of this library. A handle that a thread got by `get_handle`, and a workspace, are destroyed
-        although the thread has them. So let threads that execute cuDNN graphs by themselves end first.
+        Only calls of this library are protected in this way. A handle from `get_handle` and a workspace from `get_workspace`
+        are destroyed even while a thread uses them. So first let each thread end that executes cuDNN graphs by itself.
 
-        All libraries of the process share the default pool that `default_pool` made. Its `close` destroys idle handles and
-        scratch, and the pool stays usable.
+        All libraries of the process share the default pool that `default_pool` made. So its `close` destroys only idle handles
+        and scratch, and the pool stays usable.
         """
         self.internals.close()
 
@@ -266,12 +275,13 @@ class HandlePool:
         Parameters
         ----------
         device : int, optional
-            Ordinal; zeros where the device was not used. None counts all devices together.
+            Device ordinal. A device that was not used has only zeros. None counts all devices together.
 
         Returns
         -------
         Stats
-            A dictionary of counters by flat name, which `handlepool.pool.stats.MEANINGS` explains. Two can be subtracted.
+            A dictionary of counters by flat name. `handlepool.pool.stats.MEANINGS` explains the names. Two results of `stats`
+            can be subtracted.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""End programs and plans as the process ends (guarantee 10)."""
+"""End programs and plans when the process exits (guarantee 10)."""
 
 import atexit
 import itertools
@@ -13,24 +13,23 @@ from handlepool.pool.deferred import deferred
 from handlepool.pool.status import live_pools
 
 PATIENCE = 1.0
-"""Seconds to wait for threads that use a program at exit.
+"""Seconds that the exit waits for threads that are using a program.
 
-All threads inside a use of a program share this time to leave it. A thread that uses a program after that waits as long for the
-process to be gone, before it gets an error.
+All these threads share this time. A thread that uses a program later is delayed by the same time, before it gets an error.
 """
 
 
 class ProcessEnd:
     """The programs to end at exit, and whether the exit has begun.
 
-    The object has no lock, since a thread that the exit stops may hold any lock for ever. Each change and each copy is one
-    atomic step.
+    The object has no lock: the exit stops threads, and a stopped thread would hold a lock for ever. Each change and each copy
+    is one atomic step.
 
     Attributes
     ----------
     ending : list of int
-        The number of the thread that ends the process, once programs come to an end. From then on no part of a program is
-        destroyed.
+        Empty until the exit begins to end programs. Then it has the number of the thread that ends the process, and no part of
+        a program is destroyed any more.
     """
 
     def __init__(self) -> None:
@@ -41,23 +40,24 @@ class ProcessEnd:
     def add(self, end: Callable[[float], None]) -> None:
         """Register a program's bound method for the exit.
 
-        The exit calls the method with a deadline. The registration does not keep the program alive.
+        The exit calls the method with a deadline, a value of `time.monotonic`. The registration does not keep the program
+        alive.
         """
         number = next(self._numbers)
         self._ends[number] = weakref.WeakMethod(end, lambda _: self._ends.pop(number, None))
 
     def programs(self) -> list[object]:
-        """List the live programs whose methods were added, except dropped programs."""
+        """List the programs that were added and are still in use."""
         owners = [getattr(reference(), "__self__", None) for reference in list(self._ends.values())]
-        # A dropped program waits among the deferred steps for its end, and no user holds it.
+        # A program that its user has dropped is no longer in use. It waits among the deferred steps for its end.
         dropped = {id(getattr(step, "__self__", None)) for step in list(deferred)}
         return [owner for owner in owners if owner is not None and id(owner) not in dropped]
 
     def linger(self) -> None:
         """Delay a daemon thread that uses a program too late.
 
-        The thread then ends with the process, and does not print its error. The delay is bounded, since another thread may wait
-        for this thread.
+        Mostly the process is gone before the delay is over, so the thread prints no error. The delay is bounded, because
+        another thread may wait for this thread.
         """
         if get_ident() not in self.ending:
             sleep(PATIENCE)
@@ -65,11 +65,10 @@ class ProcessEnd:
     def run(self) -> None:
         """End the programs, and drop every plan.
 
-        cuDNN's binding complains of plans that outlive it.
+        The plans must not outlive cuDNN's binding, which would print errors.
         """
         ends = [reference() for reference in list(self._ends.values())]
-        # The collector clears references before it runs destructors, so the programs among the deferred steps are looked up
-        # apart.
+        # The weak references to dropped programs are already cleared. So these programs are found through the deferred steps.
         ends += [getattr(getattr(entry, "__self__", None), "_end_at_exit", None) for entry in list(deferred)]
         self.ending.append(get_ident())
         deadline = monotonic() + PATIENCE

@@ -20,7 +20,10 @@ from handlepool.pool.workspace import DeviceScratch
 _log = logging.getLogger("handlepool")
 
 MOST_SIDE_SLOTS = 32
-"""The GPU serves streams through at most 32 hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)."""
+"""The maximum number of side slots of a device.
+
+A GPU serves streams through at most 32 hardware queues (CUDA_DEVICE_MAX_CONNECTIONS).
+"""
 
 
 class SideSlots:
@@ -31,7 +34,7 @@ class SideSlots:
     Parameters
     ----------
     status : Status
-        Of the pool that owns the slots.
+        The status of the pool that owns the slots.
     driver : Driver
         The source of streams and events.
     scratch : DeviceScratch
@@ -70,20 +73,23 @@ class SideSlots:
         self._destroy_handle = destroy_handle
         self._release_left = release_left
         self._defer_rest = defer_rest
-        # Streams of programs that were closed. Appends and pops are atomic.
+        # These are streams of closed programs, for reuse. Appends and pops are atomic.
         self._streams: list[Stream] = []
-        # The lock guards `made`. No call is made under it.
+        # The lock guards `made`. No driver is called under it.
         self._lock = threading.RLock()
 
     @property
     def spare(self) -> int:
-        """Return how many slots this thread could lease now, without other leases."""
+        """Return how many slots this thread could lease now.
+
+        The number holds only if no other thread leases slots meanwhile.
+        """
         return len(self.free) + MOST_SIDE_SLOTS - self.made
 
     def lease(self) -> Slot | None:
         """Lease a side slot, or return None (guarantee 1).
 
-        A side slot has a stream, a handle and scratch. It is None when all side slots are leased.
+        None means that all side slots are leased.
         """
         try:
             return self.free.pop()
@@ -123,9 +129,9 @@ class SideSlots:
         return slot
 
     def prewarm(self, count: int, workspace: int) -> None:
-        """Have ``count`` side slots if possible, each with scratch for its launches.
+        """Make side slots until the device has ``count``, if possible.
 
-        ``workspace`` is in bytes.
+        Each of them gets ``workspace`` bytes of scratch for its launches.
         """
         leased = []
         try:
@@ -149,7 +155,7 @@ class SideSlots:
         if captured:
             self.capturing.append(slot)
             _log.debug("stream %#x: side slot held until its capture ends", slot.pointer)
-            # The order is the same as below.
+            # The slot is added first and `closed` is read afterwards, for the reason given below.
             if self._status.closed:
                 self._defer_rest()
             return
@@ -161,7 +167,7 @@ class SideSlots:
     def replace_stream(self, slot: Slot) -> Stream | None:
         """Replace the stream of a leased slot; return the old stream.
 
-        The slot is bound to no thread. The old stream belongs to the caller now.
+        The slot must be bound to no thread. From now on the old stream belongs to the caller.
         """
         with self._driver.relaxed():
             try:
@@ -177,9 +183,10 @@ class SideSlots:
     def reuse(self, stream: Stream | None) -> None:
         """Take back a stream from `replace_stream` that no code uses any more.
 
-        Streams are reused because torch keeps memory for each stream for good.
+        Streams are reused, because torch never gives up the memory that it keeps for a stream.
         """
-        # Python's collector destroys the streams of a program that it found in a cycle, before the program defers its end.
+        # If the collector found a dropped program in a cycle, it has already run the destructors of the program's streams. Such
+        # a stream cannot be reused.
         if stream is not None and not gc.is_finalized(stream) and not self._status.closed:
             self._streams.append(stream)
 
@@ -203,7 +210,7 @@ class SideSlots:
 
     def destroy_free(self) -> None:
         """Destroy the free side slots, and the streams without a slot."""
-        # The streams are destroyed with their last references.
+        # A stream is destroyed with its last reference. These are the last references.
         with self._driver.relaxed():
             self._streams.clear()
         do_all(partial(self.destroy, slot) for slot in take_each(self.free))
@@ -226,5 +233,5 @@ class SideSlots:
 
     def _release_stream(self, slot: Slot) -> None:
         with self._driver.relaxed():
-            # The stream is destroyed with this reference, its last reference.
+            # This is the last reference to the stream, so dropping it destroys the stream.
             slot.side_stream = None

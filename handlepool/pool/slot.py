@@ -20,15 +20,15 @@ from handlepool.pool.workspace import EMPTY, DeviceScratch, ScratchBlock, Worksp
 def put_on_stream(stream: Any, slot: "Slot | None") -> None:
     """Put this thread's slot on the stream object.
 
-    A hit finds the slot there. The place is a plain threading.local: a hit is 6 % faster with it than with a subclass. A
-    thread's entry ends with the thread. If two pools use one stream in turn, the slot of the last pool is there, and a miss
-    puts the other pool's slot back.
+    A hit finds the slot there. The place is a plain threading.local, because a subclass would make a hit 6 % slower. A thread's
+    entry ends with the thread. If two pools use one stream in turn, only the slot of the last pool is there. A call of the
+    other pool then misses, and puts that pool's slot there.
     """
     try:
         stream.handlepool.slot = slot
     except AttributeError:
-        # Two threads that come here at once leave a single place. The other thread's next hit puts its slot back. A
-        # close takes the place off the stream at any time.
+        # If two threads come here at once, one thread's place is lost. That thread's next call misses, and puts its slot back.
+        # A close may remove the place from the stream at any time.
         here = stream.handlepool = threading.local()
         here.slot = slot
 
@@ -39,9 +39,9 @@ def slot_on_stream(stream: object) -> "Slot | None":
 
 
 def clear_stream(stream: object) -> None:
-    """Take every thread's slot off a stream object, for a closed pool.
+    """Remove the slots of all threads from a stream object.
 
-    The objects of the default streams live on, so their slots must go.
+    A closed pool calls this for the default streams, whose objects live on.
     """
     vars(stream).pop("handlepool", None)
 
@@ -68,19 +68,20 @@ class ClosedHandle:
 
 
 UNOWNED = Status(lambda: None)
-"""The status of no pool.
+"""A status that belongs to no pool and owns no slot.
 
-No slot has it as its owner. (The owner of a released slot is None.)
+The owner of a released slot is None, so None would not do here.
 """
 
 
 def hits(missed: Callable[..., "Slot"]) -> tuple[GetHandle, Callable[..., "Slot"], Callable[[Any, Status, Any], None]]:
     """Make the hit functions of a pool, and their binder.
 
-    The first returns this thread's handle for a stream, the second its slot. The third sets the pool that both belong to.
+    The first function returns this thread's handle for a stream, the second its slot. The third function binds both to a pool.
 
-    The functions are closures. Their names are cells, and there is no method to bind, which takes 12 % off a hit on an H200's
-    host. Before the binding every call is a miss. `UNOWNED`, without functions of a driver, makes every call a miss again.
+    The functions are closures, because a hit is 12 % faster so than through a bound method (measured on the host of an H200).
+    Before they are bound to a pool, every call is a miss. Binding them to `UNOWNED`, without functions of a driver, makes every
+    call a miss again.
     """
     status: Status | None = None
     current_device: Any = None
@@ -93,7 +94,7 @@ def hits(missed: Callable[..., "Slot"]) -> tuple[GetHandle, Callable[..., "Slot"
             handle = slot.handle
             if handle.stream is slot.pointer and slot.owner is status and slot.device == device:
                 return handle
-        # The stream may have no slot. Or CUDA refuses, as in a forked child or after a lost context.
+        # The stream may have no slot. CUDA may also raise, as in a forked child or after a lost context. Both are misses.
         except Exception:
             pass
         return missed(stream).handle
@@ -111,7 +112,7 @@ def hits(missed: Callable[..., "Slot"]) -> tuple[GetHandle, Callable[..., "Slot"
 
     def use(stream: object, owner: Status, device: object) -> None:
         nonlocal status, current_device, current_stream
-        # Until the last line every call is a miss, so no call sees half of the change.
+        # Without `current_device`, every call is a miss. So no call sees half of the change.
         current_device = None
         current_stream, status = stream, owner
         current_device = device
@@ -175,15 +176,15 @@ class Slot:
         self._driver = driver
         self._scratch = scratch
         self.buffer = driver.launch_buffer()
-        # A finalizer that the collector runs inside a launch may not launch on the same slot, because both launches would use
+        # A finalizer that the collector runs inside a launch must not launch on the same slot. Both launches would use the same
         # buffer and scratch.
         self.busy = False
-        # The first workspace is for our own plans, the second for get_workspace. So the scratch that a caller holds never
-        # overlaps a launch (guarantee 5).
+        # The first workspace serves this library's launches, the second `get_workspace`. So memory that a caller holds is never
+        # the scratch of a launch (guarantee 5).
         self._launching, self._handed = workspaces or (Workspace(), Workspace())
         self._eager: tuple[Workspace, Workspace] | None = None
         self._capture = 0
-        # The handle, once a closed pool has put a `ClosedHandle` in its place.
+        # A closed pool puts a `ClosedHandle` into `handle`, and the former handle here.
         self._released_handle: Handle | None = None
         self.pointer = -1
         self.key: Hashable = None
@@ -192,13 +193,13 @@ class Slot:
         self.watch: weakref.ref[Any] | None = None
         # Only side slots hold a stream.
         self.side_stream: Stream | None = None
-        # A side slot's two events: the start and the end of a branch.
+        # A side slot has two events, for the start and the end of a branch.
         self.start_event: Any = None
         self.end_event: Any = None
 
     @property
     def stream(self) -> Any:
-        """Return the stream object, or the pointer without an object."""
+        """Return the stream object, or the pointer if there is no object."""
         if self.side_stream is not None:
             return self.side_stream
         stream = self.watch() if self.watch is not None else None
@@ -207,13 +208,13 @@ class Slot:
     def begin(self, pointer: int) -> None:
         """Give the slot to a thread or a fork.
 
-        The handle is bound to ``pointer``, this very object.
+        The handle must be bound to ``pointer``, the identical integer object, because a hit compares by ``is``.
         """
         self.pointer = pointer
         self.owner = self._status
 
     def end(self) -> None:
-        """End the ownership, so that no hit succeeds any more.
+        """End the ownership, so that no later hit succeeds.
 
         The method calls nothing, so a destructor may call it.
         """
@@ -275,8 +276,8 @@ class Slot:
     def in_launch(self) -> Iterator[Handle]:
         """Yield the handle for a call.
 
-        During the call, a `close` leaves handle and scratch to this thread. A launch does the same by itself, since this method
-        costs as much as a launch.
+        During the call, a `close` leaves handle and scratch to this thread. A launch does the same in its own code, because
+        this method would take as long as the launch itself.
         """
         former = self.busy
         try:
@@ -288,15 +289,15 @@ class Slot:
     def release_unless_busy(self, closed: Any) -> "Slot | None":
         """Take handle and scratch from the owner, unless a launch uses them.
 
-        Return a new slot with both, or None where a launch is under way. The method is for a closed pool.
+        Return a new slot with both, or None if a launch is under way. Only a closed pool calls this method.
 
         A launch sets `busy`, and then reads the slot's handle. This method puts ``closed`` in the handle's place, and then
-        reads `busy`. The interpreter runs these four steps singly. So either this method sees the launch and leaves the handle
-        to it, or the launch finds ``closed``, which raises before anything is enqueued. A hit that finds ``closed`` misses. The
-        launch and the hit pay nothing for that. A handle that `get_handle` returned before is the caller's responsibility,
-        because no step of this library runs between the caller's ``execute`` and cuDNN.
+        reads `busy`. The interpreter runs these four steps one at a time. So there are two cases. Either this method sees
+        `busy` and leaves the handle to the launch. Or the launch finds ``closed``, which raises before anything is enqueued. A
+        hit that finds ``closed`` misses. The launch and the hit pay nothing for this protection. It does not cover a handle
+        that `get_handle` returned earlier, because no code of this library runs between the caller's ``execute`` and cuDNN.
 
-        One thread at a time calls this method, and no other call replaces the handle meanwhile.
+        Only one thread at a time may call this method, and no other code may replace the handle meanwhile.
         """
         handle: Any = self.handle
         if handle is not closed:
@@ -324,14 +325,14 @@ class Slot:
         Returns
         -------
         array, shape (nbytes,), uint8
-            On the slot's device; aligned to 256 bytes.
+            Memory on the slot's device, aligned to 256 bytes.
 
         Raises
         ------
         ArgumentError
             For a size that is negative or no integer.
         OutOfMemoryError
-            With the bytes free, the bytes in all and the holdings of the pool.
+            When the scratch limit or the device does not allow it. The message gives the free memory and the pool's holdings.
         """
         if type(nbytes) is not int or nbytes < 0:
             nbytes = at_least(0, "workspace nbytes", nbytes, " bytes")
@@ -342,9 +343,9 @@ class Slot:
         return self._driver.scratch_array(block.pointer, nbytes, block)
 
     def reserve(self, nbytes: int) -> int:
-        """Return a pointer to scratch for a plan of ours.
+        """Return a pointer to scratch for a launch of this library.
 
-        The scratch has at least ``nbytes``. A plan that needs no scratch gets 0.
+        The scratch has at least ``nbytes`` bytes. The pointer is 0 if ``nbytes`` is 0.
         """
         if not nbytes:
             return 0
@@ -367,7 +368,7 @@ class Slot:
 
         Each capture gets scratch of its own.
         """
-        # The legacy stream cannot be captured, and asking it is an error while another stream is being captured.
+        # The legacy stream cannot be captured. While another stream is being captured, asking the legacy stream is an error.
         if self.pointer == LEGACY_STREAM:
             return
         capture = self._driver.capture_id(self.pointer)
@@ -384,15 +385,15 @@ class Slot:
         self._scratch.enter_capture(capture, self)
 
     def still_in(self, capture: int, defer: "Callable[[Slot], None]") -> bool:
-        """Return whether the slot's stream still takes part in its last capture.
+        """Return whether the slot's stream still takes part in a capture.
 
-        Where no thread can tell, ``defer`` takes the slot from its owner.
+        For a bare pointer the answer is unknown. Then ``defer`` takes the slot from its owner, and the answer is False.
         """
         stream = self.side_stream or (self.watch() if self.watch is not None else None)
-        # The per-thread default stream means another stream in this thread.
+        # In this thread, the pointer of the per-thread default stream means another stream. So the capture counts as under way.
         if self.pointer == PER_THREAD_STREAM:
             return True
-        # A bare pointer may be that of a destroyed stream, and asking a destroyed stream is not allowed.
+        # Without a stream object, the stream may have been destroyed, and a destroyed stream must not be asked.
         if stream is None:
             defer(self)
             return False
@@ -401,8 +402,8 @@ class Slot:
     def successor(self) -> "Slot":
         """Return a new slot with this slot's handle and scratch.
 
-        This slot stays unbound. A slot object is bound once in its life. So a dying thread, or a weak reference's callback,
-        that still knows the slot as its last owner's can only ever unbind that owner.
+        This slot stays unbound, because a slot object is bound only once in its life. A dying thread, or a weak reference's
+        callback, may still know this slot. It can then end only the ownership of this slot, not that of the successor.
         """
         return self._successor(self.handle)
 
@@ -419,7 +420,7 @@ class Slot:
     def forget_capture(self, *, over: bool = True) -> None:
         """Return to the scratch of eager work.
 
-        The memory of the capture stays the capture's. With ``over=False`` the capture may still be under way.
+        The capture keeps its memory. ``over=False`` means that the capture may still be under way.
         """
         if self._eager is not None:
             (self._launching, self._handed), self._eager = self._eager, None
@@ -438,6 +439,6 @@ def bind_to_thread(slot: Slot) -> None:
 
 
 def unbind(slot: Slot) -> None:
-    """End `bind_to_thread`."""
+    """Undo `bind_to_thread`."""
     slot.end()
     put_on_stream(slot.side_stream, None)

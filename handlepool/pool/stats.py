@@ -1,4 +1,4 @@
-"""Count the resources and events of a pool in snapshots."""
+"""Define snapshots of a pool's counters."""
 
 MEANINGS = {
     "bytes_copied": "bytes of operands copied for cuDNN; see `handlepool.Plan.copies`",
@@ -46,5 +46,5 @@ class Stats(dict[str, int]):
     """
 
     def __sub__(self, earlier: "Stats") -> "Stats":
-        """Return the difference to an earlier snapshot, of a peak its rise."""
+        """Return the change since an earlier snapshot; of a peak, its rise."""
         return Stats({name: value - earlier.get(name, 0) for name, value in self.items()})

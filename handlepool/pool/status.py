@@ -3,8 +3,8 @@
 A pool cannot be used after it was closed, after it lost its CUDA context, or in a forked child if its driver was loaded before
 the fork.
 
-A hit checks none of this. Each event that makes a pool unusable ends its slots, so that no hit succeeds and every call comes
-here.
+A hit does not check the status. Instead, each event that makes a pool unusable ends the pool's slots. Then no hit succeeds, and
+every call comes here.
 """
 
 import logging
@@ -20,21 +20,21 @@ _log = logging.getLogger("handlepool")
 
 
 class Status:
-    """The usability and the driver of a pool, for the pool's parts.
+    """The driver of a pool, and whether the pool can be used.
 
     Parameters
     ----------
     end_hits : callable
-        Ends the pool's slots; calls nothing of CUDA.
+        Ends the pool's slots, without a call to CUDA.
     loaded : bool
-        Whether the pool was given a loaded driver.
+        Whether the pool's driver is already loaded.
 
     Attributes
     ----------
     unusable : bool
         Whether the pool is closed, forked or poisoned.
     closed, forked : bool
-        Whether `close` was called; whether this is a child made by ``os.fork``, and the pool's driver its parent's.
+        Whether `close` was called, and whether the process is a forked child whose parent had loaded the pool's driver.
     poison : BaseException or None
         The error that cost the process its CUDA context.
     driver : Driver or None
@@ -56,12 +56,12 @@ class Status:
     def untouchable(self) -> bool:
         """Return whether nothing may be destroyed or released.
 
-        That is so in a forked child (guarantee 13), and after a lost context.
+        This holds in a forked child (guarantee 13), and after a lost context.
         """
         return self.forked or self.poison is not None
 
     def close(self) -> None:
-        """Let no later use succeed."""
+        """Make each later use fail."""
         self.closed = self.unusable = True
 
     def check(self) -> None:
@@ -96,9 +96,9 @@ class Status:
         return "driver not loaded" if self.driver is None else self.driver.name
 
     def diagnose(self, error: BaseException | None) -> None:
-        """Return if the context lives; else poison the pools and raise.
+        """Raise if the context was lost, after poisoning the pools.
 
-        Call this only on the way of an error, and before a call that destroys many objects at once.
+        Call this only while handling an error, and before a call that destroys many objects at once.
 
         Parameters
         ----------
@@ -108,23 +108,23 @@ class Status:
         Raises
         ------
         PoisonedContextError
-            From the CUDA error.
+            If the context was lost. The cause is the CUDA error.
         """
         cause = self.lost(error)
         if cause is not None:
             raise _poisoned(cause) from cause
 
     def lost(self, error: BaseException | None, *, ask: bool = True) -> BaseException | None:
-        """Return the error that cost the context, or None while it lives.
+        """Return the error that destroyed the context, or None if it lives.
 
-        The other pools that share the context are poisoned too. With ``ask=False`` the method looks only at the error itself,
-        for errors of any origin.
+        The other pools that share the context are poisoned too. With ``ask=False`` the method inspects only the given error and
+        does not ask CUDA. That is for errors of any origin.
         """
         driver = self.driver
         if driver is None or self.forked or isinstance(error, PoisonedContextError):
             return None
         if isinstance(error, HandlePoolError) and error.__cause__ is None and error.__context__ is None:
-            # The error is a mistake in a call, without a failed call to CUDA.
+            # The error reports a mistake in the arguments, so no call to CUDA has failed.
             return None
         cause = self.poison
         if cause is None:
@@ -140,9 +140,9 @@ class Status:
     def poison_by(self, cause: BaseException) -> None:
         """Note that the context was lost."""
         if self.poison is None:
-            # The error is kept without its traceback. The frames of a traceback would keep the caller's arrays to the end of
-            # the process, where they complain of the lost context. A copy has no traceback, except where a library copies
-            # errors whole, as Dask does. An error that cannot be copied is kept as it is.
+            # The error is kept without its traceback. A traceback would keep the caller's arrays until the process ends, and
+            # their destructors would then fail in the lost context. A copy of an error usually has no traceback; Dask's errors
+            # are an exception. An error that cannot be copied is kept as it is.
             try:
                 kept = copy(cause)
                 if kept is not cause:
@@ -155,9 +155,10 @@ class Status:
             _log.debug("the context is lost: %s", cause)
 
     def fork(self) -> None:
-        """Note a forked child, which uses and destroys nothing inherited (guarantee 13).
+        """Note that this process is a forked child (guarantee 13).
 
-        A pool whose driver was not loaded has inherited nothing, and goes on.
+        The child neither uses nor destroys inherited resources. A pool whose driver was not loaded before the fork has
+        inherited nothing, and stays usable.
         """
         if self._loaded or self.driver is not None:
             self.forked = self.unusable = True
@@ -179,10 +180,7 @@ class Plans(Protocol):
 
 
 class KnownPool(Protocol):
-    """A pool, for the code that handles forks and lost contexts.
-
-    The end of the process uses it too.
-    """
+    """A pool, as the code for forks, contexts and exit sees it."""
 
     @property
     def status(self) -> Status:
@@ -194,10 +192,10 @@ class KnownPool(Protocol):
 
 
 class LivePools(set[KnownPool]):
-    """The pools that were not closed, or still have resources.
+    """The open pools, and closed pools that still have resources.
 
-    The references are strong: the collector must not collect a pool that its user dropped without closing it, see
-    `HandlePool`'s notes. The set needs no lock. An addition, a removal and a copy are one atomic step each, so a finalizer may
+    The references are strong, because the collector must not collect a pool that its user dropped without closing, see the
+    notes of `HandlePool`. The set needs no lock. An addition, a removal and a copy are one atomic step each, so a finalizer may
     make or close a pool at any line.
     """
 

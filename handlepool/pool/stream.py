@@ -1,11 +1,11 @@
 """Resolve a caller's stream to device, pointer, identity and owner.
 
-Guarantee 4. The driver reuses a destroyed stream's pointer for the next stream, so a pointer is no identity. For a stream
-object whose life is the stream's life, the object is the identity. Any other stream is known by its pointer *and* the driver's
-id of the stream, which is unique for the life of the process. The id must not be read from a capturing stream, because that
-kills the capture. There the capture's own id is used instead. The two default streams are keys of their own. The legacy stream
-is one stream for all threads of a device. The per-thread stream is a different stream in each thread, but each thread has its
-own keys.
+This serves guarantee 4. The driver may give the pointer of a destroyed stream to a new stream, so a pointer does not identify a
+stream. If a stream object lives exactly as long as its stream, the object is the identity. Any other stream is known by its
+pointer *and* the driver's id of the stream, which is unique for the life of the process. Reading the id of a capturing stream
+would break the capture, so the capture's own id is used instead. Each of the two default streams has a key made of device and
+pointer. The legacy stream is one stream for all threads of a device. The per-thread stream is a different stream in each
+thread, but keys are only compared within a thread.
 """
 
 from collections.abc import Hashable
@@ -33,11 +33,11 @@ class StreamReference:
     pointer : int
         The ``cudaStream_t``; 0 and 2 are the default streams.
     key : hashable
-        Identity within one thread.
+        Identity of the stream within one thread.
     stream : object or None
-        The array library's stream object whose life is the stream's life; None for any other stream.
+        The array library's stream object, if it lives exactly as long as the stream; else None.
     owner : object
-        The caller's object, to be kept alive while the stream is needed.
+        The caller's stream argument. It has to be kept alive while the stream is needed.
     """
 
     device: int
@@ -61,9 +61,9 @@ def resolve(driver: Driver, stream: Any = None) -> StreamReference:
     Raises
     ------
     StreamError
-        When the object is not of these kinds, or speaks another version of the protocol than 0.
+        When the object is not of these kinds, or when its version of the protocol is not 0.
     DeviceMismatchError
-        When the stream belongs to another device than the current device.
+        When the stream does not belong to the current device.
     """
     device = driver.current_device()
     if stream is None:
@@ -76,8 +76,8 @@ def resolve(driver: Driver, stream: Any = None) -> StreamReference:
     else:
         pointer = _pointer(stream)
     if pointer in _DEFAULTS:
-        # The driver has one lasting object per default stream. Any other object of the same pointer may go while the stream
-        # lives.
+        # The driver has one permanent object for each default stream, and that object is used. The caller's object with the
+        # same pointer may end although the stream lives on.
         return StreamReference(device, pointer, (device, pointer), driver.wrap_stream(pointer, stream), stream)
     if capture := driver.capture_id(pointer):
         key: Hashable = (device, pointer, "capture", capture)
@@ -87,18 +87,18 @@ def resolve(driver: Driver, stream: Any = None) -> StreamReference:
 
 
 def is_over(key: Any, now: Any) -> bool:
-    """Return whether a bare pointer's former key is over.
+    """Return whether the stream or capture of an earlier key is over.
 
-    ``now`` is the present key of the pointer.
-
-    A stream takes part in one capture at a time, and in no capture when its id could be read. A pointer belongs to one stream
-    at a time. It is unknown whether a capturing stream is the stream whose id was read before.
+    ``now`` is the present key of the same bare pointer. A pointer belongs to one stream at a time, so another stream id means
+    that the earlier stream is gone. A stream takes part in at most one capture at a time, and in none while its id can be read.
+    So another capture id, or a stream id, means that the earlier capture is over. While the stream is capturing, it is unknown
+    whether it is the stream whose id was read before.
     """
     return bool(key != now and key[:2] == now[:2] and len(key) >= len(now))
 
 
 def check_foreign(driver: Driver, reference: StreamReference) -> None:
-    """Raise `DeviceMismatchError` for a bare pointer of another device's stream.
+    """Raise `DeviceMismatchError` for a bare pointer of another device.
 
     Only a miss checks this.
     """
@@ -125,7 +125,7 @@ def _pointer(stream: Any) -> int:
                 f"(2.10 or later), JAX or cuda.core, a cudaStream_t as an integer, or None for CuPy's current stream"
             ) from None
     else:
-        # Some libraries have a method here, some a property.
+        # In some libraries this is a method, in others a property.
         answer = protocol() if callable(protocol) else protocol
         try:
             version, pointer = answer

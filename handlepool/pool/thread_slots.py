@@ -9,26 +9,27 @@ from handlepool.pool.slot import Slot
 from handlepool.pool.stream import is_over
 
 MOST_FOREIGN_STREAMS = 64
-"""Slots that one thread keeps for bare pointers and foreign streams.
+"""The maximum number of slots that a thread keeps for foreign streams.
 
-The library gets no notice of such a stream's end.
+These are streams given as bare pointers or as other libraries' objects. The library is not told when such a stream ends.
 """
 
 
 class ThreadSlots:
     """One thread's slots by stream key.
 
-    Only that thread changes them. The object dies with the thread, and then leaves the slots behind (guarantee 11).
+    Only this thread changes the slots. The object dies with the thread, and its destructor leaves the slots behind (guarantee
+    11).
 
     Parameters
     ----------
     left : deque of Slot
-        Receives slots without an owner. An append is atomic and calls nothing, so a destructor may append.
+        Receives the slots that are left behind. An append is atomic and calls nothing, so a destructor may append.
     """
 
     def __init__(self, left: deque[Slot]) -> None:
         self.slots: dict[Hashable, Slot] = {}
-        # The keys of bare pointers, the least recently used first.
+        # These are the keys of foreign streams, the least recently used first.
         self._foreign: OrderedDict[Hashable, None] = OrderedDict()
         self._left = left
         self._sweep_at = 16
@@ -36,8 +37,8 @@ class ThreadSlots:
     def add(self, slot: Slot, *, foreign: bool) -> None:
         """Add a new slot; leave old slots of foreign streams behind.
 
-        Beyond the limit, the least recently used slot of a foreign stream is left behind. So are slots for streams and captures
-        that are over, as the new slot's key tells.
+        Beyond the limit, the least recently used slot of a foreign stream is left behind. The new slot's key may show that an
+        earlier stream or capture of the same pointer is over. Then the slot of the latter is left behind too.
         """
         # The sweep removes slots whose streams have gone. Doubling the threshold makes the sweeps rare.
         if len(self.slots) >= self._sweep_at:
@@ -45,8 +46,8 @@ class ThreadSlots:
                 if left.owner is None and self.slots.get(key) is left:
                     del self.slots[key]
             self._sweep_at = max(16, 2 * len(self.slots))
-        # A finalizer that the collector ran while this slot was made may have made a slot for the same key. That slot is left
-        # behind. No call happens between looking and storing, so no finalizer comes there.
+        # While this slot was being made, the collector may have run a finalizer that made a slot for the same key. The
+        # finalizer's slot is left behind. The next two lines make no call, so no finalizer can run between them.
         key = slot.key
         known: Slot | None = self.slots[key] if key in self.slots else None  # noqa: SIM401 - `get` is a call
         self.slots[key] = slot
@@ -55,7 +56,7 @@ class ThreadSlots:
             self._left.append(known)
         if not foreign:
             return
-        # The loop copies the keys, because a finalizer that comes meanwhile may add a key.
+        # The loop runs over a copy of the keys, because a finalizer may add a key meanwhile.
         for other in list(self._foreign):
             if is_over(other, key):
                 self._forget(other)
@@ -76,14 +77,14 @@ class ThreadSlots:
         self._foreign.move_to_end(key)
 
     def __del__(self) -> None:
-        # The object has no slots if an interrupt came while it was made.
+        # After an interrupt inside the constructor, the object may lack the attribute.
         for slot in list(getattr(self, "slots", {}).values()):
             slot.end()
             self._left.append(slot)
 
 
 class LiveSlots:
-    """Every slot that a thread owns.
+    """All slots that threads own, and the slots that were left behind.
 
     Leaving a slot behind calls nothing (guarantee 10).
     """
@@ -104,7 +105,7 @@ class LiveSlots:
     def add(self, slot: Slot, stream: object) -> None:
         """Let the calling thread own a slot.
 
-        The ownership ends with the thread, or with ``stream`` if that is not None.
+        The ownership ends with the thread, and also with ``stream`` if that is not None.
         """
         if stream is not None:
             slot.watch = weakref.ref(stream, lambda _: self.defer(slot))
@@ -122,16 +123,17 @@ class LiveSlots:
             try:
                 slot = self._left.popleft()
                 self._slots.remove(slot)
-            # Another thread takes slots too.
+            # Another thread has taken the last slot.
             except IndexError:
                 return
-            # The slot was left behind twice, since both its thread and its stream have ended.
+            # The slot is in the deque twice, because both its thread and its stream have ended. The first entry was already
+            # yielded.
             except KeyError:
                 continue
             yield slot
 
     def defer_again(self, slot: Slot) -> None:
-        """Keep a slot that could not be taken in, for later."""
+        """Leave a slot behind again, because it could not be taken in."""
         self._slots.add(slot)
         self._left.append(slot)
 

@@ -1,8 +1,9 @@
 """Allocate scratch memory: counted and limited per device.
 
-Guarantee 5. Scratch does not come from CuPy's pool, because its arenas are keyed by a stream pointer that the driver reuses. A
-block that was replaced is *deferred*: an event recorded on its stream says when no work can touch the block any more. A block
-whose stream is gone has no such event. Freeing it waits for the device, which `Driver.free` does.
+This serves guarantee 5. Scratch does not come from CuPy's pool, because CuPy keys its arenas by stream pointers, and the driver
+reuses these pointers. When a larger block replaces a block, the old block is *deferred*: an event that is recorded on the
+block's stream tells when no work uses it any more. If the stream is gone, there is no such event. Then `Driver.free` waits for
+the device.
 """
 
 import logging
@@ -21,12 +22,12 @@ from handlepool.pool.context import thread
 
 
 class CapturedSlot(Protocol):
-    """A slot, for its scratch."""
+    """The part of a slot that its scratch knows."""
 
     def still_in(self, capture: int, defer: Callable[[Any], None]) -> bool:
         """Return whether the slot's stream takes part in a capture.
 
-        Where no thread can tell, ``defer`` takes the slot from its owner.
+        If that is unknown, ``defer`` takes the slot from its owner.
         """
 
 
@@ -59,9 +60,9 @@ class DeviceScratch:
     device : int
         The ordinal, for messages.
     limit : int or None
-        Most bytes that may be allocated at a time; None for no limit of our own.
+        The maximum number of bytes that may be allocated at a time; None for no limit.
     release_idle : callable
-        ``release_idle()`` frees the scratch of idle slots; called once before an allocation fails.
+        ``release_idle()`` frees the scratch of idle slots. It is called once if an allocation fails, before the second try.
     describe : callable
         ``describe()`` returns the pool's holdings, for the message of an error.
     """
@@ -81,16 +82,16 @@ class DeviceScratch:
         self.peak = 0
         self._release_idle = release_idle
         self._describe = describe
-        # The lock guards the two counts alone. No call is made under it.
+        # The lock guards only the two counts. No driver is called under it.
         self._lock = threading.RLock()
-        # Each block has the event to wait for, or None where an earlier try to free it failed.
+        # Each block stands with the event to wait for. None means that an earlier try to free the block failed.
         self.deferred_blocks: deque[tuple[Any, ScratchBlock]] = deque()
-        # The keys are capture ids. A graph may be replayed at any time, so its blocks stay.
+        # These are the blocks of users' captures, by capture id. They stay, because the graph may be replayed at any time.
         self.captured: dict[int, list[ScratchBlock]] = {}
-        # The keys are capture ids. The blocks belong to a program, which frees them when it is closed.
+        # These are the blocks of programs, by capture id. A program frees its blocks when it is closed.
         self.recorded: dict[int, list[ScratchBlock]] = {}
         self.captures_met = 0
-        # The keys are capture ids, the values the slots that take part in the capture, as far as they know.
+        # For each capture id, these are the slots that have noticed the capture and not its end.
         self._capturing: dict[int, set[CapturedSlot]] = {}
 
     def allocate(self, nbytes: int) -> ScratchBlock:
@@ -99,7 +100,7 @@ class DeviceScratch:
         Raises
         ------
         OutOfMemoryError
-            When the limit or the device does not allow it, also after idle scratch and CuPy's free blocks were freed.
+            When the limit or the device does not allow it, even after idle scratch and CuPy's free blocks were freed.
         """
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         block = self._try(size)
@@ -120,7 +121,7 @@ class DeviceScratch:
         return block
 
     def _try(self, size: int) -> ScratchBlock | None:
-        # The count goes up before the allocation, so that two threads cannot pass one limit.
+        # The bytes are counted before they are allocated, so that two threads together cannot exceed the limit.
         with self._lock:
             if self.limit is not None and self.nbytes + size > self.limit:
                 return None
@@ -144,7 +145,7 @@ class DeviceScratch:
             self.nbytes -= size
 
     def defer_free(self, block: ScratchBlock, stream: int) -> None:
-        """Free a block once ``stream`` has run its work so far.
+        """Free a block once ``stream`` has finished its work so far.
 
         The stream must be alive.
         """
@@ -162,24 +163,24 @@ class DeviceScratch:
     def exchange(self, workspace: "Workspace", new: ScratchBlock) -> ScratchBlock:
         """Replace a workspace's block, and return the former block.
 
-        Each block is taken from the workspace once, even if a `close` comes meanwhile.
+        The exchange is atomic, so a `close` at the same time cannot take the same block.
         """
         with self._lock:
             old, workspace.block = workspace.block, new
         return old
 
     def destroy_event(self, event: object) -> None:
-        """Destroy an event; where that fails, `free_passed` tries again."""
+        """Destroy an event; if that fails, `free_passed` tries again."""
         try:
             with self.driver.relaxed():
                 self.driver.destroy_event(event)
-        # The reason for the narrow `except` is in `free`.
+        # As in `free`, an interrupt is not caught.
         except Exception:
             self.deferred_blocks.append((event, EMPTY))
             raise
 
     def free(self, block: ScratchBlock) -> None:
-        """Free a block now; where that fails, `free_passed` tries again.
+        """Free a block now; if that fails, `free_passed` tries again.
 
         The driver waits for work that may still use the block.
         """
@@ -188,8 +189,8 @@ class DeviceScratch:
         try:
             with self.driver.relaxed():
                 self.driver.free(block.pointer)
-        # An interrupt is left out. It may come when the block has been freed already, and a block must not be freed twice. So
-        # an interrupt may lose the block.
+        # An interrupt is not caught. It may come after the block was freed, and a second try would free the block twice. So an
+        # interrupt may lose the block.
         except Exception:
             self.deferred_blocks.append((None, block))
             raise
@@ -215,7 +216,7 @@ class DeviceScratch:
     def leave_capture(self, capture: int, slot: CapturedSlot, *, over: bool) -> None:
         """Note that a slot has left a capture.
 
-        If the capture may still be under way, the slot stays known for `free_captured`.
+        Without ``over``, the capture may still be under way. Then `free_captured` asks this slot again.
         """
         if not over and capture in self.captured:
             return
@@ -253,7 +254,8 @@ class DeviceScratch:
         for capture in list(self.captured):
             with self._lock:
                 slots = list(self._capturing.get(capture, ()))
-            # The list asks every slot, because a slot that cannot be asked must be unbound.
+            # Every slot is asked, even after a first answer of True. For a slot that cannot tell, the call has an effect: it
+            # takes the slot from its owner.
             under_way = [slot.still_in(capture, defer) for slot in slots]
             if any(under_way):
                 continue
@@ -269,12 +271,13 @@ class DeviceScratch:
         for _ in range(len(self.deferred_blocks)):
             try:
                 event, block = self.deferred_blocks.popleft()
-            # Another thread frees blocks too.
+            # Another thread has taken the last block.
             except IndexError:
                 return
             if event is None:
                 self.free(block)
-            # The event could not be destroyed before. It may be recorded in a capture, so waiting for it is not possible.
+            # This entry is an event whose destruction failed. It may have been recorded in a capture, so it must not be waited
+            # for.
             elif not block.nbytes:
                 self.destroy_event(event)
             else:
@@ -294,7 +297,7 @@ class DeviceScratch:
 
 
 class Workspace:
-    """Grow-only scratch of one slot, whose contents are lost when it grows.
+    """Scratch of one slot, which only grows and loses its contents then.
 
     Attributes
     ----------
@@ -310,15 +313,16 @@ class Workspace:
     def grow(self, scratch: DeviceScratch, nbytes: int, stream: int, capture: int) -> ScratchBlock:
         """Grow to at least ``nbytes``.
 
-        The old block lives until ``stream`` can no longer touch it. Under a capture the old block belongs to the work captured
-        so far. It stays as long as that work may be replayed.
+        The old block lives until the work of ``stream`` so far has ended. Under a capture, the work captured so far uses the
+        old block. The block then stays as long as this work may be replayed.
         """
         try:
             new = scratch.allocate(nbytes)
         except OutOfMemoryError:
             if capture or not self.block.nbytes:
                 raise
-            # Contents are not kept, so the old block may go first. `allocate` waits for its stream and frees it.
+            # Contents are not kept, so the old block can be given up before the new block is allocated. `allocate` waits for
+            # its stream and frees it.
             self._replace(scratch, EMPTY, stream)
             new = scratch.allocate(nbytes)
         if capture:
@@ -331,7 +335,7 @@ class Workspace:
     def _replace(self, scratch: DeviceScratch, new: ScratchBlock, stream: int) -> None:
         """Replace the present block, and defer its end.
 
-        A finalizer may have grown the present block meanwhile, so the block is read here.
+        The present block is read here and not passed, because a finalizer may have grown the workspace meanwhile.
         """
         old = scratch.exchange(self, new)
         try:

@@ -1,1 +1,1 @@
-"""Describe a tensor to cuDNN: shape, strides, type and interchange."""
+"""Describe tensors: shape, strides, type, and exchange with other libraries."""

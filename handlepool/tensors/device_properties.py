@@ -1,6 +1,6 @@
 """Describe a GPU by cuDNN's properties.
 
-Plans can be made from the description where that GPU is absent.
+With such a description, plans for the GPU can be made on a machine without it.
 """
 
 import json
@@ -14,7 +14,7 @@ from handlepool.errors import ArgumentError, DriverNotAvailableError
 VERSION = "cudnnVersion"
 """Key for the cuDNN version that wrote the properties.
 
-The key is ours. cuDNN ignores keys that it does not know.
+This library adds the key. cuDNN ignores keys that it does not know.
 """
 KEYS = (
     "maxGridSize",
@@ -51,14 +51,14 @@ KIND = (
     "multiProcessorCount",
     "totalGlobalMem",
 )
-"""Keys that tell one kind of device from another kind.
+"""Keys that together identify a kind of device.
 
-CUDA's driver answers them at once. cuDNN takes over a millisecond to answer all keys.
+CUDA's driver gives their values at once, whereas cuDNN takes over a millisecond for the values of all keys.
 """
 LATER = ("memoryBusWidth",)
 """Keys that a later cuDNN requires.
 
-9.28 refuses a description without them, and 9.19 writes none of them.
+cuDNN 9.28 refuses a description without them, but cuDNN 9.19 does not write them.
 """
 
 
@@ -69,7 +69,7 @@ class DeviceProperties:
     Parameters
     ----------
     text : str
-        JSON of one object, as from a file that ``python -m handlepool info --device-properties`` wrote.
+        JSON of one object, as from a file that ``handlepool info --device-properties`` wrote.
 
     Attributes
     ----------
@@ -107,7 +107,7 @@ class DeviceProperties:
             raise ArgumentError(
                 f"properties of a device lack {', '.join(map(repr, missing))}, which cuDNN needs; describe the device again"
             )
-        # Only these two keys are computed with here. cuDNN checks the others itself.
+        # This library computes with these two values. cuDNN itself checks all other values.
         for key in (VERSION, "deviceVer"):
             if type(found[key]) is not int:
                 raise ArgumentError(f"properties of a device have {found[key]!r} as {key!r}; it must be an integer")
@@ -117,7 +117,7 @@ class DeviceProperties:
 
     @classmethod
     def of(cls, ordinal: int = 0) -> "DeviceProperties":
-        """Have cuDNN describe a GPU of this machine.
+        """Return cuDNN's description of a GPU of this machine.
 
         Raises
         ------
@@ -139,25 +139,25 @@ class DeviceProperties:
 
     @property
     def name(self) -> str:
-        """The device's name, as "NVIDIA H200"."""
+        """The device's name, such as "NVIDIA H200"."""
         return str(self._values["deviceName"])
 
     @property
     def architecture(self) -> int:
-        """The architecture that kernels are compiled for, as 90 for sm_90."""
+        """The architecture to compile kernels for: 90 means sm_90."""
         return int(self._values["deviceVer"]) // 10
 
     @property
     def cudnn_version(self) -> int:
-        """The version of the cuDNN that wrote this, as 91900 for 9.19.0."""
+        """The version of the cuDNN that wrote this: 91900 means 9.19.0."""
         return int(self._values[VERSION])
 
     @property
     def native(self) -> Any:
         """The frontend's object for planning graphs.
 
-        Raises ArgumentError where the installed cuDNN requires a key that this description lacks. Raises DriverNotAvailableError
-        where libcudnn or a library that it loads is missing.
+        It raises ArgumentError if the installed cuDNN requires a key that this description lacks. It raises
+        DriverNotAvailableError if libcudnn, or a library that libcudnn loads, is missing.
         """
         import cudnn
 
@@ -170,7 +170,7 @@ class DeviceProperties:
                 raise DriverNotAvailableError(
                     f"libcudnn makes plans, and was not found ({absent}); install nvidia-cudnn-cu12 or nvidia-cudnn-cu13"
                 ) from error
-            # The frontend has no type for this error, and its status is in the text alone.
+            # The frontend has no class for this error, so only the text gives the status.
             if "SUBLIBRARY_LOADING_FAILED" in str(error):
                 raise DriverNotAvailableError(
                     f"cuDNN {version} loads CUDA's driver library to plan, and found no libcuda.so.1. The CUDA toolkit has "
@@ -188,6 +188,6 @@ class DeviceProperties:
     def kind(self) -> dict[str, Any]:
         """The properties that identify this kind of device (`KIND`).
 
-        They do not say where the device is plugged in, nor which cuDNN described it.
+        They contain neither the device's place in the machine nor the version of cuDNN.
         """
         return {key: self._values[key] for key in KIND}

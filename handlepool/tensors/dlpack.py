@@ -1,9 +1,10 @@
 """Read arrays of other libraries by DLPack and the CUDA array interface.
 
-Reading needs neither the library nor a copy.
+Reading imports no other library and copies nothing.
 
-A capsule is read and not consumed. It keeps the memory alive, and its end releases the memory. (DLPack, C API of version 1,
-https://dmlc.github.io/dlpack/latest/c_api.html; CUDA Array Interface, version 3, of Numba's documentation.)
+A capsule of DLPack is read without being consumed. The capsule keeps the memory alive, and its destructor releases the memory.
+(DLPack, C API of version 1, https://dmlc.github.io/dlpack/latest/c_api.html; CUDA Array Interface, version 3, of Numba's
+documentation.)
 """
 
 import ctypes
@@ -16,9 +17,9 @@ from handlepool.errors import ArgumentError, ArrayTypeError
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import HOST, UNKNOWN, View, as_dtype
 
-# DLPack's device types of CPU memory, and of memory pinned by CUDA or by ROCm.
+# These are DLPack's device types for CPU memory, for memory pinned by CUDA, and for memory pinned by ROCm.
 _HOST_MEMORY = (1, 3, 11)
-# DLPack's device types of a CUDA device's memory, and of managed memory.
+# These are DLPack's device types for the memory of a CUDA device, and for managed memory.
 _GPU_MEMORY = (2, 13)
 _KINDS = {0: "int", 1: "uint", 2: "float", 6: "bool"}
 _NAMED = {4: "bfloat16", 10: "float8_e4m3fn", 12: "float8_e5m2"}
@@ -76,21 +77,22 @@ def from_dlpack(array: Any, stream: int) -> View:
     Parameters
     ----------
     array : object
-        With ``__dlpack__`` and ``__dlpack_device__``.
+        Has the methods ``__dlpack__`` and ``__dlpack_device__``.
     stream : int
-        The ``cudaStream_t`` that will read the array. Its library orders the stream after the work that makes the array.
+        The ``cudaStream_t`` that will read the array. The array's library makes this stream wait for the work that produces the
+        array.
 
     Raises
     ------
     ArrayTypeError
-        For an array that its library does not export, and for types that cuDNN lacks.
+        For an array that its library refuses to export, and for types that cuDNN lacks.
     """
     device = device_of(array)
-    # 0 is ambiguous in the protocol, and means the legacy default stream here.
+    # Here 0 means the legacy default stream. The protocol forbids 0 as ambiguous, and has 1 for that stream.
     asked: dict[str, Any] = {"stream": None if device == HOST else stream or 1}
     try:
         try:
-            # Only the versioned form says whether the array is read-only.
+            # Only a versioned capsule tells whether the array is read-only.
             capsule = array.__dlpack__(max_version=(1, 0), **asked)
         except TypeError:
             # The library is older than DLPack 1.
@@ -109,7 +111,8 @@ def from_dlpack(array: Any, stream: int) -> View:
     strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else dense_strides(shape)
     # `ctypes` gives None for a null pointer, which an empty array may have.
     pointer = (tensor.data or 0) + tensor.byte_offset
-    # The capsule is never consumed. Its end calls the deleter, so the view keeps it, and the array that made it.
+    # The capsule is not consumed, so its destructor releases the memory. The view therefore keeps the capsule, and the array
+    # that made the capsule.
     return View(pointer, shape, tuple([step * dtype.itemsize for step in strides]), dtype, device, readonly, (capsule, array))
 
 
@@ -125,13 +128,15 @@ def _dtype(code: int, bits: int, lanes: int) -> np.dtype[Any]:
 
 
 def from_cuda_array(array: Any) -> tuple[View, int | None]:
-    """View an array by its ``__cuda_array_interface__``, which does not say the device.
+    """View an array by its ``__cuda_array_interface__``.
+
+    The interface does not name the device.
 
     Returns
     -------
     View
     int or None
-        The stream on which the array's library says that its memory is in use; None where it says nothing.
+        The stream on which, as the library says, the memory is in use; None if the library names no stream.
 
     Raises
     ------
@@ -156,5 +161,5 @@ def from_cuda_array(array: Any) -> tuple[View, int | None]:
             "legacy default stream"
         )
     view = View(int(pointer), shape, strides, dtype, UNKNOWN, bool(readonly), array)
-    # 1 is the legacy default stream in the interface, and 0 is that stream here.
+    # The interface calls the legacy default stream 1, and this library calls it 0.
     return view, None if stream is None else 0 if stream == 1 else int(stream)

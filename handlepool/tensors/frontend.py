@@ -1,7 +1,7 @@
-"""Provide the frontend's data types, and empty graphs, to both drivers.
+"""Provide the frontend's data types and empty graphs to both drivers.
 
-NumPy's types map to those types. nvidia-cudnn-frontend is imported when it is first needed, so that importing handlepool stays
-light.
+The module maps NumPy's types to the frontend's types. nvidia-cudnn-frontend is imported when it is first needed, so that
+importing handlepool stays quick.
 """
 
 from functools import cache
@@ -25,7 +25,7 @@ NAMES = {
     "float8_e4m3fn": "FP8_E4M3",
     "float8_e5m2": "FP8_E5M2",
 }
-"""NumPy's name of a type, or ml_dtypes', and the frontend's."""
+"""The frontend's name of each type of NumPy or ml_dtypes."""
 
 
 def data_type(dtype: Any) -> Any:
@@ -60,7 +60,7 @@ def numpy_dtype(kind: Any) -> np.dtype[Any]:
     Raises
     ------
     ArrayTypeError
-        For a type that NumPy lacks, or that needs ml_dtypes where the package is missing.
+        For a type that NumPy lacks, and for a type that needs ml_dtypes if this package is missing.
     """
     return _numpy_dtype(kind.name)
 
@@ -110,9 +110,9 @@ def new_graph(
     ----------
     name : str
     io_dtype, intermediate_dtype, compute_dtype : numpy.dtype, optional
-        Default types of real tensors, of tensors between nodes, and of the arithmetic.
+        Default types of real tensors, of virtual tensors between nodes, and of the arithmetic.
     device : DeviceProperties, optional
-        A described device to plan for. Without a description, the graph is read alone, or is given a handle before it is planned.
+        The description of a device to plan for. Without a description, a graph can be read. To be planned, it needs a handle.
 
     Raises
     ------

@@ -1,6 +1,6 @@
-"""Type driver arrays, and the frontend's graphs, nodes and tensors.
+"""Define types for driver arrays, and for the frontend's graphs.
 
-The types have the attributes that the package reads.
+The types have the attributes that this package reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class DeviceArray(Protocol):
-    """Represent an array of a driver.
+    """An array of a driver.
 
     It has the attributes that arrays of CuPy and of the host driver share.
     """
@@ -76,7 +76,7 @@ class FrontendTensor(Protocol):
         """Mark the tensor as an output."""
 
     def set_uid(self, uid: int) -> "FrontendTensor":
-        """Set the number that launches know the tensor by."""
+        """Set the number by which launches identify the tensor."""
 
 
 class FrontendNode(Protocol):
@@ -99,7 +99,7 @@ class FrontendNode(Protocol):
 
 
 class FrontendGraph(Protocol):
-    """A `cudnn.pygraph`, as far as it is read."""
+    """The part of a `cudnn.pygraph` that this package reads."""
 
     context: Any
 

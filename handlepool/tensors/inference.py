@@ -1,10 +1,10 @@
 """Infer the shape of every tensor, and the layout of real outputs.
 
-The rules give a real output its shape, strides and type. Both drivers apply them before they compile.
+The rules give a real output its shape, strides and type. Both drivers apply the rules before they compile.
 
-The rules are our own for three reasons. The frontend infers on `validate`, which without a GPU raises and freezes the graph. It
-lets mismatched channels pass. It gives the backend only strides that were *assigned*, so an output without assigned strides comes
-back channels-last for any layout of the input.
+The frontend also infers shapes, in `validate`, but this package has its own rules for three reasons. Without a GPU, `validate`
+raises and freezes the graph. The frontend accepts mismatched channels. And it passes only *assigned* strides to the backend, so
+an output without assigned strides is always channels-last, whatever the layout of the input.
 """
 
 import math
@@ -19,34 +19,33 @@ from handlepool.tensors.graph_types import FrontendNode, FrontendTensor
 
 Shape = tuple[int, ...]
 MOST_AXES = 8
-"""Of a tensor: CUDNN_DIM_MAX in cuDNN's documentation."""
+"""The maximum number of axes of a tensor, CUDNN_DIM_MAX in cuDNN."""
 MERGED = ("POINTWISE", "MATMUL")
 """Kinds of nodes whose axes are merged before cuDNN sees them.
 
-They may therefore have any number of axes (`handlepool.graphs.forms`).
+Their tensors may therefore have any number of axes (see `handlepool.graphs.forms`).
 """
 MOST_ELEMENTS = 2**31 - 1
-"""Most elements of a tensor, gaps and padding included.
+"""The maximum number of elements of a tensor, gaps and padding included.
 
-32 bits count so many elements.
-
-cuDNN's documentation limits a tensor with its gaps to two giga-elements (cudnnSetTensorNdDescriptor). From cuDNN 9.3 on some
+A signed 32-bit integer counts up to this number. cuDNN's documentation limits a tensor with its gaps to two giga-elements
+(cudnnSetTensorNdDescriptor). From cuDNN 9.3 on some
 engines take more elements, and some of these engines compute wrong results (PyTorch's issue #152816).
 """
 
 
 def title(node: FrontendNode) -> str:
-    """Return how messages call a node: its name and its kind."""
+    """Return a node's name and kind, for messages."""
     kind = node.params.get("mode") if node.node_type.name == "POINTWISE" else node.node_type.name.lower()
     return f"node {node.name!r} ({kind})"
 
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """Hold the parameters of a convolution node, per spatial axis.
+    """The parameters of a convolution node, for each spatial axis.
 
-    Padding lies `before` and `after` the image. A `flipped` filter is the mathematical convolution. Otherwise the node computes
-    the correlation that neural networks mean.
+    `before` and `after` are the padding at both ends of the axis. With `flipped`, the node computes the mathematical
+    convolution. Otherwise it computes the correlation that neural networks call convolution.
     """
 
     before: Shape
@@ -64,7 +63,7 @@ class Convolution:
         Raises
         ------
         ArgumentError
-            For a parameter that is no list of ``rank - 2`` integers, or has an entry that is out of range.
+            For a parameter that is no list of ``rank - 2`` integers, and for an entry that is out of range.
         """
         params, what = node.params, title(node)
         pre, post = params.get("pre_padding"), params.get("post_padding")
@@ -81,7 +80,7 @@ class Convolution:
                 raise ArgumentError(
                     f"{what}: {name}={shown(value)} is no list of integers; give {rank - 2}, one per spatial axis"
                 ) from None
-            # The defaults are the least legal values, too.
+            # The defaults are also the smallest legal values.
             if len(result) != rank - 2 or min(result) < default or max(result) > MOST_ELEMENTS:
                 raise ArgumentError(
                     f"{what}: {name}={shown(value)} does not fit tensors of {rank} axes; "
@@ -105,7 +104,7 @@ class Convolution:
     def forward(self, size: Sequence[int], taps: Sequence[int]) -> Shape:
         """Return the output's spatial extents for an image and a filter.
 
-        An extent is below 1 where the output is empty.
+        An extent below 1 means that the output is empty.
         """
         return tuple(
             (size[i] + self.before[i] + self.after[i] - extent) // self.stride[i] + 1
@@ -119,31 +118,35 @@ class Convolution:
         )
 
     def transposes(self, size: Sequence[int], taps: Sequence[int], image: Sequence[int]) -> bool:
-        """Return whether a transposed convolution can produce the image's spatial extents.
+        """Return whether a transposed convolution can produce an image.
 
-        The loss has the extents ``size``.
-
-        As in torch, the output padding is less than stride or dilation. It is the number of pixels by which an image exceeds the
-        smallest image. From the stride on, the image corresponds to a loss larger than ``size``, and the loss counts as 0 there.
+        ``image`` has the image's spatial extents, and ``size`` those of the loss. The output padding is the number of pixels by
+        which the image exceeds the smallest possible image. As in torch, it must be less than the stride or less than the
+        dilation. If it reaches the stride, the image would correspond to a larger loss, and the additional elements of the loss
+        count as 0.
         """
         smallest = self.smallest(size, taps)
         return all(0 <= image[i] - smallest[i] < max(self.stride[i], self.dilation[i]) for i in range(len(smallest)))
 
 
 def conv_fprop(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Infer the result of image (N, C, …) and weight (K, C / groups, …)."""
+    """Infer the result's shape from image and weight.
+
+    The image is (N, C, …) and the weight (K, C / groups, …).
+    """
     return _convolved(node, *_operands(node, inputs, "image", "weight"))
 
 
 def conv_dgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Infer an image's shape from loss and filter.
 
-    The loss is (N, K, …) and the filter (K, C / groups, …). Several images fit when the stride is not 1.
+    The loss is (N, K, …) and the filter (K, C / groups, …). If the stride is not 1, images of several shapes are possible.
     """
     loss, weight = _operands(node, inputs, "loss", "filter")
     geometry = Convolution.of(node, len(loss))
     smallest = (loss[0], weight[1], *geometry.smallest(loss[2:], weight[2:]))
-    # The frontend's builder fills in `smallest` by itself. A differing or assigned shape is therefore the caller's own.
+    # The frontend's builder declares `smallest` by itself. So a declared shape comes from the caller only if it was assigned or
+    # differs from `smallest`.
     shape = declared if assigned or (declared and declared != smallest) else smallest
     if shape is smallest and max(geometry.stride) > 1:
         raise ArgumentError(
@@ -159,9 +162,9 @@ def conv_dgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape,
 
 
 def conv_wgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Take a filter's declared shape, and check it.
+    """Check and return a filter's declared shape.
 
-    The image is (N, C, …) and the loss (N, K, …). The filter's shape has to be declared.
+    The image is (N, C, …) and the loss (N, K, …). They do not determine the filter's shape, so it has to be declared.
     """
     image, loss = _operands(node, inputs, "image", "loss")
     if not declared:
@@ -179,10 +182,10 @@ def conv_wgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape,
 def pointwise(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Broadcast inputs with the same number of axes.
 
-    Each extent is equal or 1. Scalars passed by value fit any shape.
+    On each axis, the extents must be equal or 1. A scalar passed by value fits any shape.
     """
     arrays = [shape for port, shape in inputs.items() if not node.inputs[port].is_pass_by_value]
-    # A node of scalars alone takes their shapes.
+    # If all inputs are scalars, their own shapes are used.
     arrays = arrays or list(inputs.values())
     listed = ", ".join(map(str, arrays))
     if len({len(shape) for shape in arrays}) > 1:
@@ -196,9 +199,9 @@ def pointwise(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, 
 
 
 def matmul(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Multiply A (…, M, K) and B (…, K, N).
+    """Infer the shape of a matrix product.
 
-    Batch extents are equal or 1.
+    A is (…, M, K) and B (…, K, N). On each batch axis, the extents must be equal or 1.
     """
     a, b = inputs["A"], inputs["B"]
     batches = list(zip(a[:-2], b[:-2], strict=False))
@@ -213,15 +216,15 @@ def matmul(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, ass
 def broadcast(extents: Sequence[int]) -> int:
     """Return the extent that the given extents broadcast to.
 
-    They are 1, or a single other extent, which may be 0.
+    Each given extent is 1 or the same other number, which may be 0.
     """
     return 0 if 0 in extents else max(extents)
 
 
 def reduction(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Take a reduction's declared output shape, and check it.
+    """Check and return a reduction's declared output shape.
 
-    The input has any shape. The output's shape is 1 along reduced axes.
+    The input may have any shape. The output has extent 1 along each reduced axis.
     """
     source = inputs["input"]
     if getattr(node.params.get("mode"), "name", "NOT_SET") == "NOT_SET":
@@ -235,9 +238,9 @@ def reduction(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, 
 
 
 def reshape(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Take a reshape's declared output shape, and check it.
+    """Check and return a reshape's declared output shape.
 
-    The input has any shape. The output's shape has as many elements.
+    The input may have any shape. The output must have as many elements.
     """
     if not declared or math.prod(declared) != math.prod(inputs["input"]):
         raise ArgumentError(
@@ -250,7 +253,7 @@ def reshape(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, as
 def permutation(node: Any, rank: int) -> Shape:
     """Return a transpose's input axes in the order of its output.
 
-    Raises ArgumentError for a value that is no permutation.
+    It raises ArgumentError for a value that is no permutation.
     """
     given = node.params.get("permutation")
     try:
@@ -265,13 +268,16 @@ def permutation(node: Any, rank: int) -> Shape:
 
 
 def transpose(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Permute the axes of an input of any shape."""
+    """Infer the shape of a transpose, for an input of any shape."""
     source = inputs["input"]
     return tuple(source[axis] for axis in permutation(node, len(source)))
 
 
 def concatenate(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Concatenate inputs along an axis; their other extents are equal."""
+    """Infer the shape of inputs that are concatenated along an axis.
+
+    On all other axes, the extents of the inputs must be equal.
+    """
     shapes = list(inputs.values())
     axis = concatenation_axis(node, len(shapes[0]) if shapes else 0)
     if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) > 1:
@@ -287,7 +293,7 @@ def concatenate(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape
 def concatenation_axis(node: FrontendNode, rank: int) -> int:
     """Return the axis along which a node concatenates its inputs.
 
-    The inputs have ``rank`` axes. Raises ArgumentError for a value that is no axis of theirs.
+    The inputs have ``rank`` axes. It raises ArgumentError for a value that is no axis of the inputs.
     """
     return _index(node, "axis", rank, "axes")
 
@@ -314,7 +320,7 @@ def attention(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned:
     full = (*q[:3], k[2])
     if len(bias) != 4 or any(extent not in (1, whole) for extent, whole in zip(bias, full, strict=True)):
         raise ArgumentError(f"{title(node)}: bias {bias} does not broadcast to the scores, (N, H, L, S) of {full}")
-    # The rule serves both outputs, and tells them apart by the declared shape.
+    # The rule is used for both outputs. The declared shape shows whether this output holds the statistics.
     return declared if declared == (*q[:3], 1) else (*q[:3], v[3])
 
 
@@ -330,9 +336,9 @@ RULES: Mapping[str, Callable[[Any, Mapping[str, Shape], Shape, bool], Shape]] = 
     "CONCATENATE": concatenate,
     "SDPA": attention,
 }
-"""Rules by the frontend's name of the node kind.
+"""The shape rules, by the frontend's name of the node's kind.
 
-A rule takes the node, its input shapes, the declared output shape, and whether `set_dim` declared it.
+A rule takes the node, its input shapes, the declared output shape, and whether that shape was assigned by `set_dim`.
 """
 
 
@@ -383,11 +389,11 @@ def _convolved(node: FrontendNode, image: Shape, weight: Shape) -> Shape:
 
 
 def _yields(node: FrontendNode, image: Shape, weight: Shape, loss: Shape, transposed: Convolution | None = None) -> bool:
-    """Return whether an image and a weight lead to a loss.
+    """Return whether image, weight and loss fit in a convolution.
 
-    With ``transposed``, whether they may lead to it in a transposed convolution.
+    With ``transposed``, return whether a transposed convolution can produce the image.
     """
-    # The shapes may be declared by the caller, so they are checked before the arithmetic relies on them.
+    # Some shapes may be declared by the caller. They are checked before the arithmetic relies on them.
     if not len(image) == len(weight) == len(loss) or min(*image, *weight) < 0:
         return False
     found = _convolved(node, image, weight)
@@ -399,21 +405,21 @@ def _yields(node: FrontendNode, image: Shape, weight: Shape, loss: Shape, transp
 def axis_order(shape: Sequence[int], strides: Sequence[int]) -> Shape:
     """Return the axes from the outermost to the innermost in memory.
 
-    Axes of extent 1 or stride 0 say nothing about the order. An array that they leave open counts as row-major if it
-    can be that, and as channels-last (N, spatial axes, C) if it can be that and not row-major.
+    Axes of extent 1 or stride 0 do not determine the order. If several orders are possible, row-major is preferred, then
+    channels-last (N, spatial axes, C).
 
     Parameters
     ----------
     shape, strides : sequence of int
-        Strides in elements, or in any other unit.
+        The strides may be in any unit.
 
     Returns
     -------
     tuple of int
-        A permutation of the axes, as `dense_strides` takes it.
+        A permutation of the axes, in the form that `dense_strides` takes.
     """
     rank = len(shape)
-    # An axis of one element, or of stride 0, lies anywhere. Only the other axes tell the order.
+    # An axis of extent 1 or stride 0 fits anywhere. Only all other axes determine the order.
     telling = [axis for axis in range(rank) if shape[axis] > 1 and strides[axis] != 0]
     # The sort is stable, so axes of equal strides keep their own order.
     order = sorted(telling, key=strides.__getitem__, reverse=True)
@@ -448,20 +454,20 @@ def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[i
 
     Real outputs get shape, strides and type.
 
-    Does not call ``graph.validate()``, and needs neither a GPU nor libcudnn. Assigned values (`set_dim`, `set_stride`,
-    `set_data_type`) stay, and are checked against the node's own result. Strides that were not assigned are dense. Their axis
-    order is that of the first real tensor that the output is made of, through first inputs. Of a pointwise node's inputs the
-    first input with the output's own shape counts. Outputs of `matmul` and `reshape` are row-major. A transpose leaves the order
-    in memory unchanged.
+    The function does not call ``graph.validate()``, and needs neither a GPU nor libcudnn. Assigned values (`set_dim`,
+    `set_stride`, `set_data_type`) stay, and are checked against the shape that the rule gives. Strides that were not assigned
+    become dense. An output takes its axis order from its node's first array with as many axes. If that array is virtual, the
+    same rule has given its order. For a pointwise node, the first input with the output's shape is preferred. Outputs of
+    `matmul` and `reshape` are row-major. A transpose leaves the order in memory unchanged.
 
     Parameters
     ----------
     graph : cudnn.pygraph
-        Changed in place; must not be frozen.
+        The graph, which is changed in place. It must not be frozen.
     outputs : iterable of graph tensor
         The tensors that are to be written to memory.
     io_dtype : cudnn.data_type, optional
-        The type of outputs that have none; the graph's own ``io_data_type`` by default.
+        The type of outputs without an assigned type; by default the graph's ``io_data_type``.
 
     Returns
     -------
@@ -473,7 +479,7 @@ def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[i
     ArgumentError
         For shapes or parameters that no call could succeed with. The message names the node, the shapes and the remedy.
     GraphNotSupportedError
-        For a node of a kind without a rule, whose output has no shape of its own.
+        For a node of a kind without a rule, if its output has no assigned shape.
     """
     shapes: dict[int, Shape] = {}
     orders: dict[int, Shape] = {}
@@ -505,7 +511,7 @@ def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[i
 
 
 def _make_real(tensor: FrontendTensor, shape: Shape, order: Shape, dtype: object) -> None:
-    # The frontend keeps every other tensor virtual, and writes it nowhere.
+    # Without this call the tensor would stay virtual, and cuDNN would not write it to memory.
     tensor.set_output(True)
     if not tensor.dim_assigned:
         tensor.set_dim(list(shape))

@@ -1,6 +1,6 @@
 """Describe how an array lies in memory.
 
-Plans take and produce such layouts, and can be built for layouts before there are arrays.
+Plans are built for layouts. So a plan can be built before its arrays exist.
 """
 
 import math
@@ -19,32 +19,33 @@ from handlepool.tensors import frontend
 from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.inference import dense_strides
 
-# A frozen dataclass sets its fields through these two. They are bound once, because each launch makes layouts.
+# The fields of a frozen dataclass can be set only through these functions. They are looked up once, because each launch makes
+# layouts.
 _new, _set = object.__new__, object.__setattr__
 
 HOST = -1
-"""Stands for a device's ordinal where memory is the host's."""
+"""Stands for a device's ordinal if the memory is the host's."""
 UNKNOWN = -2
-"""Stands for a device's ordinal where the library does not say."""
+"""Stands for a device's ordinal that the array's library does not tell."""
 _MOST_WORK: Any = 10_000
-"""Work bound of the proof that strided arrays share no byte.
+"""The maximum work to prove that strided arrays share no byte.
 
-Past the bound, the arrays count as sharing.
+If this is not enough, the arrays count as sharing a byte.
 """
 _SOMEWHERE = 1 << 60
-"""Address that stands for any address: only distances count.
+"""An address in place of a real address, where only distances matter.
 
-It is so large that no needed address falls below zero.
+It is so large that no address computed from it falls below zero.
 """
 _MOST_DISTANCES = 64
-"""Number of cached distances between two views of one block.
+"""The maximum number of cached distances between two views of a block.
 
-For each distance the cache knows whether the views share an element.
+For each distance, the cache tells whether the views share an element.
 """
 
 
 class View:
-    """View another library's array without copying or freeing its memory.
+    """A view of another library's array, which copies and frees nothing.
 
     Attributes
     ----------
@@ -82,9 +83,10 @@ class View:
 
     @property
     def data(self) -> "View":
-        """The view itself, because CuPy's arrays keep pointer and device there.
+        """The view itself.
 
-        A launch thus reads both forms alike.
+        The attribute ``data`` of a CuPy array has its pointer and device. So a launch can read a view and a CuPy array in the
+        same way.
         """
         return self
 
@@ -122,10 +124,10 @@ class _Interface:
 
 Strided = tuple[int, tuple[int, ...], tuple[int, ...], int]
 Piece = tuple[int, int, Strided | None]
-"""An array's memory: begin and end address, and gaps.
+"""An array's memory: begin address, end address, and description.
 
-Where bytes in between are not the array's, the third item describes the array. It has the address of the first element, the
-shape, the strides in bytes and the bytes of an element.
+The description is None if the array has no gaps. Otherwise it has the address of the first element, the shape, the strides in
+bytes, and the bytes of an element.
 """
 
 
@@ -139,13 +141,13 @@ def span(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: i
 
 
 def share_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    """Return whether two arrays share a byte, or may share a byte.
+    """Return False if two arrays certainly share no byte.
 
-    The answer is True where the proof takes too long.
+    The answer is True if they share a byte, and if the proof takes too long.
     """
     try:
         return np.shares_memory(one, other, max_work=_MOST_WORK)
-    # The general question is NP-complete. A wait too many costs overlap, and a missing wait costs a right value.
+    # The question is NP-complete in general. A needless wait only costs overlap, but a missing wait may cause a wrong value.
     except np.exceptions.TooHardError:
         return True
 
@@ -166,7 +168,7 @@ def piece(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: 
 
     An array without elements has an empty piece at its address.
     """
-    # The cache below needs values that can be hashed.
+    # `_reach` is cached, and needs hashable arguments.
     shape, strides = tuple(shape), tuple(strides)
     start, stop, gaps = _reach(shape, strides, itemsize)
     return address + start, address + stop, (address, shape, strides, itemsize) if gaps else None
@@ -186,11 +188,10 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> t
 
 @lru_cache(maxsize=4096)
 def one_run(shape: tuple[int, ...], strides: tuple[int, ...], others: tuple[int, ...], itemsize: int) -> bool:
-    """Return whether two arrays lie alike, each as one run.
+    """Return whether two arrays of one shape have equal strides without gaps.
 
-    The arrays have the same shape. A run begins at an array's address, has no gap and no byte twice.
-
-    False where there are no elements. Strides of axes of extent 1 do not count.
+    Each element must also lie at or after the array's address, and no two elements may overlap. The answer is False for arrays
+    without elements. Strides of axes of extent 1 do not count.
     """
     if 0 in shape:
         return False
@@ -206,20 +207,20 @@ def one_run(shape: tuple[int, ...], strides: tuple[int, ...], others: tuple[int,
 def share(one: Piece, other: Piece) -> bool:
     """Return whether two pieces of memory share a byte.
 
-    NumPy decides from addresses alone, and reads no memory.
+    The answer comes from the addresses alone, and no memory is read.
     """
     if one[1] <= other[0] or other[1] <= one[0]:
         return False
-    # Pieces without gaps share a byte where their ranges overlap.
+    # The ranges overlap. If neither piece has gaps, they share a byte.
     if one[2] is None and other[2] is None:
         return True
     return share_bytes(_bytes_of(one), _bytes_of(other))
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Return whether two elements of an array share a byte, or may.
+    """Return whether two elements of an array may share a byte.
 
-    They may where an axis steps into the reach of the axes with smaller strides.
+    The answer is True if the step of an axis is smaller than the extent in memory of all axes with smaller steps.
     """
     if 0 in shape:
         return False
@@ -232,15 +233,15 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int)
 
 
 def meeting(one: "Layout", other: "Layout") -> Callable[[int], bool] | None:
-    """Return the test whether two arrays share an element, by distance.
+    """Return a test for a shared element of two arrays, by distance.
 
-    The distance is the number of bytes between the begin of the first array and the begin of the other array. Returns None where
-    neither has gaps, so that it is enough to compare their begins and ends.
+    The distance is the number of bytes from the address of the first array to the address of the other array. The function
+    returns None if neither array has gaps, because then a comparison of begins and ends is enough.
     """
     if one.piece(_SOMEWHERE)[2] is None and other.piece(_SOMEWHERE)[2] is None:
         return None
 
-    # The answer depends on the distance alone, so it is cached by distance.
+    # The answer depends only on the distance, so it is cached by distance.
     @lru_cache(maxsize=_MOST_DISTANCES)
     def meet(distance: int) -> bool:
         return share(one.piece(_SOMEWHERE), other.piece(_SOMEWHERE + distance))
@@ -255,7 +256,7 @@ def _bytes_of(memory: Piece) -> np.ndarray[Any, Any]:
 
 
 class Ranges:
-    """Hold ranges of memory, each from its begin to its end."""
+    """A set of memory ranges, each from its begin to its end."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         self._starts: list[int] = []
@@ -269,21 +270,21 @@ class Ranges:
                 self._stops.append(stop)
 
     def have(self, piece: Piece) -> bool:
-        """Return whether a stretch has all of a piece."""
+        """Return whether one of the ranges contains a whole piece."""
         place = bisect_right(self._starts, piece[0]) - 1
         return place >= 0 and piece[1] <= self._stops[place]
 
     def meet(self, piece: Piece) -> bool:
-        """Return whether a stretch and a piece overlap."""
+        """Return whether one of the ranges overlaps a piece."""
         place = bisect_left(self._starts, piece[1]) - 1
         return piece[0] < piece[1] and place >= 0 and self._stops[place] > piece[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Hold an array's shape, strides in bytes and type.
+    """An array's shape, strides in bytes and type.
 
-    Layouts are equal for arrays that a plan cannot tell apart.
+    Arrays with equal layouts can use the same plan.
     """
 
     shape: tuple[int, ...]
@@ -292,8 +293,11 @@ class Layout:
 
     @classmethod
     def of(cls, array: DeviceArray) -> "Layout":
-        """Return the layout of anything with ``shape``, ``strides`` in bytes and ``dtype``."""
-        # A launch on the host driver compares the layouts of all its arrays, and this way spares it the call of `__init__`.
+        """Return the layout of an array.
+
+        The array may be any object with ``shape``, ``strides`` in bytes and ``dtype``.
+        """
+        # This avoids the call of `__init__`. A launch on the host driver makes and compares the layouts of all its arrays.
         layout = _new(cls)
         _set(layout, "shape", tuple(array.shape))
         _set(layout, "strides", tuple(array.strides))
@@ -304,7 +308,7 @@ class Layout:
     def reach(self) -> int:
         """Bytes from the first element's begin to the last element's end.
 
-        It is 0 without elements.
+        It is 0 for an array without elements.
         """
         if 0 in self.shape:
             return 0
@@ -338,15 +342,15 @@ class Layout:
 
 
 class Token:
-    """Name an object that is not memory but is read or written.
+    """Stand among reads and writes for an object that is no memory.
 
-    Examples are a plan, a generator and a file. Tokens compare by the identity of the object.
+    Examples are a plan, a generator and a file. Two tokens are equal if they stand for the same object.
     """
 
     __slots__ = ("_value",)
 
     def __init__(self, value: object) -> None:
-        # The token keeps the object, because otherwise a new object could get the same identity.
+        # The token keeps the object alive. Otherwise a new object could get the same identity.
         self._value = value
 
     def __eq__(self, other: object) -> bool:
@@ -357,18 +361,19 @@ class Token:
 
 
 class ArraySpec:
-    """Describe an array that is not there yet.
+    """Describe an array that does not exist yet.
 
-    It serves `GraphFunction.compile` and `GraphFunction.plan_for`.
+    `GraphFunction.compile` and `GraphFunction.plan_for` take such descriptions.
 
     Parameters
     ----------
     shape : sequence of int
     dtype : numpy.dtype or what makes one
-        Also "bfloat16" and the 8-bit floating-point types of ml_dtypes, by name.
+        The names "bfloat16" and those of the 8-bit floating-point types of ml_dtypes are also accepted.
     layout : {"NCHW", "NHWC"} or sequence of int
-        Contiguous, or channels-last in memory, for any number of axes; or the strides in bytes. They must equal the later
-        arrays' strides, also along axes of extent 1, or the plan is not found.
+        "NCHW" means contiguous and "NHWC" channels-last in memory, both for any number of axes. A sequence gives the strides in
+        bytes. The strides must equal those of the later arrays, also along axes of extent 1. Otherwise a call does not find the
+        plan.
 
     Examples
     --------
@@ -413,10 +418,11 @@ def as_dtype(value: Any) -> np.dtype[Any]:
     Raises
     ------
     ArrayTypeError
-        For a value that names no type, a type that cuDNN lacks, or a type that needs ml_dtypes where the package is missing.
+        For a value that names no type, and for a type that cuDNN lacks. Also for a type that needs ml_dtypes if this package is
+        missing.
     """
     try:
-        # NumPy takes None for float64, so None is replaced by a name that is no type.
+        # NumPy would take None as float64. The name used instead is no type, so NumPy raises.
         dtype = np.dtype("nothing" if value is None else value)
     except (TypeError, ValueError):
         if not isinstance(value, str) or value not in frontend.NAMES:

@@ -27,7 +27,7 @@ ADVICE = {
     ),
     "handles that no slot has": ("handle that no slot has", "destroy the handles of driver.create_handle"),
 }
-"""Map each counted resource to its singular and its remedy."""
+"""The singular and the remedy of each counted resource, by its plural."""
 
 
 @contextmanager
@@ -37,18 +37,19 @@ def leak_check(pool: HandlePool) -> Iterator[None]:
     Parameters
     ----------
     pool : HandlePool
-        Its idle handles and scratch memory are destroyed at the end, as `HandlePool.trim` does.
+        The pool to check. At the end, `HandlePool.trim` destroys its idle handles and scratch.
 
     Raises
     ------
     AssertionError
-        At the end, for each leaked resource: its name, its count and the remedy.
+        At the end, if the block leaked. The message gives name, count and remedy for each leaked resource.
     """
     before, programs = _held(pool), _programs()
     yield
-    # Objects in cycles release their resources when the collector finds them. A test that dropped them leaks nothing.
+    # A test that dropped objects in cycles leaks nothing, because they release their resources when the collector finds them.
+    # So the collector runs first.
     gc.collect()
-    # Released resources wait for the next call that may destroy them. `trim` is such a call.
+    # Some released resources wait until a call may destroy them. `trim` is such a call.
     pool.trim()
     leaked = [_said(count, what) for what, count in (_held(pool) - before).items()]
     leaked += [f"{program!r} (close it)" for program in _programs() if program not in programs]
@@ -62,7 +63,7 @@ def _said(count: int, what: str) -> str:
 
 
 def _held(pool: HandlePool) -> Counter[str]:
-    """Count the resources that a block must not add to."""
+    """Count the resources that can leak."""
     internals, stats = pool.internals, pool.stats()
     counts = Counter(
         {
@@ -77,7 +78,7 @@ def _held(pool: HandlePool) -> Counter[str]:
         driver = driver.checked_driver
     if driver is None:
         return counts
-    # A GPU can report captures of its current stream only.
+    # With a GPU, only a capture of the current stream can be detected.
     if not isinstance(driver, Controls):
         pointer = driver.current_stream().ptr
         counts["captures that are not over"] = int(pointer != LEGACY_STREAM and driver.is_capturing(pointer))

@@ -1,7 +1,7 @@
 """Replace the default pool during a test.
 
-The replacement runs without a GPU, with a GPU and its checks, or refuses any use of a GPU. The pytest plugin makes fixtures
-of these functions; other test runners use the ``with`` statements.
+There are three replacements: a pool without a GPU, a pool with a GPU and checks, and a refusal of any use of a GPU. The pytest
+plugin offers these functions as fixtures. With other test runners, use them in ``with`` statements.
 """
 
 import os
@@ -19,24 +19,24 @@ from handlepool.pool.pool import HandlePool
 def host_pool(*, seed: int = 0) -> Iterator[HandlePool]:
     """Make a pool without a GPU the default pool.
 
-    The pool refuses the same input as CuPy, and detects every missing order. Work is queued as on a GPU, and runs in an
-    order that the seed picks. Unwritten memory holds NaN. A separate stream is current in the calling thread.
+    The pool refuses the same input as CuPy. It detects each pair of accesses whose order is missing. Work is queued as on a
+    GPU, and runs in an order that the seed selects. Unwritten memory holds NaN. In the calling thread, a new stream is current.
 
     Parameters
     ----------
     seed : int
-        Selects the order of the queued work.
+        Selects the order in which queued work runs.
 
     Yields
     ------
     HandlePool
-        Closed at the end, when the stream has run its work. ``driver.order.found`` lists the conflicts that were
-        raised. A test that expects a conflict clears the list.
+        The pool. At the end, the function waits for the stream and closes the pool. ``driver.order.found`` lists the conflicts
+        that were raised. A test that expects a conflict has to clear this list.
 
     Raises
     ------
     ContractError, AssertionError
-        At the end, for errors of queued work, and for conflicts that the code under test swallowed.
+        At the end, for errors of queued work, and for conflicts whose errors the tested code caught.
     """
     from handlepool.drivers.host.driver import HostDriver
 
@@ -44,7 +44,7 @@ def host_pool(*, seed: int = 0) -> Iterator[HandlePool]:
     with _as_default(driver) as pool:
         yield pool
     assert driver.order is not None
-    # The code under test may catch the error at the access. The test must fail all the same.
+    # The tested code may have caught the error of an access. The test must fail even then.
     if found := driver.order.found:
         raise AssertionError(f"the code under test swallowed errors of missing order, {len(found)} in all, the first: {found[0]}")
 
@@ -74,7 +74,7 @@ def _as_default(driver: Driver) -> Iterator[HandlePool]:
         finally:
             driver.pop_stream(stream, previous)
         if not driver.is_capturing(stream.ptr):
-            # `relaxed` lets the wait succeed beside a capture that the test left open.
+            # The test may have left a capture open. `relaxed` lets the wait succeed all the same.
             with driver.relaxed():
                 driver.synchronize_stream(stream.ptr)
 
@@ -83,18 +83,18 @@ def _as_default(driver: Driver) -> Iterator[HandlePool]:
 def no_gpu() -> Iterator[None]:
     """Forbid any use of CUDA.
 
-    A request to handlepool for a GPU is refused. At the end, the GPU files that the process has opened reveal any use by
-    other libraries. If such files were already open before, this second check shows nothing.
+    A pool that asks for a GPU is refused. A use by other libraries is detected at the end, because CUDA opens device files of
+    the GPU. If the process had already opened these files before, such a use is not detected.
 
     Raises
     ------
     AssertionError
-        At once, in the code that asks for a GPU. At the end, if that code swallowed the error, or if another library
-        touched CUDA.
+        At once, in the code that asks for a GPU. Also at the end, if that code caught the error, or if another library used
+        CUDA.
     """
     opened = _opened()
     nobody = _Nobody()
-    # A pool loads its driver by name at its first use. So the name itself has to lead to the refusal.
+    # A pool loads its driver by name at its first use. So the driver of this name is replaced by an object that refuses.
     former = drivers.replace("cuda", cast(Driver, nobody))
     try:
         with ExitStack() as stack:
@@ -118,7 +118,7 @@ REFUSAL = (
 
 
 class _Nobody:
-    """Take the place of the cuda driver, and refuse any use."""
+    """Replace the cuda driver, and refuse any use."""
 
     name = "cuda"
 
@@ -135,21 +135,21 @@ class _Nobody:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        # The code under test may catch the error. The fixture looks at this flag afterwards.
+        # The tested code may catch the error, so `no_gpu` reads this flag at the end.
         self.asked = True
         raise AssertionError(REFUSAL)
 
 
 def _opened() -> set[str]:
-    """Return the GPU files that this process has open.
+    """Return the device files of the GPU that this process has open.
 
-    CUDA opens these files when it starts.
+    CUDA opens such files when it starts.
     """
     found = set()
     for entry in os.scandir("/proc/self/fd"):
         try:
             found.add(os.readlink(entry.path))
-        # Another thread closed the file meanwhile.
+        # Another thread has closed the file meanwhile.
         except OSError:
             continue
     return {path for path in found if path.startswith("/dev/nvidia")}

@@ -45,8 +45,8 @@ def conv2d(
 ) -> Array:
     """Convolve images with filters in float64.
 
-    Each plane is convolved with one filter at a time, and each tap is a multiplication. No Fourier transform is used, so
-    errors stay at the rounding of float64.
+    Each plane is convolved with each filter by itself, without Fourier transforms. So the errors are not larger than the
+    rounding of float64.
 
     Parameters
     ----------
@@ -57,11 +57,11 @@ def conv2d(
     stride, dilation : int or sequence of two
         Along height and width, in pixels.
     padding : int, or sequence of two, or of two pairs
-        Zeros on both sides, or ((above, below), (left, right)).
+        Zeros added on both sides, along height and width, or ((above, below), (left, right)).
     groups : int
         Groups of channels that are convolved apart.
     mode : {"cross_correlation", "convolution"}
-        The convention of neural networks, or the mathematical convention with the filters turned around.
+        The convention of neural networks, or the mathematical convention, which flips the filters.
     bias : array_like, shape (K,), optional
         Added to each channel.
     add : array_like, shape (N, K, P, Q), optional
@@ -114,7 +114,7 @@ def conv2d(
 
 
 def matmul(a: npt.ArrayLike, b: npt.ArrayLike, *, bias: npt.ArrayLike | None = None, activation: str | None = None) -> Array:
-    """Multiply matrices in float64, one after the other.
+    """Multiply matrices in float64, one pair at a time.
 
     Parameters
     ----------
@@ -152,7 +152,9 @@ def max_pool2d(
     padding: int | tuple[int, int] = 0,
     ceil_mode: bool = False,
 ) -> Array:
-    """Take each window's largest element, in float64; NaN is the largest.
+    """Take each window's largest element, in float64.
+
+    A window that contains a NaN gives NaN.
 
     Parameters
     ----------
@@ -205,7 +207,7 @@ def _pooled(
     ceil_mode: bool,
     take: Callable[[Array, int], Array],
 ) -> Array:
-    """Take each window's pixels inside the image, one window at a time."""
+    """Apply a function to each window's pixels that lie inside the image."""
     images = np.asarray(x, np.float64)
     (rows, columns), (top, left) = _pair(window), _pair(padding)
     down, right = (rows, columns) if stride is None else _pair(stride)
@@ -250,7 +252,7 @@ def _pair(value: Any) -> tuple[int, int]:
 def relative_error(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
     """Return the norm of the error relative to the expected norm.
 
-    The result is 0 for two zeros, and infinity for a NaN.
+    The result is 0 if the error is 0. Otherwise it is infinite if the expected norm is 0, or if there is a NaN.
     """
     right = np.asarray(expected, np.float64)
     error, norm = (float(np.linalg.norm(part)) for part in (np.asarray(actual, np.float64) - right, right))

@@ -12,14 +12,14 @@ from handlepool.drivers.cuda.edges import libcuda
 from handlepool.drivers.cuda.status import check
 from handlepool.errors import DriverNotAvailableError
 
-_RELAXED = int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+RELAXED = int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODERELAXED)
 
 
 def _no_exchange(_: object) -> NoReturn:
     raise DriverNotAvailableError("CUDA's driver library was not found: libcuda.so.1 comes with the GPU's driver")
 
 
-_exchange: Any = getattr(libcuda(), "cuThreadExchangeStreamCaptureMode", _no_exchange)
+exchange: Any = getattr(libcuda(), "cuThreadExchangeStreamCaptureMode", _no_exchange)
 """Exchange the capture mode without cuda-bindings.
 
 The two enumerations of cuda-bindings take longer than the call, and every allocation makes the call.
@@ -33,10 +33,10 @@ class Relaxed:
 
     def __enter__(self) -> None:
         # The call writes the former mode there, and `__exit__` puts it back, so that blocks nest.
-        self._mode = mode = c_int(_RELAXED)
-        if status := _exchange(byref(mode)):
+        self._mode = mode = c_int(RELAXED)
+        if status := exchange(byref(mode)):
             check((cu.CUresult(status),))
 
     def __exit__(self, *_: object) -> None:
-        if status := _exchange(byref(self._mode)):
+        if status := exchange(byref(self._mode)):
             check((cu.CUresult(status),))

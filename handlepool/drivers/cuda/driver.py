@@ -2,9 +2,9 @@
 
 ``cuda.bindings.driver`` serves for calls that CuPy lacks.
 
-With `executable`, `kernel_executable`, `sums`, `fast_launch`, `early`, `capture` and `shared`, this is the only module that
-imports CuPy or launches with cuDNN's binding. The runtime half of cuda-bindings is never used, because it needs a driver as new
-as itself. cuDNN's rule for threads is that a handle is used by one thread at a time. The pool enforces that rule.
+With `executable`, `kernel_executable`, `sums`, `fast_launch`, `prepared`, `early`, `capture` and `shared`, this is the only
+module that imports CuPy or launches with cuDNN's binding. The runtime half of cuda-bindings is never used, because it needs a
+driver as new as itself. cuDNN's rule for threads is that a handle is used by one thread at a time. The pool enforces that rule.
 """
 
 import inspect
@@ -12,6 +12,7 @@ import threading
 from array import array as buffer
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from ctypes import c_void_p
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -26,17 +27,20 @@ from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
 from handlepool._util.causes import causes
 from handlepool.drivers.cuda import capture as recorded
-from handlepool.drivers.cuda import early, failures, fast_launch, planning, shared
-from handlepool.drivers.cuda.capture_mode import Relaxed
+from handlepool.drivers.cuda import early, failures, planning, shared
+from handlepool.drivers.cuda.capture_mode import RELAXED, Relaxed, exchange
 from handlepool.drivers.cuda.edges import Dependencies, libcuda, with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
+from handlepool.drivers.cuda.locked import capture_query, locked
+from handlepool.drivers.cuda.prepared import prepared
 from handlepool.drivers.cuda.status import CudaDriverError, check, check_all
 from handlepool.drivers.cuda.sums import CudaSums, prepare
 from handlepool.drivers.cuda.throwaway import ThrowawayCapture
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.executable import OperandCopy, SavedPlan
 from handlepool.drivers.kernel import Kernel
+from handlepool.drivers.prepared import Copies, Run
 from handlepool.drivers.protocol import BeforeUntracked, Bring, ReadHost
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Handle, Stream
 from handlepool.errors import ArrayTypeError, CaptureError
@@ -114,12 +118,16 @@ class CudaDriver:
     current_device: Callable[[], int] = staticmethod(runtime.getDevice)
     current_stream: Callable[..., Stream] = staticmethod(cupy.cuda.get_current_stream)
     record_event: Callable[[Any, int], None] = staticmethod(runtime.eventRecord)
+    record_event_next: Callable[[Any, int], None] = staticmethod(
+        locked(libcuda(), "cuEventRecord", (c_void_p, c_void_p), runtime.eventRecord)
+    )
     wait_event: Callable[[int, Any], None] = staticmethod(runtime.streamWaitEvent)
     set_device: Callable[[int], None] = staticmethod(runtime.setDevice)
-    is_capturing: Callable[[int], bool] = staticmethod(runtime.streamIsCapturing)
+    is_capturing: Callable[[int], bool] = staticmethod(capture_query(libcuda()))
     free: Callable[[int], None] = staticmethod(runtime.free)
     destroy_event: Callable[[Any], None] = staticmethod(runtime.eventDestroy)
     device = staticmethod(cupy.cuda.Device)
+    array_pointer: Callable[[Any], int] = staticmethod(_POINTER)
 
     def __init__(self) -> None:
         # Events by device, for the edges of allocations in branches.
@@ -348,8 +356,8 @@ class CudaDriver:
         except OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
 
-    def empties(self, lies: Sequence[tuple[Sequence[int], Sequence[int], np.dtype[Any]]]) -> Callable[[], list[Any]]:
-        return fast_launch.empties(lies)
+    def prepared(self, copies: Copies) -> Run:
+        return prepared(copies, self.copy, exchange, RELAXED, lambda status: check((cu.CUresult(status),)))
 
     def asarray(self, values: object) -> Any:
         # Through pinned memory the copy is asynchronous; from pageable memory it has read `values` when it returns. Both are
@@ -429,9 +437,6 @@ class CudaDriver:
 
     def array_device(self, array: cupy.ndarray) -> int:
         return int(array.data.device_id)
-
-    def array_pointer(self, array: cupy.ndarray) -> int:
-        return int(array.data.ptr)
 
     def memory_of(self, array: cupy.ndarray) -> Piece:
         return piece(array.data.ptr, array.shape, array.strides, array.itemsize)

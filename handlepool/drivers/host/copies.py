@@ -39,7 +39,7 @@ def enqueue(
     streams.give(queue, lambda: function(*raw), touched, label)
 
 
-class Copies:
+class CopyWork:
     """Copy and read arrays on a driver's streams."""
 
     def __init__(self, streams: StreamTable, work: ArrayWork) -> None:

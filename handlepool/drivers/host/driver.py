@@ -27,7 +27,7 @@ from handlepool.drivers.host.array_functions import RULES
 from handlepool.drivers.host.array_work import ArrayWork
 from handlepool.drivers.host.captures import HostGraph
 from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
-from handlepool.drivers.host.copies import Copies, check_run
+from handlepool.drivers.host.copies import CopyWork, check_run
 from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.host.graphs import RecordedGraph, RecordingMemory
 from handlepool.drivers.host.limit import ADVICE, limit
@@ -37,6 +37,7 @@ from handlepool.drivers.host.sums import HostSums
 from handlepool.drivers.host.testing import Controls
 from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.operands import check_operands, operand_name
+from handlepool.drivers.prepared import Copies, Run, prepared
 from handlepool.drivers.protocol import BeforeUntracked, Bring, ReadHost
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError, GraphNotSupportedError
@@ -112,7 +113,7 @@ class HostDriver(Controls):
         streams = StreamTable(devices, runner)
         super().__init__(streams, Memory(streams, memory), checks)
         self._work = self._memory.work = ArrayWork(streams, self._memory, strict, RULES)
-        self._copies = Copies(streams, self._work)
+        self._copies = CopyWork(streams, self._work)
         if strict:
             self.array_types = (HostArray,)
         self._name = f"{devices} devices, {scheduler}" + (f", seed {seed}" if scheduler == "adversarial" else "")
@@ -140,6 +141,8 @@ class HostDriver(Controls):
     def record_event(self, event: Event, pointer: int) -> None:
         self._note("record_event")
         self._streams.record(event, self._streams.resolve(pointer))
+
+    record_event_next = record_event
 
     def wait_event(self, pointer: int, event: Event) -> None:
         self._note("wait_event")
@@ -428,9 +431,9 @@ class HostDriver(Controls):
         self._note("empty")
         return self._memory.empty(shape, strides, check_type(np.dtype(dtype)))
 
-    def empties(self, lies: Sequence[tuple[Sequence[int], Sequence[int], np.dtype[Any]]]) -> Callable[[], list[HostArray]]:
-        self._note("empties")
-        return lambda: [self.empty(*lie) for lie in lies]
+    def prepared(self, copies: Copies) -> Run:
+        self._note("prepared")
+        return prepared(self, copies)
 
     def asarray(self, values: Any) -> HostArray:
         """Return a copy on the current device, in the same layout.
