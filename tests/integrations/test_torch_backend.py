@@ -21,12 +21,12 @@ from handlepool.integrations.torch.backend import handlepool as backend  # noqa:
 def place(pool, monkeypatch):
     monkeypatch.setattr(places, "_host", QueuedHost)
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def same(one, other):
