@@ -13,7 +13,10 @@ from handlepool.recording.instances import Instance, lease, submitted
 from handlepool.recording.matching import compared, made, meets
 
 Hit = Callable[..., Any]
-"""A function of the arguments, and optionally of a stream and of a function that is called before the first copy."""
+"""A known call, written out.
+
+Its arguments are the call's, and optionally a stream, and a function that is called before the first copy.
+"""
 
 MISSED: Any = object()
 """The value of a hit for other arguments, or at another moment.
