@@ -10,7 +10,8 @@ from handlepool.pool.context import active, recordings
 from handlepool.pool.default import current_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.recording.instances import Instance, lease, submitted
-from handlepool.recording.matching import compared, made, meets
+from handlepool.recording.matching import compared, compared_tensors, made, meets
+from handlepool.recording.state_kinds import is_tensor
 
 Hit = Callable[..., Any]
 """A known call, written out.
@@ -40,7 +41,7 @@ def hit(args, stream=None, begin=None):
     if stream is None:
         stream = current_stream(){elsewhere}
     pointer = stream.ptr
-    if pointer and is_capturing(pointer) or not holds():
+    if {apart}pointer and is_capturing(pointer) or not holds():
         return MISSED
     for instance in instances:
         if instance.stream is stream and not instance.away{claim}:
@@ -94,9 +95,18 @@ def hit(
     named = {f"x{place}": each for place, each in enumerate(args)}
     arrays = {name: each for name, each in named.items() if type(each) is kind and each.size}
     plain = {name: each for name, each in named.items() if type(each) in _PLAIN}
+    tensors = {name: each for name, each in named.items() if is_tensor(each) and each.numel()}
+    # A call with arrays and tensors takes the long way.
+    arrays = arrays or tensors
     if not arrays or len(arrays) + len(plain) < len(named):
         return None
-    differ, read, space = compared(driver, arrays, device if driver.device_count() > 1 else None)
+    apart = ""
+    if tensors:
+        differ, read, space = compared_tensors(arrays)
+        # Torch's current stream is another stream than CuPy's, which the long way makes current.
+        apart = f"theirs({device}) != pointer or "
+    else:
+        differ, read, space = compared(driver, arrays, device if driver.device_count() > 1 else None)
     differ += [f"{name}.__class__ is not k{name} or {name} != v{name}" for name in plain]
     space |= {f"k{name}": type(each) for name, each in plain.items()} | {f"v{name}": each for name, each in plain.items()}
     meet = [meets(name) for name in arrays]
@@ -112,6 +122,7 @@ def hit(
         names=", ".join(named),
         differ=" or ".join(differ),
         read="; ".join(read),
+        apart=apart,
         meet="".join(f" or {each}" for each in meet),
         claim=" and instance.claim(stream)" if reused else "",
         # A copy of an array with gaps runs on the current stream, and so does the use of outputs that a stream keeps.

@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from handlepool.drivers.protocol import Driver
+from handlepool.order.stream_order import integration
+from handlepool.recording.tensors import modes
+from handlepool.recording.tensors import piece_of as piece_of_tensor
 from handlepool.recording.update import piece_of
 
 _MATCH = """\
@@ -62,6 +65,26 @@ def compared(driver: Driver, arrays: dict[str, Any], device: int | None) -> tupl
         offset = begin - driver.array_pointer(array)
         read += [f"b{name} = address_of({name})" + (f" + {offset}" if offset else ""), f"e{name} = b{name} + {end - begin}"]
     space |= {"kind": driver.array_types[0], "address_of": driver.array_pointer, "device_of": driver.array_device}
+    return differ, read, space | {"bisect_left": bisect_left, "bisect_right": bisect_right}
+
+
+def compared_tensors(tensors: dict[str, Any]) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Return comparisons with named tensors of torch's, as text.
+
+    The lists are those of `compared`. Torch's modes are those of now, and its current stream is the stream of the call.
+    """
+    torch = integration()
+    differ, read = ["modes() != mode", "derives()"], list[str]()
+    space: dict[str, Any] = {"modes": modes, "mode": modes(), "derives": torch.derives, "theirs": torch.current_stream}
+    for name, tensor in tensors.items():
+        shape, strides = (tuple([int(each) for each in lie]) for lie in (tensor.shape, tensor.stride()))
+        differ += [f"{name}.__class__ is not kind", f"{name}.shape != {shape}", f"{name}.stride() != {strides}"]
+        differ += [f"{name}.dtype is not d{name}", f"{name}.get_device() != {tensor.get_device()}", f"{name}.is_neg()"]
+        differ += [f"{name}.is_conj()", f"{name}.requires_grad is not {tensor.requires_grad}"]
+        space[f"d{name}"], space["kind"] = tensor.dtype, type(tensor)
+        begin, end, _ = piece_of_tensor(tensor)
+        offset = begin - tensor.data_ptr()
+        read += [f"b{name} = {name}.data_ptr()" + (f" + {offset}" if offset else ""), f"e{name} = b{name} + {end - begin}"]
     return differ, read, space | {"bisect_left": bisect_left, "bisect_right": bisect_right}
 
 

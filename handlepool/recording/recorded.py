@@ -19,6 +19,7 @@ from handlepool._util.protocols import Wrapper
 from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError, PoolClosedError
 from handlepool.order.books import open_order
+from handlepool.order.stream_order import integration
 from handlepool.pool.context import active, recordings, thread
 from handlepool.pool.default import current_pool
 from handlepool.pool.deferred import abandon, deferred
@@ -199,6 +200,11 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         except Exception as error:
             pool.status.diagnose(error)
             raise
+        if call.tensors and driver.name == "cuda":
+            theirs = integration().current_stream(driver.current_device())
+            # A capture of torch's current stream takes the function's own work, as a capture of CuPy's does.
+            if theirs != LEGACY_STREAM and driver.is_capturing(theirs):
+                return self._plain(pool, args, kwargs, out)
         # The table is read without the lock.
         for variant in self._variants.get(call.key, ()):
             if variant.pool is pool and variant.takes(call):

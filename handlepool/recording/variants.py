@@ -182,7 +182,7 @@ class Variant:
     def hit(self, args: tuple[Any, ...]) -> Hit | None:
         """Return the written-out call for such arguments, if there is any.
 
-        None also where arguments share memory, are tensors or are read in place.
+        None also where arguments share memory or are read in place.
         """
         options, guards = self._options, self.guards
         if not self._written and guards is not None:
