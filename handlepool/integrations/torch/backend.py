@@ -1,7 +1,8 @@
 """Be a back end of `torch.compile`.
 
-Torch finds it by the entry point ``handlepool`` of the group ``torch_dynamo_backends``. Dynamo gives it graphs, with the weights
-among their arguments. Each graph becomes a module that holds these weights, which is recorded as any model is.
+Torch finds the back end by the entry point ``handlepool`` of the group ``torch_dynamo_backends``. Dynamo passes graphs to the
+back end, with the weights among their arguments. Each graph becomes a module that holds these weights. The module is recorded
+as any other model is.
 """
 
 import weakref
@@ -15,7 +16,9 @@ from handlepool import ArgumentError
 from handlepool.integrations.torch.door import RecordedModel, Settings
 
 _made: "weakref.WeakSet[Graph]" = weakref.WeakSet()
-"""All graphs of this process, for reports. The references are weak, so a graph ends with the code that torch compiled."""
+"""All graphs of this process, for reports.
+
+The references are weak, so a graph ends with the code that torch compiled."""
 
 
 class _Bound(nn.Module):  # type: ignore[misc]
@@ -41,19 +44,19 @@ class _Bound(nn.Module):  # type: ignore[misc]
 
 
 class Graph:
-    """A graph of dynamo's, recorded.
+    """A graph from Dynamo, with the recorded model that runs it.
 
     Parameters
     ----------
     graph : GraphModule
     inputs : sequence
-        Examples of its arguments.
+        Example arguments of the graph.
     settings : Settings
 
     Attributes
     ----------
     model : RecordedModel or None
-        None before the first call.
+        The recorded graph; None before the first call.
     """
 
     def __init__(self, graph: Callable[..., Any], inputs: Sequence[Any], settings: Settings) -> None:
@@ -68,7 +71,8 @@ class Graph:
         """Call the graph with all its arguments, the weights among them."""
         weights = [args[place] for place in self._static]
         model = self.model
-        # Dynamo compares the weights' types and shapes, and not which objects they are.
+        # Dynamo's guards compare types and shapes of weights, but not their identity. So other weights may come, and need a new
+        # model.
         if model is None or not all(map(is_, weights, self._weights)):
             self._weights = weights
             bound = _Bound(self._graph, dict(zip(self._static, weights, strict=True)), len(args))
@@ -77,7 +81,7 @@ class Graph:
 
 
 def _is_weight(value: object) -> bool:
-    # Dynamo marks buffers, and tensors of `torch._dynamo.mark_static_address`.
+    # Dynamo marks buffers, and tensors passed to `torch._dynamo.mark_static_address`, with this attribute.
     return isinstance(value, nn.Parameter) or (
         isinstance(value, Tensor) and getattr(value, "_dynamo_static_input_type", None) is not None
     )
@@ -86,15 +90,17 @@ def _is_weight(value: object) -> bool:
 def handlepool(
     graph: Any, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile a graph of dynamo's: the back end of ``torch.compile(model, backend="handlepool")``.
+    """Compile a graph of dynamo's.
+
+    This is the back end of ``torch.compile(model, backend="handlepool")``.
 
     Parameters
     ----------
     graph : GraphModule
     inputs : sequence
-        Examples of its arguments.
+        Example arguments of the graph.
     mode : None
-        Modes are of Inductor.
+        Only Inductor has modes.
     options : dict, optional
         The keywords of `handlepool.integrations.torch.recorded`.
 
@@ -105,7 +111,7 @@ def handlepool(
     Raises
     ------
     ArgumentError
-        For a mode, and for options that there are not.
+        For a mode, and for an unknown option.
     """
     if mode not in (None, "default"):
         raise ArgumentError(f"backend='handlepool' was given mode={mode!r}; modes are Inductor's. Use options")
@@ -113,6 +119,6 @@ def handlepool(
 
 
 def graphs_of(model: nn.Module) -> list[Graph]:
-    """Return the graphs that read weights of a model."""
+    """Return the graphs that read at least one weight of a model."""
     known = {id(each) for each in (*model.parameters(), *model.buffers())}
     return [each for each in _made if any(id(weight) in known for weight in each._weights)]

@@ -18,7 +18,7 @@ pytree = torch.utils._pytree
 
 @dataclass(eq=False)
 class Captured:
-    """A functional graph of aten's operations.
+    """A functional graph: aten operations that write nothing in place.
 
     Attributes
     ----------
@@ -26,13 +26,14 @@ class Captured:
     weights : dict of Node to Tensor
         The placeholders that stand for parameters, buffers and constants.
     inputs : list of Node or None
-        The placeholder for each leaf of the arguments; None for a value that is built in.
+        The placeholder for each leaf of the arguments; None for a leaf whose value is built into the graph.
     outputs : list of Node or plain
-        The leaves of the value.
+        The leaves of the model's value.
     structure : TreeSpec
-        Of the value.
+        The nesting of these leaves in the model's value.
     writes : list of (Node, Tensor or int)
-        New values of tensors that the model writes: a buffer, or an argument by its place among the leaves.
+        The tensors that the model writes, each with the node of its new value. A buffer stands as a tensor, an argument as its
+        place among the leaves.
     """
 
     graph: fx.Graph
@@ -46,15 +47,15 @@ class Captured:
 def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Return the graph of a model.
 
-    It has the shapes of the arguments built in, and the values of numbers and text.
+    The shapes of the arguments are built into the graph, and so are the values of numbers and texts.
 
     Raises
     ------
     NotTaken
-        If the model cannot be traced, as where its control flow depends on values.
+        If the model cannot be traced, for example because its control flow depends on values.
     """
-    # Torch's export puts fakes into the places of weights meanwhile, and other threads may run the model. So a copy of its
-    # modules is traced, which has the same weights.
+    # During tracing, torch's export replaces the weights of modules by fake tensors. Other threads may run the model meanwhile.
+    # So a copy of the modules is traced, which shares the weights.
     try:
         copied = copy.deepcopy(model, {id(each): each for each in _tensors(model)})
     except Exception as error:
@@ -67,7 +68,7 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             # Export warns of torch's own code.
             warnings.simplefilter("ignore")
             program = torch.export.export(copied, args, kwargs, strict=False)
-            # Without a table, operations stay whole that torch would decompose, as attention and layer_norm.
+            # The empty table keeps operations whole that torch would decompose, such as attention and layer_norm.
             program = program.run_decompositions({})
     except Exception as error:
         text = str(error).strip().partition("\n")[0]
@@ -78,7 +79,7 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that modules have as attributes, also in containers."""
+    """Yield the tensors in attributes of modules, and in containers there."""
     yield from (*model.parameters(), *model.buffers())
     for module in model.modules():
         for value in module.__dict__.values():
@@ -86,9 +87,10 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def apart(values: Any) -> Any:
-    """Return values whose tensors share no memory, by copies.
+    """Copy tensors that share memory with an earlier tensor.
 
-    Tracing takes one tensor in two places for one argument, and a recorded function refuses it.
+    Return the values with the copies in their places. Tracing would treat a tensor in two places as one argument, and a
+    recorded function would refuse it.
     """
     seen: set[int] = set()
 

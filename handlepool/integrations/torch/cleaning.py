@@ -1,4 +1,4 @@
-"""Drop operations that a functional graph does not need, and tell views from work."""
+"""Drop operations that a functional graph does not need."""
 
 import operator
 from collections.abc import Callable
@@ -44,23 +44,24 @@ _DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_drop
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node's value lies in the memory of another node's."""
+    """Return whether a node's value shares the memory of its input."""
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
     return node.op == "call_function" and node.target in VIEWS
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a view is of."""
+    """Return the node that owns the memory of a view."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def clean(graph: fx.Graph, kept: set[fx.Node]) -> None:
-    """Drop copies that only keep memory apart, and operations that do nothing.
+    """Drop operations that do nothing, and needless copies.
 
-    ``kept`` are the nodes whose memory the caller gets. Their copies stay.
+    A copy is needless if it keeps the layout and the type of its source. ``kept`` are the nodes whose memory the caller gets.
+    Copies that give them this memory stay.
     """
     for node in [*graph.nodes]:
         if node.op != "call_function":
@@ -83,11 +84,14 @@ _FILLED: dict[Any, Callable[[list[Any]], Any]] = {
     aten.fill.Scalar: lambda args: args[1],
     aten.fill.Tensor: lambda args: args[1],
 }
-"""Operations that take the form of a tensor and no values, with the number that they write."""
+"""Operations that fill the form of a tensor with a number."""
 
 
 def free_of_values(graph: fx.Graph) -> None:
-    """Let operations that read the form of a tensor alone read no tensor, so that their values are constants."""
+    """Make fillings of a tensor's form constants.
+
+    They read the form of the tensor and none of its values.
+    """
     for node in [*graph.nodes]:
         number = _FILLED.get(node.target)
         expected = node.meta.get("val")
@@ -116,7 +120,7 @@ def _active(node: fx.Node) -> bool:
 
 
 def _copies_in_vain(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Return whether a copy has the form of its source, and no caller gets its memory."""
+    """Return whether a copy has its source's form, for no caller."""
     source: Any = node.args[0] if node.args else None
     if node.target is aten.clone.default:
         form = node.kwargs.get("memory_format")

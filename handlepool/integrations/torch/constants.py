@@ -1,7 +1,7 @@
 """Keep tensors that are computed from weights alone.
 
-A program reads them where they lie. So new values of a weight are computed again into the same memory, and nothing is recorded
-anew.
+A program reads the constants at fixed addresses. After a write to a weight, they are computed again into the same memory, so no
+program has to be recorded again.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Constants:
     Attributes
     ----------
     values : dict of Node
-        The value of each.
+        The tensor of each constant node.
     """
 
     def __init__(self, weights: dict[fx.Node, Tensor]) -> None:
@@ -33,7 +33,7 @@ class Constants:
         return node in self.values
 
     def fold(self, graph: fx.Graph) -> None:
-        """Compute each operation that reads constants alone."""
+        """Compute each operation that reads only constants."""
         for node in graph.nodes:
             if node.op == "call_function" and all(each in self.values for each in node.all_input_nodes):
                 tags = getattr(node.target, "tags", ())
@@ -42,14 +42,17 @@ class Constants:
                 self._add(node, node.target, node.args, node.kwargs)
 
     def made(self, graph: fx.Graph, function: Callable[..., Tensor], *args: Any) -> fx.Node:
-        """Return a new constant node: a function of constants and plain values."""
+        """Return a new constant node for a function of constants.
+
+        The arguments are constant nodes and plain values.
+        """
         node = graph.create_node("get_attr", f"constant_{len(self._made)}")
         self._add(node, function, args, {})
         node.meta["val"] = self.values[node]
         return node
 
     def refresh(self, kept: set[fx.Node]) -> None:
-        """Compute all constants again, into the memory of those that are kept."""
+        """Compute all constants again; write the kept constants into their memory."""
         found: Found = {node: tensor.detach() for node, tensor in self._weights.items()}
         for node, function, args, kwargs in self._made:
             found[node] = _computed(function, args, kwargs, found)

@@ -1,8 +1,9 @@
 """Convolve torch tensors, with gradients.
 
-The three operations of torch's dispatcher are each the gradient of the other two operations. Torch allocates each result, in
-the layout that the operation's fake kernel gives. Tensors, above all gradients, come in any layout. A tensor with gaps, or
-neither contiguous nor channels-last, is copied.
+The module defines three operations of torch's dispatcher: the convolution, its gradient for the images, and its gradient for
+the filters. The gradients of each operation are computed by the other two operations. Torch allocates each result in the layout
+that the operation's fake kernel gives. Tensors, above all gradients, come in any layout. A tensor that is neither contiguous
+nor channels-last is copied.
 """
 
 import operator
@@ -41,8 +42,7 @@ def conv2d(
     Parameters
     ----------
     x : Tensor, shape (N, C, H, W)
-        Images; float16, bfloat16 or float32. Of any strides; a tensor that is not contiguous or channels-last is
-        copied.
+        Images of float16, bfloat16 or float32. A tensor that is neither contiguous nor channels-last is copied.
     w : Tensor, shape (K, C / groups, R, S)
         Filters, of the same type.
     bias : Tensor, shape (K,), optional
@@ -64,7 +64,7 @@ def conv2d(
     Raises
     ------
     ArgumentError, GraphNotSupportedError
-        As in `handlepool.conv2d`, and as in its gradients from a backward pass.
+        As in `handlepool.conv2d`. The backward pass raises the errors of its gradients.
     ArrayTypeError, DeviceMismatchError
         For objects other than tensors, and for tensors on several devices.
     """
@@ -84,7 +84,7 @@ def conv2d(
 
 
 def _check(name: str, value: Tensor, x: Tensor) -> None:
-    """Raise for values that torch's dispatcher would accept or misreport."""
+    """Raise for values that torch's dispatcher would accept or report wrongly."""
     if not isinstance(value, Tensor):
         raise ArrayTypeError(
             f"conv2d: {name} is a {type(value).__name__}, and this function takes torch tensors; use "
@@ -138,7 +138,7 @@ def _integers(value: Any, count: int) -> list[int]:
 def _like(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Return a new tensor in another tensor's memory format.
 
-    The format is channels-last or contiguous. Fake kernels use this, too.
+    The format is channels-last or contiguous.
     """
     channels_last = x.dim() == 4 and x.stride(1) == 1 and not x.is_contiguous()
     layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -160,9 +160,9 @@ def _result(
 
 
 def _fake(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """Return the same as `_result`, after checks of the arguments.
+    """Check the arguments, and return the same as `_result`.
 
-    The function raises for arguments that `handlepool.conv2d` refuses, because tensors without memory never reach
+    The function raises for each argument that `handlepool.conv2d` refuses, because a tensor without memory never reaches
     `handlepool.conv2d`.
     """
     y = _result(x, w, bias, *geometry)
@@ -197,7 +197,7 @@ def _options(
     deterministic: bool | None,
 ) -> dict[str, Any]:
     if allow_tf32 is None:
-        # Torch has this attribute from 2.9 on. If a program uses it, reading the older name may be an error.
+        # Torch has ``conv`` from 2.9 on. In a program that sets ``conv``, reading the older ``allow_tf32`` may raise.
         own = getattr(torch.backends.cudnn, "conv", None)
         allow_tf32 = torch.backends.cudnn.allow_tf32 if own is None else own.fp32_precision == "tf32"
     if deterministic is None:
@@ -214,9 +214,9 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _plainly() -> ExitStack:
-    """Switch off derivatives in both modes.
+    """Switch off derivatives of backward and forward mode.
 
-    The operation has derivatives; its kernel must not record any.
+    `derive` gives the operation its derivatives, so the kernel must record none.
     """
     entered = ExitStack()
     entered.enter_context(torch.no_grad())

@@ -1,4 +1,4 @@
-"""Lower convolutions with all that follows them in one kernel."""
+"""Lower convolutions, each with the operations that its kernel can fuse."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -28,6 +28,8 @@ ACTIVATIONS = {
     aten.tanh.default: "tanh",
     aten.silu.default: "swish",
     aten.gelu.default: "gelu",
+    aten.hardswish.default: "hardswish",
+    aten.hardsigmoid.default: "hardsigmoid",
 }
 PLAIN: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
@@ -36,11 +38,22 @@ PLAIN: dict[str | None, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "swish": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
+    "hardswish": torch.nn.functional.hardswish,
+    "hardsigmoid": torch.nn.functional.hardsigmoid,
 }
-ALONE = {name: getattr(handlepool.ops, name) for name in PLAIN if name}
+ALONE: dict[str, Callable[..., Any]] = {
+    "sigmoid": handlepool.math.sigmoid,
+    "tanh": handlepool.math.tanh,
+    "swish": handlepool.math.silu,
+    "gelu": handlepool.math.gelu,
+}
+"""Activations that may take a launch of their own.
+
+cuDNN has few plans of convolutions with these activations.
+"""
 _OVER_ELEMENTS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 Steps = tuple[Any, ...]
-"""How channels are scaled and shifted: ("norm", epsilon), "mul" or "add", in order."""
+"""Scales and shifts of channels: ("norm", epsilon), "mul" or "add"."""
 
 
 def lower_convolutions(lowering: Lowering) -> None:
@@ -91,7 +104,7 @@ def _kernel(biased: bool, added: bool, activation: str | None, options: dict[str
         return PLAIN[activation](y + given["add"] if added else y)
 
     # cuDNN has few plans with another activation than relu, and these are slow.
-    ways = {"fused": fused} if activation in (None, "relu") else {"apart": apart, "fused": fused}
+    ways = {"apart": apart, "fused": fused} if activation in ALONE else {"fused": fused}
     kind = "conv2d" if options["groups"] == 1 else "grouped"
     name = "_".join([kind, *(["add"] if added else []), *([activation] if activation else [])])
     return Kernel(name, ways, plain, (biased, *options.values(), *settings.values()))
@@ -120,7 +133,10 @@ def _transposed(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias:
 
 
 def _scaling(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, Steps, list[Any]]:
-    """Return the end of the constant scales and shifts of channels behind a node, with their kinds and constants."""
+    """Find the constant scales and shifts of channels behind a node.
+
+    Return the last node, with the kinds and the constants.
+    """
     steps: list[Any] = []
     parts: list[Any] = []
     while (user := sole_user(node)) is not None:
@@ -155,7 +171,10 @@ def _by_channel(factor: fx.Node, node: fx.Node) -> bool:
 
 
 def _addend(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Take a residual behind a convolution."""
+    """Find a residual that is added after a convolution.
+
+    Return the addition and the residual, or the node itself and None.
+    """
     user = sole_user(node)
     if user is None or user.target is not aten.add.Tensor or user.kwargs or len(user.args) != 2:
         return node, None
@@ -164,18 +183,15 @@ def _addend(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, fx.Node | None]
     if addend is node or not is_tensor(addend, 4) or lowering.constant(addend):
         return node, None
     same = value_of(addend).shape == value_of(node).shape and value_of(addend).dtype == value_of(node).dtype
-    # cuDNN fuses a residual with relu or with nothing.
-    after = sole_user(user)
-    if not same or (after is not None and after.target in ACTIVATIONS and after.target is not aten.relu.default):
-        return node, None
-    return user, addend
+    return (user, addend) if same else (node, None)
 
 
 def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:
-    """Take an activation behind a node.
+    """Find an activation after a node.
 
-    An activation before a product or a sum becomes a part of that kernel, which costs nothing there. cuDNN has few plans for
-    a convolution with any other activation than relu.
+    Return the activation's node and name, or the node itself and None. An activation other than relu is left alone where a
+    product or a sum over elements follows. The kernel of that product or sum then computes it at no cost, while cuDNN has few
+    plans for a convolution with it.
     """
     user = sole_user(node)
     if user is None or user.target not in ACTIVATIONS or user.kwargs.get("approximate", "none") != "none":
@@ -186,7 +202,7 @@ def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:
     return user, ACTIVATIONS[user.target]
 
 
-# Constants, in float64 and rounded once
+# Constants: computed in float64, and rounded once
 
 
 def affine(steps: Steps, parts: list[Any]) -> tuple[Any, Any]:

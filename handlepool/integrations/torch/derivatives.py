@@ -1,9 +1,9 @@
 """Define dispatcher operations with derivatives of every kind.
 
-The derivatives are backward, forward, and the transforms of `torch.func`. `torch.library.custom_op` drops the tangents of
-forward mode and has no derivatives under `torch.func`. So an operation here has a kernel for the key ``Autograd``, as torch's
-own operations have. The dispatcher calls the kernel once for each level of nested transforms, with the tensors of that level.
-Each operation is linear in each of its first two arguments, which determines its forward derivative.
+The derivatives are those of backward mode, of forward mode, and of the transforms of `torch.func`. `torch.library.custom_op`
+drops the tangents of forward mode and has no derivatives under `torch.func`. So an operation here has a kernel for the key
+``Autograd``, as torch's own operations have. The dispatcher calls the kernel once for each level of nested transforms, with the
+tensors of that level. Each operation is linear in each of its first two arguments, which determines its forward derivative.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,8 @@ def define(name: str, arguments: str, kernel: Callable[..., Tensor], fake: Calla
     torch._ops.OpOverload
     """
     _library.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    # `torch.library.custom_op` does the same. Dynamo would trace the frames of a kernel, which torch calls from C++.
+    # Torch calls the kernel from C++. Without this wrapper, Dynamo would trace the kernel's Python frames.
+    # `torch.library.custom_op` wraps its kernels in the same way.
     _library.impl(name, torch._disable_dynamo(kernel), "CompositeExplicitAutograd")  # noqa: SLF001
     torch.library.register_fake(f"handlepool::{name}", fake, lib=_library)
     return getattr(torch.ops.handlepool, name).default
@@ -61,9 +62,10 @@ def derive(operation: torch._ops.OpOverload, backward: Backward, *, folds: bool)
         Linear in each of its first two arguments, both tensors. Its third is a tensor that is added to the output's channels,
         None, or the output's shape.
     backward : callable
-        Returns the gradients of the leading arguments. Such operations compute them.
+        Returns the gradients of the leading arguments, computed by operations that have derivatives themselves.
     folds : bool
-        Whether images lead the first argument and the output. Then a batch of image arrays counts as more images.
+        Whether the first axis of the first argument and of the output counts images. Then `torch.vmap` can merge its batch into
+        that axis.
     """
     name = operation._schema.name.partition("::")[2]  # noqa: SLF001 - it has no public name
     _library.impl(name, partial(_with_derivatives, operation, backward), "Autograd", with_keyset=True)
@@ -122,8 +124,8 @@ class _Derived(torch.autograd.Function):  # type: ignore[misc]
     def jvp(ctx: torch.autograd.function.FunctionCtx, _: None, *tangents: Tensor | None) -> Tensor | None:
         of_first, of_second, of_third = tangents[:3]
         operation, third, geometry = ctx.call.operation, ctx.third, ctx.geometry
-        # Torch switches tangents off here, also the tangents of the transforms below. The code removes the tangents of this
-        # level instead.
+        # Torch switches all tangents off here, even those of the transforms below. So they are switched on again, and only the
+        # tangents of this level are removed.
         with forward_ad._set_fwd_grad_enabled(ctx.call.tangents):  # noqa: SLF001 - it has no public name
             first, second = [forward_ad.unpack_dual(value, level=0).primal for value in ctx.saved_tensors]
             terms = []
@@ -142,13 +144,15 @@ def _has_tangent(tensor: Tensor) -> bool:
 
 def _with_derivatives(operation: object, backward: Backward, keyset: object, *inputs: object) -> Tensor:
     call = _Call(operation, backward, keyset, torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled())  # noqa: SLF001
-    # A compiled `torch.func.jvp` makes tangents that `forward_ad.unpack_dual` does not see, so transforms always count.
+    # A compiled `torch.func.jvp` makes tangents that `forward_ad.unpack_dual` does not see. So a call inside a transform always
+    # gets derivatives.
     transforms = torch._C._are_functorch_transforms_active()  # noqa: SLF001 - `Function.apply` asks the same
     tensors = [value for value in inputs[:3] if isinstance(value, Tensor)]
     needed = call.gradients and any(value.requires_grad for value in tensors)
     if not (needed or transforms or any(map(_has_tangent, tensors))):
         return call.below(*inputs)
-    # The dispatcher calls each transform in turn. `Function.apply` would do so again.
+    # The dispatcher already calls each transform in turn. `_Derived.apply` would call them a second time, so its base's method
+    # is used.
     apply = super(torch.autograd.Function, _Derived).apply
     with enable_single_level_autograd_function() if transforms else nullcontext():
         result: Tensor = apply(call, *inputs)
@@ -156,9 +160,9 @@ def _with_derivatives(operation: object, backward: Backward, keyset: object, *in
 
 
 def _batched(operation: Any, folds: bool, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-    """Compute an operation for a batch.
+    """Compute an operation for a batch of `torch.vmap`.
 
-    If it `folds`, the batch becomes more images. Otherwise each sample is computed by itself.
+    If the operation `folds`, the batch becomes more images. Otherwise each sample is computed by itself.
     """
     first, second, third, *geometry = inputs
     shape = None if third is None or isinstance(third, Tensor) else third

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import handlepool
 from handlepool import ArgumentError, CaptureError, HandlePoolError
 from handlepool.integrations.torch.capture import captured
+from handlepool.integrations.torch.inductor import elsewhere
 from handlepool.integrations.torch.modes import modes
 from handlepool.integrations.torch.places import place_for
 from handlepool.integrations.torch.program import Program
@@ -23,20 +24,23 @@ from handlepool.integrations.torch.weights import Weights
 pytree = torch.utils._pytree
 
 
-# A single thread at a time makes a program or computes constants again: torch's export is no code for several threads. Other
-# threads that need a new program run the model as it is and do not wait, because the model's own code runs under this lock
-# (guarantee 15).
+# One thread at a time makes a program or computes constants again, because torch's export is not safe for several threads.
+# Another thread that needs a new program does not wait for this lock, but runs the model itself. For the lock's holder runs the
+# model's own code, which may wait for other threads (guarantee 15).
 _making = threading.RLock()
 
 
 MOST_RENEWED = 8
-"""The times that a model's weights or attributes may be bound anew. After that torch runs it while they are others."""
+"""The most times that a model's weights may be bound anew.
+
+After that torch runs the model while its weights are others than the recorded weights."""
 
 
 class RecordedModel:
-    """A model with a pool of programs. Made by `recorded`.
+    """A model with recorded programs, as `recorded` returns it.
 
-    A call takes the model's own arguments. The first call of a geometry traces, lowers and records the model.
+    A call takes the model's own arguments. The first call with new shapes, strides or types traces, lowers and records the
+    model.
     """
 
     def __init__(self, model: nn.Module, settings: "Settings") -> None:
@@ -56,7 +60,7 @@ class RecordedModel:
             _end(each)
         self._programs.clear()
         self._weights = Weights([self._model])
-        # None for a model without weights, whose device is that of its arguments.
+        # It is None for a model without weights, which runs on the device of its arguments.
         self._kind = self._weights.tensors[0].device.type if self._weights.tensors else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +76,7 @@ class RecordedModel:
         object
             The model's value, in new tensors that are ready on torch's current stream.
         """
-        # A single tensor is the usual call, which needs no walk.
+        # A call with a single tensor is the usual case, and needs no walk over the arguments.
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             leaves, structure = args, None
         else:
@@ -89,16 +93,19 @@ class RecordedModel:
         ):
             raise NotTaken("it needs gradients: call it under torch.no_grad()")
         kind = self._kind or next((each.device.type for each in leaves if isinstance(each, Tensor)), "cpu")
+        if kind == "cuda" and torch.cuda.is_current_stream_capturing():
+            # The model's own kernels become a part of the caller's graph.
+            return self._model(*args, **kwargs)
         key = modes(kind), structure, tuple([_part(each) for each in leaves])
         program = self._programs.get(key)
         if isinstance(program, Program) and not program.writes:
-            # The launch comes before the comparison, which then costs no time of the GPU's. The program changes nothing else,
-            # so its value is dropped where weights have changed.
+            # The launch comes first, so that the GPU works during the comparison of the weights. The program writes only its
+            # own results. So if weights have changed, the value is simply dropped.
             value = self._called(key, program, leaves)
             if self._weights.bound() and self._weights.versions.same():
                 return value
         if not self._weights.bound():
-            # A model in training keeps its programs for the time after.
+            # The check raises for a model in training mode. So its programs are kept for the time after the training.
             self._weights.check()
             if self._renewed >= MOST_RENEWED:
                 raise NotTaken(f"its weights were bound anew {MOST_RENEWED} times: write new values in place")
@@ -106,7 +113,12 @@ class RecordedModel:
             self._renew()
             program = None
         elif not self._weights.versions.same():
-            self.refresh()
+            if not _making.acquire(blocking=False):
+                return self._model(*args, **kwargs)
+            try:
+                self.refresh()
+            finally:
+                _making.release()
         if program is None:
             program = self._made(key, leaves, args, kwargs)
             if program is None:
@@ -121,7 +133,10 @@ class RecordedModel:
         return value
 
     def _called(self, key: Any, program: Program, leaves: Sequence[Any]) -> Any:
-        """Call a program. A key that cannot be recorded is left to torch from then on."""
+        """Call a program.
+
+        A key that cannot be recorded is left to torch from then on.
+        """
         try:
             return program(leaves)
         except NotNow:
@@ -131,12 +146,14 @@ class RecordedModel:
             raise
 
     def _made(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together | str | None:
-        """Trace and lower the model for a geometry; return the reason where that cannot be.
+        """Trace and lower the model for a geometry.
 
-        Return None where the model has to run as it is this time.
+        Return the reason where torch has to run it.
+
+        Return the program, or the reason why there can be none. Return None if only this call has to run the model itself.
         """
         made: Program | Together | str | None
-        # A call inside of another library's capture or tracing becomes a part of that.
+        # A call inside of a trace or a transform becomes a part of that.
         if _inside(leaves) or not _making.acquire(blocking=False):
             return None
         try:
@@ -148,7 +165,8 @@ class RecordedModel:
                     made = str(why)
                 except HandlePoolError:
                     raise
-                # A graph may have forms that the lowering does not expect. Torch then runs the model, and the warning says why.
+                # The lowering may meet a graph that it does not expect. Torch then runs the model, and a warning gives the
+                # reason.
                 except Exception as error:
                     if self._settings.strict:
                         raise
@@ -170,10 +188,15 @@ class RecordedModel:
         )
         made.settle(leaves)
         if settings.tune and place.kind == "cuda" and not made.writes:
-            # The call records the program that is tuned.
+            # Tuning needs a recorded program, and this call records it.
             made(leaves)
             made.tune(settings.seconds)
-            if settings.fallback == "inductor" and not kwargs and (peer := self._peer(args)) is not None:
+            if (
+                settings.fallback == "inductor"
+                and not kwargs
+                and not torch.is_autocast_enabled("cuda")
+                and (peer := self._peer(args)) is not None
+            ):
                 times = {"ours": microseconds(made, [leaves]), "inductor": microseconds(peer, [args])}
                 made.times = times
                 if times["inductor"] < times["ours"]:
@@ -182,37 +205,43 @@ class RecordedModel:
         return made
 
     def _peer(self, args: Any) -> Together | None:
-        """Return the model by Inductor's kernels, recorded; None where Inductor fails."""
+        """Record the model with Inductor's kernels.
+
+        Return None if Inductor fails, or if nothing was recorded.
+        """
         peer = together(self._model, kernels="inductor", **{**self._settings.options(), "lanes": 1})
         try:
-            for _ in range(3):
-                peer(args)
+            # The device is waited for, because the other thread has another current stream.
+            torch.cuda.synchronize()
+            elsewhere(lambda: [peer(args) for _ in range(3)])
+            torch.cuda.synchronize()
         # A compiler may raise any error. The model then stays with the program.
         except Exception:
             return None
         return peer if peer.recorded is not None and peer.recorded.stats().programs else None
 
     def refresh(self) -> None:
-        """Compute everything again that was made of weights.
+        """Compute all values again that depend on weights alone.
 
-        Call it after writes that torch does not count, as through ``weight.data``.
+        Call it after a write that torch does not count, such as a write through ``weight.data``.
         """
         with _making:
             for each in [*self._programs.values()]:
                 if isinstance(each, Program):
                     each.refresh()
             if self._kind == "cuda":
-                # Calls on other streams find the versions renewed, and do not wait for this stream.
+                # A call on another stream finds the versions renewed, and does not wait for this stream. So the host waits
+                # here.
                 torch.cuda.current_stream().synchronize()
             self._weights.versions.renew()
 
     @property
     def programs(self) -> list[Program | Together | str]:
-        """The programs, one for each key, or the reasons why torch runs a key."""
+        """The program of each key, or the reason for torch."""
         return [*self._programs.values()]
 
     def _say(self, why: str) -> None:
-        """Warn once for each reason that torch runs the model; with ``strict`` raise."""
+        """Warn once for each reason; with ``strict`` raise."""
         if self._settings.strict:
             raise CaptureError(f"{self!r} has no program: {why}")
         if why not in self._said:
@@ -227,12 +256,13 @@ def _end(program: Program | Together | str) -> None:
 
 
 def _inside(leaves: Sequence[Any]) -> bool:
-    """Return whether a call is a part of a capture, a trace or a transform of torch's."""
+    """Return whether a call is a part of other work of torch's.
+
+    That is a trace, a transform or a call with tensors of other classes.
+    """
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         return True
-    if any(isinstance(each, Tensor) and type(each) not in (Tensor, nn.Parameter) for each in leaves):
-        return True
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return any(isinstance(each, Tensor) and type(each) not in (Tensor, nn.Parameter) for each in leaves)
 
 
 def device_of(values: list[Any]) -> torch.device:
@@ -289,7 +319,7 @@ class Settings:
                 raise ArgumentError(f"{name}: {option}={getattr(settings, option)!r}; it can be True or False")
         if not isinstance(settings.seconds, (int, float)) or not settings.seconds > 0:
             raise ArgumentError(f"{name}: seconds={settings.seconds!r}; it must be a number above 0")
-        # The recorded function checks the other options.
+        # Making a recorded function checks the other options.
         handlepool.recorded(_part, programs=settings.programs, **settings.options())
         return settings
 
@@ -308,7 +338,9 @@ def recorded(
     strict: bool = False,
     **options: Any,
 ) -> RecordedModel:
-    """Record a model by its calls, without torch's compiler in the call.
+    """Return a model that records its calls, and replays them later.
+
+    A replay does not pass through torch's compiler.
 
     Parameters
     ----------
@@ -317,12 +349,14 @@ def recorded(
     lanes, instances, outputs
         As in `handlepool.recorded`.
     programs : int
-        Most keys. The key that was made first ends beyond this number.
+        The maximum number of keys: geometries of arguments, with torch's modes. Beyond this number, the oldest key's program
+        ends.
     strict : bool
-        Whether a model that cannot be recorded raises an error.
+        Whether a call that cannot be recorded raises an error. Otherwise torch runs it, and a warning gives the reason.
     **options
-        ``tune`` times kernels and numbers of lanes when a key is recorded, for some ``seconds``. ``fallback="inductor"``, the
-        default with ``tune``, records Inductor's kernels instead where these are quicker.
+        With ``tune=True``, the first call of a key times kernels, and then numbers of lanes for ``seconds``. With
+        ``fallback="inductor"``, the default where ``tune`` is set, it also records Inductor's kernels, and keeps them if they
+        are quicker.
 
     Returns
     -------

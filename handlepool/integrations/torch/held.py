@@ -4,9 +4,9 @@ from typing import Any
 
 
 class Held:
-    """Hold an object that the walk over a call's arguments does not enter.
+    """Hold an object that the walk does not enter.
 
-    The walk enters no objects of this package.
+    The walk over a call's arguments enters no objects of this package.
     """
 
     __slots__ = ("value",)

@@ -1,4 +1,4 @@
-"""Stand for a piece of a graph that the library computes."""
+"""Represent the parts of a torch graph that this library computes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from handlepool.integrations.torch.constants import Constants
 
 Value = Any
-"""A tensor, an array of the driver's in its place, or a traced value of an elementwise function."""
+"""A tensor, an array of the driver's, or a traced value."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 aten = torch.ops.aten
 
@@ -21,11 +21,13 @@ class Kernel:
     ----------
     name : str
     ways : dict of callable
-        Functions of arrays by name, the preferred function first. Each computes the same with the library's operations.
+        Functions of arrays, by name, the preferred function first. All of them compute the same result with this library's
+        operations.
     plain : callable
-        The same function of tensors, by torch.
+        The same computation by torch, on tensors.
     key : hashable, optional
-        Its options. Kernels of one name and key take one time for one geometry. None for a kernel that is not timed.
+        The options of the kernel. Kernels of the same name and key take the same time for the same geometry, so it is measured
+        once. None for a kernel that is not timed.
 
     Attributes
     ----------
@@ -47,7 +49,7 @@ class Kernel:
 
 
 class Lowering:
-    """A graph whose operations become kernels.
+    """A graph, while its operations are replaced by kernels.
 
     Attributes
     ----------
@@ -62,19 +64,22 @@ class Lowering:
         self.graph, self.constants, self.kind = graph, constants, kind
 
     def nodes(self, *targets: object) -> list[fx.Node]:
-        """Return the operations of some kinds that are no constants, in order."""
+        """Return the non-constant operations of some kinds, in order."""
         return [each for each in self.graph.nodes if each.target in targets and self.varies(each)]
 
     def varies(self, node: fx.Node) -> bool:
-        """Return whether a node is an operation whose value is no constant."""
+        """Return whether a node is an operation and not a constant."""
         return node.op == "call_function" and node not in self.constants
 
     def constant(self, *nodes: object) -> bool:
-        """Return whether all are constants, or None."""
+        """Return whether each node is a constant or None."""
         return all(each is None or each in self.constants for each in nodes)
 
     def emit(self, kernel: Kernel, inputs: Iterable[fx.Node], last: fx.Node) -> fx.Node:
-        """Put a kernel in the place of a node, and of the nodes that only led to it."""
+        """Put a kernel in the place of a node.
+
+        Nodes that only led to that node go.
+        """
         with self.graph.inserting_before(last):
             node = self.graph.call_function(kernel, tuple(inputs))
         node.meta["val"] = last.meta["val"]
@@ -83,7 +88,7 @@ class Lowering:
         return node
 
     def remove(self, node: fx.Node) -> None:
-        """Erase a node, and the operations before it that have no further use."""
+        """Erase a node, and operations that only led to it."""
         left = [node]
         while left:
             each = left.pop()
@@ -92,31 +97,34 @@ class Lowering:
                 self.graph.erase_node(each)
 
     def made(self, function: Callable[..., Tensor], *args: Any) -> fx.Node:
-        """Return a new constant: a function of constants and plain values."""
+        """Return a new constant node for a function of constants.
+
+        The arguments are constant nodes and plain values.
+        """
         first = next(iter(self.graph.nodes))
         with self.graph.inserting_before(first):
             return self.constants.made(self.graph, function, *args)
 
 
 def value_of(node: fx.Node) -> Any:
-    """Return the tensor without values that tracing gave a node."""
+    """Return a node's tensor from tracing, which has no values."""
     return node.meta["val"]
 
 
 def is_tensor(node: Any, rank: int | None = None, dtypes: tuple[Any, ...] = FLOATS) -> bool:
-    """Return whether a node's value is a tensor of such types with elements."""
+    """Return whether a node is a tensor with elements of such types."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and value.dtype in dtypes and value.numel() > 0 and (rank is None or value.dim() == rank)
 
 
 def sole_user(node: fx.Node) -> fx.Node | None:
-    """Return the only operation that reads a node, None if there are more."""
+    """Return the only operation that reads a node, or None."""
     (user,) = node.users if len(node.users) == 1 else (None,)
     return user if user is not None and user.op == "call_function" else None
 
 
 def arguments(node: fx.Node) -> list[Any]:
-    """Return an operation's arguments by position, with its defaults."""
+    """Return an operation's arguments in the schema's order, with defaults."""
     schema = node.target._schema.arguments
     given = [*node.args]
     return [
@@ -126,6 +134,6 @@ def arguments(node: fx.Node) -> list[Any]:
 
 
 def pair(value: Any) -> tuple[int, int]:
-    """Return a value for both axes of an image."""
+    """Return a number or a sequence as a pair: height and width."""
     values = [*value] if isinstance(value, (list, tuple)) else [value]
     return values[0], values[-1]

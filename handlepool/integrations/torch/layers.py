@@ -15,12 +15,12 @@ from handlepool.integrations.torch.modes import deterministic, tf32
 
 MOST_PARTS = 32
 ALIGNED = 16
-"""The library's kernels read arrays that begin at multiples of so many bytes."""
+"""Bytes whose multiples are addresses for the library's kernels."""
 functional = torch.nn.functional
 
 
 def lower_layers(lowering: Lowering) -> None:
-    """Lower each operation that the library has."""
+    """Replace each operation that this library also has by its kernel."""
     for node in [*lowering.graph.nodes]:
         lower = _LOWER.get(node.target)
         if lower is not None and lowering.varies(node) and not node._erased and is_tensor(node):
@@ -28,7 +28,7 @@ def lower_layers(lowering: Lowering) -> None:
 
 
 def _emit(lowering: Lowering, name: str, node: fx.Node, inputs: list[Any], run: Callable[..., Any], key: object = None) -> None:
-    """Put a kernel in the place of a single operation."""
+    """Replace a single operation by a kernel."""
     target, args, kwargs = node.target, node.args, node.kwargs
     order = [*node.all_input_nodes]
 
@@ -54,11 +54,20 @@ def _linear(lowering: Lowering, node: fx.Node) -> None:
     def run(x: Value, w: Value, *bias: Value) -> Any:
         return handlepool.linear(x, w, bias=bias[0] if bias else None, activation=activation, **settings)
 
+    def pixels(x: Value, w: Value, *bias: Value) -> Any:
+        # Rows of features are pixels of one image, and cuDNN has other plans for these.
+        image = x.reshape(-1, x.shape[-1]).T[None, :, :, None]
+        more: dict[str, Any] = {"bias": bias[0] if bias else None, "activation": activation}
+        return handlepool.conv2d(image, w[:, :, None, None], **more, **settings)[0, :, :, 0].T.reshape(*x.shape[:-1], -1)
+
     def plain(x: Value, w: Value, *bias: Value) -> Any:
         return PLAIN[activation](functional.linear(x, w, *bias))
 
     name = "linear" if activation is None else f"linear_{activation}"
-    kernel = Kernel(name, {"fused": run}, plain, (bias is None, *settings.values()))
+    ways: dict[str, Callable[..., Any]] = {"fused": run}
+    if value_of(x).dtype is not torch.float32 and value_of(x).is_contiguous():
+        ways["pixels"] = pixels
+    kernel = Kernel(name, ways, plain, (bias is None, *settings.values()))
     lowering.emit(kernel, [x, w, *([] if bias is None else [bias])], out)
 
 
@@ -131,7 +140,7 @@ def _rms_norm(lowering: Lowering, node: fx.Node) -> None:
     x, shape, weight, epsilon = arguments(node)
     if is_tensor(x) and (weight is None or is_tensor(weight)):
         axes = tuple(range(-len(shape), 0))
-        # Torch's default is the step of the type in which it computes.
+        # Torch's default is the machine epsilon of the type.
         small = torch.finfo(value_of(x).dtype).eps if epsilon is None else epsilon
         _normed(lowering, node, (x, weight, None), lambda x, **w: handlepool.rms_norm(x, axis=axes, eps=small, **w))
 
@@ -164,7 +173,7 @@ def _softmax(lowering: Lowering, node: fx.Node) -> None:
 def _attention(lowering: Lowering, node: fx.Node) -> None:
     q, k, v, mask, dropout, causal, scale, grouped = arguments(node)
     given = [q, k, v, *([] if mask is None else [mask])]
-    # A mask of truth values leaves queries without any key to torch, which gives them NaN or zeros.
+    # A boolean mask stays with torch. Such a mask may hide all keys of a query, for which torch returns NaN or zeros.
     if dropout or grouped or not all(is_tensor(each, dtypes=(torch.float16, torch.bfloat16)) for each in given):
         return
     run = lambda q, k, v, *mask: handlepool.scaled_dot_product_attention(  # noqa: E731
@@ -194,7 +203,10 @@ def _upsample(lowering: Lowering, node: fx.Node) -> None:
 
 
 def _shuffle(lowering: Lowering, node: fx.Node) -> None:
-    """Lower a view of five axes, a swap of the two for channels, and a view of four."""
+    """Lower the views that shuffle channels.
+
+    These are a view of five axes, a swap of its two for channels, and a view of four axes.
+    """
     x, shape = node.args
     if not is_tensor(x, 4) or len(shape) != 5 or value_of(node).shape[2] * value_of(node).shape[1] != value_of(x).shape[1]:
         return
@@ -217,7 +229,7 @@ def _shuffle(lowering: Lowering, node: fx.Node) -> None:
 
 
 def lower_slices(lowering: Lowering) -> None:
-    """Copy slices of channels that begin where no kernel of the library reads, in one launch each."""
+    """Copy misaligned slices of channels, in one launch each."""
     for node in [*lowering.graph.nodes]:
         part = _slice(node) if lowering.varies(node) and is_tensor(node, 4) else None
         if part is None or not any(isinstance(user.target, Kernel) for user in node.users):
@@ -232,7 +244,7 @@ def lower_slices(lowering: Lowering) -> None:
 
 
 def _slice(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Return the source, the begin and the end of a slice of channels."""
+    """Return the source, begin and end of a slice of channels."""
     if node.target is aten.slice.Tensor:
         source, axis, start, _, step = arguments(node)
         if axis == 1 and step == 1 and is_tensor(source, 4):

@@ -8,7 +8,7 @@ _c: Any = torch._C
 
 
 def _flag(name: str) -> Any:
-    # A version of torch without a setting has one value of it.
+    # A version of torch without the setting counts as having it switched off.
     return getattr(_c, name, lambda: False)
 
 
@@ -33,7 +33,7 @@ def tf32() -> tuple[bool, bool]:
     try:
         return _c._get_cublas_allow_tf32(), _c._get_cudnn_allow_tf32()
     except RuntimeError:
-        # Torch refuses the old getters after a use of the new settings.
+        # After a program has used the new settings, torch's old getters raise.
         read = _c._get_fp32_precision_getter
         return read("cuda", "matmul") == "tf32", read("cuda", "conv") == "tf32"
 
@@ -46,7 +46,7 @@ def deterministic() -> bool:
 def modes(kind: str) -> str | int:
     """Return torch's modes as one value.
 
-    Equal values mean equal kernels for equal arguments. Autocast counts for the device type ``kind``.
+    Under equal modes, equal arguments get equal kernels. Of autocast, only the mode for the device type ``kind`` counts.
     """
     bits = 0
     for flag in _FLAGS:

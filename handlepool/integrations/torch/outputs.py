@@ -1,7 +1,7 @@
-"""Give a call's values the aliases that the model's own values have.
+"""Make a call's results share memory as the model's own results do.
 
-A program returns new tensors. A value of the model may instead be an argument, a weight, a view of these, or a view of another
-value.
+A program returns new tensors. A result of the model itself may instead be an argument, a weight, a view of an argument or a
+weight, or a view of another result.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,22 +15,25 @@ from handlepool.integrations.torch.cleaning import base_of
 from handlepool.integrations.torch.kernel import value_of
 
 View = tuple[Any, Any, Any]
-"""A target with its arguments, which name one node."""
+"""The operation of a view, with its arguments.
+
+One argument is the viewed node.
+"""
 OWN, INPUT, TENSOR, PLAIN = "own", "input", "tensor", "plain"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The place of a value.
+    """The origin of one result of the model.
 
     Attributes
     ----------
     kind : str
         `OWN` for a result of the program, `INPUT` for an argument, `TENSOR` for a weight, `PLAIN` for a number.
     at : int or object
-        Place among the results or arguments; or the tensor, or the number.
+        The place among the program's results or the arguments, the tensor, or the number: as `kind` says.
     views : tuple
-        Views from there on.
+        The views that lead from there to the result, in order.
     """
 
     kind: str
@@ -47,19 +50,19 @@ class Source:
 
 
 class Outputs:
-    """The sources of a graph's outputs, and of what it writes.
+    """The sources of a graph's outputs and writes.
 
     Parameters
     ----------
     graph : Captured
-        Its output node is changed: it gets the nodes that a program returns.
+        The constructor changes the graph's output node, which then lists `returned`.
 
     Attributes
     ----------
     returned : list of Node
         The nodes whose values a program returns.
     writes : list of (Source, Tensor or int)
-        New values of buffers, and of arguments by their places.
+        Each new value with its target: a buffer, or an argument's place.
     """
 
     def __init__(self, graph: Captured) -> None:
@@ -68,7 +71,7 @@ class Outputs:
         self.returned: list[fx.Node] = []
         nodes = [each for each in graph.outputs if isinstance(each, fx.Node)] + [node for node, _ in graph.writes]
         self._views = {base: {node for node in nodes if base_of(node) is base} for base in {*map(base_of, nodes)}}
-        # The model's value is the tensor that it wrote, and not a copy.
+        # If the model returns a tensor that it wrote, the result is that tensor, not a copy.
         self._written = dict(graph.writes)
         self.writes = [(self._source(node), target) for node, target in graph.writes]
         self._sources = [self._source(each, written=True) for each in graph.outputs]
@@ -92,8 +95,9 @@ class Outputs:
             return Source(INPUT, self._inputs[base], _views(base, value))
         if base in self._weights:
             return Source(TENSOR, self._weights[base], _views(base, value))
-        # Values that share memory are views of one result. A value alone is a result of its own, which may be smaller. A program
-        # returns tensors without gaps, so a value with gaps is a view.
+        # Outputs that share memory become views of one result of the program. An output that shares no memory is a result of
+        # its own, which may be smaller than the memory it is a view of. A program returns tensors without gaps, so an output
+        # with gaps becomes a view.
         if len(self._views[base]) == 1 and is_dense(value_of(value)):
             return Source(OWN, self._place(value))
         return Source(OWN, self._place(base), _views(base, value))
@@ -104,7 +108,7 @@ class Outputs:
         return self.returned.index(node)
 
     def _build(self, own: Sequence[Any], given: Sequence[Any]) -> Any:
-        """Write what the model writes, and return the model's value."""
+        """Write the model's writes, and return the model's value."""
         for source, target in self.writes:
             tensor = target if isinstance(target, Tensor) else given[target]
             tensor.copy_(source.value(own, given))
@@ -118,7 +122,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _views(base: fx.Node, node: fx.Node) -> tuple[View, ...]:
-    """Return the views that lead from a node to another one."""
+    """Return the views that lead from one node to another node."""
     found: list[View] = []
     while node is not base:
         found.append((node.target, node.args, node.kwargs))

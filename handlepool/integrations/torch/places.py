@@ -1,7 +1,7 @@
-"""Give a model's values to the operations of a driver.
+"""Convert between torch's tensors and the values that a driver's operations take.
 
-On a GPU these values are torch's tensors. The host driver records no tensors, so they are its own arrays there, over copies of
-CPU tensors. It queues no work of torch's either: a test gives it a place that does.
+On a GPU these values are the tensors themselves. The host driver records no tensors. With it, the values are its own arrays,
+which are copies of CPU tensors. Nor can the host driver queue work of torch; tests replace `_host` by a place that can.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Function = Callable[..., Any]
 
 
 class Place(Protocol):
-    """The values of one driver.
+    """The conversions for one driver.
 
     Attributes
     ----------
@@ -31,10 +31,10 @@ class Place(Protocol):
     kind: str
 
     def array(self, tensor: Tensor) -> Any:
-        """Return a constant as operations read it."""
+        """Return a constant tensor as the value that operations read."""
 
     def refresh(self, array: Any, tensor: Tensor) -> None:
-        """Bring new values of a constant into its array."""
+        """Copy new values of a constant tensor into its array."""
 
     def tensors(self, values: object) -> Any:
         """Return a call's value with tensors in place of arrays."""
@@ -43,13 +43,13 @@ class Place(Protocol):
         """Return a call's arguments with arrays in place of tensors."""
 
     def view(self, function: View, value: Any) -> Any:
-        """Return a view of a value by a function of tensors."""
+        """Return the view of a value that a torch function would make."""
 
     def pointer(self, value: Any) -> int:
         """Return the address of a value."""
 
     def operation(self, name: str, function: Function) -> Function:
-        """Return a function of torch's as an operation that writes new tensors alone."""
+        """Return a function of torch's as a declared operation."""
 
 
 class Cuda:
@@ -83,7 +83,8 @@ class Cuda:
 
     def operation(self, name: str, function: Function) -> Function:
         """Return a declared operation."""
-        # The function leads to nodes of the graph, and these to the whole graph. So it is hidden from the walk over a call.
+        # The function refers to nodes, and a node to the whole graph. `Held` hides it, so that the walk over a call's arguments
+        # does not enter the graph.
         held = Held(function)
 
         def work(*args: Any) -> Any:
@@ -110,7 +111,7 @@ class Host:
         array[...] = self.array(tensor)
 
     def tensors(self, values: object) -> Any:
-        """Return the values as tensors, once they are computed."""
+        """Wait for the values, and return them as tensors."""
         return torch.utils._pytree.tree_map(self._tensor, values)
 
     def arrays(self, values: object) -> Any:
@@ -126,7 +127,7 @@ class Host:
         return torch.empty_strided(value.shape, strides, dtype=found.dtype).copy_(found)
 
     def view(self, function: View, value: Any) -> Any:
-        """Return a view of an array, as a view of a tensor that lies as it does."""
+        """Return a view of an array, by a function of tensors."""
         size, driver = value.dtype.itemsize, self._driver
         lie = torch.empty_strided(value.shape, [step // size for step in value.strides], dtype=torch.int8, device="meta")
         found = function(lie)
@@ -138,14 +139,15 @@ class Host:
         return self._driver.array_pointer(value)
 
     def operation(self, name: str, function: Function) -> Function:
-        """Refuse: the driver queues no work of torch's."""
+        """Raise, because the host driver queues no work of torch."""
         raise NotTaken(f"the host driver runs no operations of torch, as {name}")
 
 
 def _numpy(tensor: Tensor) -> Any:
     if tensor.dtype is not torch.bfloat16:
         return tensor.numpy()
-    import ml_dtypes  # optional: NumPy has no bfloat16 of its own
+    # NumPy has no bfloat16 of its own, and the package is optional.
+    import ml_dtypes
 
     return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
 
@@ -157,7 +159,7 @@ def _torch(array: Any) -> Tensor:
 
 
 _host: Callable[[], Place] = Host
-"""Makes the place of the host driver. Tests replace it."""
+"""The function that makes the host driver's place. Tests replace it."""
 
 
 def place_for(device: torch.device) -> Place:
@@ -166,7 +168,7 @@ def place_for(device: torch.device) -> Place:
     Raises
     ------
     NotTaken
-        If the pool's driver has no such tensors.
+        If the pool's driver cannot use tensors of this device.
     """
     try:
         name = handlepool.default_pool().driver.name

@@ -1,4 +1,4 @@
-"""Lower operations over elements: each tree of operations becomes one kernel."""
+"""Lower elementwise operations: each tree of them becomes one kernel."""
 
 import operator
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from handlepool.integrations.torch.kernel import FLOATS, Kernel, Lowering, Value
 
 MOST_ARRAYS = 32
 MOST_OPERATIONS = 64
-"""The most operations of a kernel."""
+"""The maximum number of operations in one kernel."""
 NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.bool: "bool"}
 
 
@@ -105,12 +105,14 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.where.self: _where,
     aten.masked_fill.Scalar: _filled,
 }
-"""The functions of traced values, by the operation. Arguments and defaults are as those of the operation."""
+"""Functions of traced values, by the operation.
+
+A function has the arguments and defaults of its operation."""
 _TYPED = (aten.to.dtype, aten._to_copy.default)
 
 
 class _Tree:
-    """Operations whose values only the last of them reads."""
+    """A root operation, with operations that only this tree reads."""
 
     def __init__(self, root: fx.Node, lowering: Lowering) -> None:
         self.root, self._lowering = root, lowering
@@ -132,7 +134,7 @@ class _Tree:
 
 
 def is_pointwise(lowering: Lowering, node: fx.Node) -> bool:
-    """Return whether an operation may be a part of a kernel over elements."""
+    """Return whether an operation may be in a kernel over elements."""
     if not lowering.varies(node) or not is_tensor(node, dtypes=(*FLOATS, torch.bool)):
         return False
     if any(not is_tensor(each, dtypes=(*FLOATS, torch.bool)) for each in node.all_input_nodes):
@@ -141,14 +143,14 @@ def is_pointwise(lowering: Lowering, node: fx.Node) -> bool:
         return set(node.kwargs) <= {"dtype"} and len(node.args) <= 2
     if node.target not in FUNCTIONS:
         return False
-    # Between truth values `add` and its like count in another way than between numbers.
+    # On booleans, `add` and similar operations have another meaning than on numbers.
     if any(value_of(each).dtype is torch.bool for each in node.all_input_nodes):
         return node.target in (aten.where.self, aten.masked_fill.Scalar)
     return all(each is None or isinstance(each, (fx.Node, int, float, str)) for each in (*node.args, *node.kwargs.values()))
 
 
 def lower_norms(lowering: Lowering) -> None:
-    """Make batch norms that no convolution took products and sums."""
+    """Replace batch norms that no convolution fused by products and sums."""
     for node in lowering.nodes(NORM):
         x, weight, bias, mean, variance, _, epsilon = arguments(node)
         first = [each for each in node.users if each.target is operator.getitem and each.args[1] == 0]
@@ -186,7 +188,7 @@ def _typed(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., An
 
 
 def lower_pointwise(lowering: Lowering) -> None:
-    """Make each tree of operations over elements one kernel."""
+    """Replace each tree of elementwise operations by one kernel."""
     taken: set[fx.Node] = set()
     for node in [*reversed(lowering.graph.nodes)]:
         if node in taken or not is_pointwise(lowering, node):
@@ -198,7 +200,7 @@ def lower_pointwise(lowering: Lowering) -> None:
 
 
 def _emit(lowering: Lowering, tree: _Tree) -> None:
-    """Put a kernel in the place of a tree."""
+    """Replace a tree by a kernel."""
     order = [each for each in lowering.graph.nodes if each in tree.members]
     inputs, root = tree.inputs, tree.root
     steps = [(each, _function(each), each.args, {**each.kwargs}) for each in order]

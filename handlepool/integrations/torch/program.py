@@ -1,7 +1,7 @@
 """Run a lowered graph step by step, and record it.
 
-The first run settles each step: a kernel that the library refuses is left to torch, and a view that would have to copy gets a
-copy before it.
+The first run settles how each step runs. Torch computes a kernel that this library refuses. A view that is impossible in the
+given layout gets a copy before it.
 """
 
 import operator
@@ -21,6 +21,7 @@ from handlepool.integrations.torch.capture import Captured
 from handlepool.integrations.torch.cleaning import base_of, clean, free_of_values, is_view
 from handlepool.integrations.torch.constants import Constants
 from handlepool.integrations.torch.convolutions import lower_convolutions
+from handlepool.integrations.torch.gates import lower_gates
 from handlepool.integrations.torch.held import Held
 from handlepool.integrations.torch.kernel import Kernel, Lowering, Value, arguments, value_of
 from handlepool.integrations.torch.layers import ALIGNED, lower_layers, lower_slices
@@ -33,8 +34,10 @@ from handlepool.integrations.torch.ways import quickest
 aten = torch.ops.aten
 HANDLEPOOL, TORCH, VIEW, COPY = "handlepool", "torch", "view", "copy"
 _REFUSALS = (ArgumentError, ArrayTypeError, GraphNotSupportedError, TraceError, NotTaken)
+MOST_TIMED = 4096
+"""The most kernels whose quickest way is remembered."""
 _quickest: dict[Any, str] = {}
-"""The quickest way of each kernel that was timed, by its name, options and geometry."""
+"""The quickest way of each timed kernel, by name, options and geometry."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,14 +51,14 @@ class Step:
         `HANDLEPOOL`, `TORCH` or `VIEW`.
     name : str
     inputs : list of int
-        Slots of its arguments.
+        The slots of the step's arguments: places in the list of values of a run.
     output : int
-        Slot of its value.
+        The slot of the step's value.
     run : callable
     dropped : list of int
-        Slots that no later step reads.
+        Slots that no later step reads. Their values are released after this step.
     why : str
-        The reason why torch computes it.
+        The reason why torch computes the step, or why a view copies; else empty.
     """
 
     node: fx.Node
@@ -77,18 +80,18 @@ class Program:
     place : Place
     device : device
     name : str
-        The model's, for messages.
+        The model's name, for messages.
     tune : bool
-        Whether the ways to compute a kernel are timed.
+        Whether the ways to compute each kernel are timed, to use the quickest.
     options : dict
-        Of `handlepool.recorded`.
+        The options of `handlepool.recorded`.
 
     Attributes
     ----------
     steps : list of Step
     recorded : RecordedFunction
     times : dict of float
-        Microseconds of a call, by this program and by Inductor, where these were compared.
+        Microseconds of a call by this program and by Inductor; empty if they were not compared.
     """
 
     def __init__(
@@ -98,7 +101,8 @@ class Program:
         self._place = place
         self._inputs = [(at, node) for at, node in enumerate(graph.inputs) if node is not None]
         written = {id(target) for _, target in graph.writes if isinstance(target, Tensor)}
-        # A buffer that the model writes is an argument of each call, because its values change without a new version of weights.
+        # A buffer that the model writes is passed as an argument of each call. As a weight, it would count as changed after
+        # each call.
         self._state = [(node, tensor) for node, tensor in graph.weights.items() if id(tensor) in written]
         fixed = {node: tensor for node, tensor in graph.weights.items() if id(tensor) not in written}
         self._outputs = Outputs(graph)
@@ -110,7 +114,7 @@ class Program:
             self._constants.fold(graph.graph)
             lowering = Lowering(graph.graph, self._constants, place.kind)
             _bring_to_device(lowering, device)
-            for lower in (lower_convolutions, lower_layers, lower_norms, lower_pointwise, lower_slices):
+            for lower in (lower_gates, lower_convolutions, lower_layers, lower_norms, lower_pointwise, lower_slices):
                 lower(lowering)
         self.steps: list[Step] = []
         self._slots: dict[fx.Node, int] = {}
@@ -119,7 +123,7 @@ class Program:
         self.times: dict[str, float] = {}
         self._tunes = tune and place.kind == "cuda"
         self._copies = place.operation("copy", _copied) if place.kind == "cuda" else _copied
-        # The reference is weak, because the recorded function is the program's own: the cycle would only end with a collection.
+        # The program owns the recorded function. With a strong reference back, only the collector could free the two.
         run = partial(_run, self._arrays, Held(weakref.ref(self)))
         run.__name__ = run.__qualname__ = name  # type: ignore[attr-defined]
         self.recorded = handlepool.recorded(run, strict=True, **options)
@@ -163,7 +167,7 @@ class Program:
         return self._slots.setdefault(node, len(self._slots))
 
     def _find_ends(self) -> None:
-        """Find the step after which each value is not needed any more."""
+        """Find the last step that needs each value."""
         kept = {self._slots[node] for node in self._returned if node in self._slots}
         last: dict[int, Step] = {step.output: step for step in self.steps}
         for step in self.steps:
@@ -193,7 +197,7 @@ class Program:
         return tuple([lay(value) for lay, value in zip(self._lays, found, strict=True)])
 
     def settle(self, leaves: Sequence[Any]) -> None:
-        """Run all steps once, outside of a recording, and settle each."""
+        """Run all steps once without recording, to settle each step."""
         self.run(self._place.arrays(self._given(leaves)), self._arrays)
 
     def _given(self, leaves: Sequence[Any]) -> list[Tensor]:
@@ -203,7 +207,10 @@ class Program:
         return given
 
     def _apart(self, given: list[Tensor]) -> list[Tensor]:
-        """Return tensors that share no memory: a recorded function takes no others."""
+        """Copy tensors that share memory with an earlier tensor.
+
+        A recorded function refuses arguments that share memory.
+        """
         seen: set[int] = set()
         apart = []
         for each in given:
@@ -217,7 +224,7 @@ class Program:
         return apart
 
     def _settle(self, step: Step, given: list[Any]) -> Any:
-        """Find how a step runs from now on, and run it."""
+        """Decide how a step runs from now on, and run it."""
         if step.kind is HANDLEPOOL:
             return self._settle_kernel(step, given)
         if step.kind is COPY:
@@ -253,7 +260,7 @@ class Program:
         return step.run(*given)
 
     def _ways(self, kernel: Kernel, step: Step, given: list[Any], expected: Tensor) -> dict[str, Callable[..., Any]]:
-        """Return the ways of a kernel that the library takes."""
+        """Return the ways that work for these arguments."""
         found = {}
         for name, way in kernel.ways.items():
             try:
@@ -268,21 +275,26 @@ class Program:
         return found
 
     def _chosen(self, kernel: Kernel, ways: dict[str, Callable[..., Any]], given: list[Any]) -> str:
-        """Return the quickest way of a kernel, measured once for each geometry."""
+        """Return the name of a kernel's quickest way for a geometry.
+
+        Each geometry is measured once in the process.
+        """
         if kernel.key is None:
             return next(iter(ways))
         lies = tuple([(tuple(each.shape), _strides(each), each.dtype, each.data_ptr() % ALIGNED) for each in given])
         key = kernel.__name__, repr(kernel.key), lies
         if key not in _quickest:
+            if len(_quickest) >= MOST_TIMED:
+                _quickest.clear()
             _quickest[key] = quickest(ways, given)[0]
         return _quickest[key]
 
     def _misaligned(self, given: list[Any]) -> bool:
-        """Return whether an array begins where no kernel of the library reads."""
+        """Return whether an array's address is misaligned for this library."""
         return any(self._place.pointer(each) % ALIGNED for each in given)
 
     def _copy(self, value: Value) -> Any:
-        """Return a value, or an aligned copy of it."""
+        """Return the value if it is aligned, else an aligned copy."""
         return self._copies(value) if self._place.pointer(value) % ALIGNED else value
 
     def _settle_view(self, step: Step, value: Value) -> Any:
@@ -303,7 +315,7 @@ class Program:
         return step.run(value)
 
     def _lay(self, expected: Tensor, value: Value) -> Callable[[Any], Any]:
-        """Return a function that copies a value into the strides of tracing."""
+        """Return a function that copies a value into the traced strides."""
         shape, strides, dtype = tuple(expected.shape), expected.stride(), expected.dtype
         forms = ((handlepool.to_contiguous, torch.contiguous_format), (handlepool.to_channels_last, torch.channels_last))
         for copy, form in forms:
@@ -320,13 +332,14 @@ class Program:
         return self._place.operation("copy", laid)
 
     def _lay_results(self, found: list[Any]) -> None:
-        """Find which results need other strides."""
+        """Find the results that need other strides."""
         self._lays: list[Callable[[Any], Any]] = []
         varying = [node for node in self._returned if node not in self._constants]
         for node, value in zip(varying, found, strict=True):
             expected = value_of(node)
             same = _lies_so(value, expected)
-            # A program returns copies without gaps. So a result of other strides, as an expanded one, is copied as it is.
+            # A recorded function returns copies without gaps. So a traced tensor with gaps, such as an expanded tensor, gets no
+            # own layout.
             self._lays.append(_same if same or not is_dense(expected) else self._lay(expected, value))
 
     # Calls
@@ -335,7 +348,7 @@ class Program:
         """Call the program with the leaves of the arguments."""
         place = self._place
         if not self._slots_returned:
-            # Without a step there is nothing to record.
+            # All results are constants, so there is nothing to record.
             return self._outputs.build([self._constants.values[node].clone() for node in self._returned], leaves)
         try:
             own = place.tensors(self.recorded(*place.arrays(self._given(leaves))))
@@ -343,7 +356,7 @@ class Program:
             raise NotTaken(str(error)) from error
         if len(own) != len(self._returned):
             left = iter(own)
-            # A constant is the program's own, so a call returns a copy.
+            # The program keeps its constants, so a call returns copies of them.
             own = [self._constants.values[node].clone() if node in self._constants else next(left) for node in self._returned]
         return self._outputs.build(own, leaves)
 
@@ -352,7 +365,7 @@ class Program:
         self.recorded.tune(seconds=seconds)
 
     def refresh(self) -> None:
-        """Compute the constants again, of the weights as they are."""
+        """Compute the constants again from the present weights."""
         self._constants.refresh({*self._kept, *[node for node in self._returned if node in self._constants]})
         for node, array in zip(self._kept, self._arrays, strict=True):
             self._place.refresh(array, self._constants.values[node])
@@ -364,13 +377,16 @@ class Program:
 
 
 def _run(constants: tuple[Any, ...], program: Held, *inputs: Any) -> tuple[Any, ...]:
-    """Run a program: the function that is recorded."""
+    """Run a program; `handlepool.recorded` records this function."""
     found: tuple[Any, ...] = program.value().run(inputs, constants)
     return found
 
 
 def _without_modes(kind: str) -> AbstractContextManager[Any]:
-    """Return a context without autocast, whose conversions are operations of the graph."""
+    """Return a context without autocast.
+
+    The graph already contains autocast's conversions as operations.
+    """
     return torch.autocast(kind, enabled=False, cache_enabled=False)
 
 
@@ -409,7 +425,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Return the tensor that a view is of, through operations with several results."""
+    """Return the tensor of a view, through operations with several results."""
     source = node.all_input_nodes[0]
     return source if isinstance(value_of(source), Tensor) else _source(source)
 
@@ -430,7 +446,7 @@ def _view(node: fx.Node) -> Callable[[Tensor], Any]:
 
 
 def _plain(target: Any, args: Any, kwargs: Any, inputs: Sequence[fx.Node]) -> Callable[..., Any]:
-    """Return an operation of torch's as a function of its tensors."""
+    """Return a torch operation as a function of its tensors alone."""
 
     def run(*values: Value) -> Any:
         given, named = fx.node.map_arg((args, kwargs), dict(zip(inputs, values, strict=True)).__getitem__)
@@ -440,7 +456,7 @@ def _plain(target: Any, args: Any, kwargs: Any, inputs: Sequence[fx.Node]) -> Ca
 
 
 def _check(graph: fx.Graph) -> None:
-    """Raise for a graph whose replay would not be the model.
+    """Raise for a graph whose replay would differ from the model.
 
     Raises
     ------
@@ -467,13 +483,13 @@ def _check(graph: fx.Graph) -> None:
 
 
 def _draws_nothing(node: fx.Node) -> bool:
-    """Return whether an operation with an option for dropout has none."""
+    """Return whether an operation's dropout option is switched off."""
     named = dict(zip([each.name for each in node.target._schema.arguments], arguments(node), strict=True))
     return named.get("dropout_p", named.get("dropout")) == 0 or named.get("train") is False
 
 
 def _bring_to_device(lowering: Lowering, device: torch.device) -> None:
-    """Replace numbers in CPU tensors by tensors on the device.
+    """Replace constant CPU tensors with one number by tensors on the device.
 
     Raises
     ------

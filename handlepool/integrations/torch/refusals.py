@@ -1,15 +1,15 @@
-"""Leave work to torch, and say so."""
+"""Define the refusals that leave work to torch, and warn of them."""
 
 import sys
 import warnings
 
 
 class NotTaken(Exception):
-    """A model, or a part of a model, that is left to torch. Says the reason."""
+    """A model, or a part of one model, is left to torch."""
 
 
 class NotNow(NotTaken):
-    """A call that is left to torch, though the next call of its form may not be."""
+    """A single call is left to torch."""
 
 
 def warn(name: str, why: object) -> None:

@@ -1,4 +1,4 @@
-"""Say what became of a model."""
+"""Report the kernels of a model."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class ProgramReport:
     nbytes : int
         Bytes of the recorded programs.
     left : str
-        The reason why torch runs the model; empty where a program does.
+        The reason why torch runs the model; empty where a program runs it.
     times : dict
         Microseconds of a call by this program and by Inductor, where `tune` compared these.
     explained : str
@@ -55,7 +55,7 @@ class ProgramReport:
 
 
 class Report(tuple[ProgramReport, ...]):
-    """The reports on the programs of a model. Its text has all."""
+    """The reports on a model's programs; ``str`` gives the text of all."""
 
     __slots__ = ()
 
@@ -64,17 +64,17 @@ class Report(tuple[ProgramReport, ...]):
 
 
 def report(model: object) -> Report:
-    """Return which operations of a model became what.
+    """Return the kernels and the operations of a model.
 
     Parameters
     ----------
     model : RecordedModel, Together or Module
-        As `recorded`, `together` or `torch.compile` returned it, or the module that was compiled.
+        The result of `recorded`, `together` or `torch.compile`, or the module that was compiled.
 
     Returns
     -------
     Report
-        One `ProgramReport` for each key, graph and reason.
+        One `ProgramReport` for each program, and for each key without a program.
 
     Raises
     ------

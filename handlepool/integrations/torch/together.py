@@ -1,7 +1,7 @@
 """Run several models at once, each on a lane of one program.
 
-No model is lowered: each lane holds the kernels that torch launches for a model. The program has one operation for each model,
-whose reads are the model's arguments and weights.
+The models are not lowered. Each lane holds the kernels that torch or Inductor launches for a model. In the program, each model
+is one operation, which reads the model's arguments and weights.
 """
 
 import weakref
@@ -25,20 +25,21 @@ from handlepool.integrations.torch.weights import Versions, Weights
 pytree = torch.utils._pytree
 KERNELS = ("torch", "inductor")
 MOST_KEYS = 1024
-"""Geometries that are remembered as tried."""
+"""The maximum number of remembered geometries that were tried."""
 
 
 class _Untried(Exception):
-    """No call has had such arguments yet."""
+    """No earlier call had arguments of this geometry."""
 
 
 class Together:
-    """Several models as one program. Made by `together`.
+    """Several models as one program, as `together` returns them.
 
     Attributes
     ----------
     recorded : RecordedFunction or None
-        The function that has the programs, for its ``stats``, ``explain`` and ``tune``. None before the first call.
+        The recorded function that holds the programs. Use it for ``stats``, ``explain`` and ``tune``. None before the first
+        call.
     """
 
     def __init__(self, models: tuple[nn.Module, ...], kernels: str, strict: bool, options: dict[str, Any]) -> None:
@@ -60,8 +61,8 @@ class Together:
         Parameters
         ----------
         *given
-            A tuple of arguments for each model, or a single tuple for all. A value that is no tuple stands for a tuple of
-            itself.
+            A tuple of arguments for each model, or a single tuple for all models. A value that is no tuple is taken as the only
+            argument.
 
         Returns
         -------
@@ -69,6 +70,9 @@ class Together:
             The value of each model, in new tensors that are ready on torch's current stream.
         """
         args = self._split(given)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            # The models' own kernels become a part of the caller's graph.
+            return self._plain(args)
         shared = len(given) < len(self._models)
         try:
             if self._place is None:
@@ -80,7 +84,7 @@ class Together:
                     values = self._called(args, shared)
                 except _Untried:
                     return self._try(args, shared)
-                # The program may have run with weights that were replaced. It changes nothing else, so its values are dropped.
+                # The program may have run with old weights. It writes only its own results, so these can simply be dropped.
                 if self._same():
                     return values
                 self._weights.check()
@@ -97,7 +101,7 @@ class Together:
 
     @property
     def left(self) -> str:
-        """The reason why torch runs the models, empty where a program does."""
+        """The reason why torch runs the models; empty if a program does."""
         return self._why or ""
 
     def _split(self, given: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
@@ -136,7 +140,7 @@ class Together:
         self._place = place
 
     def _renew(self) -> None:
-        """Take the models as they are now."""
+        """Forget all programs, and note the present state of the models."""
         if self.recorded is not None:
             self.recorded.clear()
         self._place = None
@@ -145,14 +149,15 @@ class Together:
         self._calls = [*map(compiled, self._models)] if self._kernels == "inductor" else [*self._models]
 
     def _same(self) -> bool:
-        """Return whether the models are as they were."""
-        # Inductor has built values of weights into its kernels. Torch's kernels read them where they lie.
+        """Return whether a program still computes what the models do."""
+        # Inductor builds the values of weights into its kernels, so a written weight counts as a change. Torch's kernels read
+        # the weights in place.
         return self._weights.bound() and (self._kernels == "torch" or self._weights.versions.same())
 
     def _given(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
         """Return the arguments of the recorded function."""
         place: Any = self._place
-        # Arguments for all models are one argument of the recorded function, which takes no tensors that share memory.
+        # The recorded function refuses tensors that share memory. So a single tuple for all models is passed once.
         return (modes(place.kind), *place.arrays(args[:1] if shared else apart(args)))
 
     def _called(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
@@ -166,7 +171,7 @@ class Together:
             raise _Untried
 
     def _try(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
-        """Call the models by torch, and see whether they write more than new tensors."""
+        """Call the models by torch, and look for writes."""
         key = _geometry(self._given(args, shared))
         written = Versions([*self._weights.tensors, *_tensors(args)])
         values = self._plain(args)
@@ -190,12 +195,18 @@ class Together:
 
 
 def _call(model: Held, weights: object, args: tuple[Any, ...]) -> Any:
-    """Call a model. Its weights are there to be read."""
+    """Call a model.
+
+    The weights are an argument so that they count among the operation's reads.
+    """
     return model.value(*args)
 
 
 def _run(check: Held, nodes: tuple[Any, ...], weights: tuple[Any, ...], *given: Any) -> tuple[Any, ...]:
-    """Call each model as an operation: the function that is recorded."""
+    """Call each model as an operation.
+
+    `handlepool.recorded` records this function.
+    """
     check.value()(given)
     _, *args = given
     args = args * len(nodes) if len(args) < len(nodes) else args
@@ -207,7 +218,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _geometry(value: object) -> Any:
-    """Return a value with the geometry of its arrays in their places, to be hashed."""
+    """Return a value with geometries in place of its arrays."""
     leaves, spec = pytree.tree_flatten(value)
     return repr(spec), tuple([_part(each) for each in leaves])
 
@@ -227,8 +238,8 @@ def together(*models: nn.Module, kernels: str = "torch", strict: bool = False, *
     *models : Module
         In eval mode, all on one device.
     kernels : {"torch", "inductor"}
-        The kernels of each model: torch's own, or Inductor's with weights built in. With Inductor's a changed weight compiles
-        the models again.
+        The kernels of each model: torch's own, or Inductor's. Inductor builds the weights into its kernels, so each changed
+        weight compiles the models again.
     strict : bool
         Whether models that cannot be recorded raise an error.
     **options
@@ -252,6 +263,6 @@ def together(*models: nn.Module, kernels: str = "torch", strict: bool = False, *
             )
     if kernels not in KERNELS:
         raise ArgumentError(f"together(kernels={kernels!r}); it can be 'torch' or 'inductor'")
-    # The options are checked here, before a first call.
+    # This checks the options now, rather than at the first call.
     handlepool.recorded(_call, strict=strict, **options)
     return Together(models, kernels, strict, options)

@@ -8,21 +8,23 @@ from typing import Any
 import torch
 
 _CYCLES = 2_000_000
-"""GPU cycles of the wait before a measurement: about a millisecond."""
+"""GPU cycles of the delay before a measurement, about a millisecond."""
 CALLS = 16
 ROUNDS = 3
 GAIN = 1.05
-"""Least ratio of the preferred way's time to another way's time for which the other way is taken."""
+"""Least ratio of the preferred way's time to a quicker way's time.
+
+Below it the preferred way stays."""
 
 
 def microseconds(function: Callable[..., Any], given: Sequence[Any]) -> float:
-    """Return the device time of a call, as in a queue that is never empty."""
+    """Return the device time of a call in a full queue."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     cycles, taken = _CYCLES, list[float]()
     function(*given)
     while len(taken) < ROUNDS:
         torch.cuda.synchronize()
-        # The GPU waits while the host launches, so that the launches follow each other without gaps.
+        # The GPU is kept busy while the host enqueues all calls. Then the calls run on the GPU without gaps.
         torch.cuda._sleep(cycles)
         start.record()
         began = time.perf_counter()
@@ -31,7 +33,7 @@ def microseconds(function: Callable[..., Any], given: Sequence[Any]) -> float:
         host = time.perf_counter() - began
         end.record()
         end.synchronize()
-        # At 2 GHz the wait would have been too short for the launches.
+        # At 2 GHz the delay was shorter than the host's launches, so the queue may have run empty. The delay is lengthened.
         if host * 2e9 > cycles and cycles < 100 * _CYCLES:
             cycles *= 4
             continue
@@ -42,7 +44,7 @@ def microseconds(function: Callable[..., Any], given: Sequence[Any]) -> float:
 def quickest(ways: dict[str, Callable[..., Any]], given: Sequence[Any]) -> tuple[str, dict[str, float]]:
     """Return the name of the quickest way, with the microseconds of each.
 
-    The first way stays unless another is quicker by a twentieth.
+    The first way is preferred: another way must be quicker by the factor `GAIN`.
     """
     times = {name: microseconds(way, given) for name, way in ways.items()}
     first = next(iter(times))

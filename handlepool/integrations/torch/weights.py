@@ -1,8 +1,8 @@
-"""Tell whether the weights of modules are as they were.
+"""Detect whether the weights of modules have changed.
 
-A program reads weights where they lie, and has values built in that were computed from weights. So a call compares, for each
-parameter and buffer, the object that is bound to its name, its address, and torch's count of writes to it. The comparisons run in
-C, at about 0.1 µs for each weight.
+A program reads some weights in place, and holds values that were computed from other weights. So a call compares, for each
+parameter and buffer, the object that is bound to its name, its address, and torch's count of writes to it. The comparisons run
+in C, at about 0.1 µs for each weight.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,21 +20,21 @@ _pointer = Tensor.data_ptr
 _version = attrgetter("_version")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _OWN = frozenset(vars(nn.Module()))
-"""Attributes that torch gives each module."""
+"""The names of the attributes that torch gives each module."""
 
 
 def _compared(tensors: list[Tensor], pointers: list[int], places: list[int]) -> bool:
     return [*map(_pointer, tensors)] == pointers
 
 
-# Torch's CUDA builds compare addresses in C++, in a tenth of the time.
+# CUDA builds of torch have this function in C++, which takes a tenth of the time.
 _at: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _compared)
 _INERT = ("conv", "linear", "pooling", "container", "flatten", "padding", "upsampling", "pixelshuffle", "channelshuffle", "fold")
-"""Modules of `torch.nn.modules` whose classes do the same in training."""
+"""Files of `torch.nn.modules` whose layers compute the same in training."""
 
 
 def _trains(module: nn.Module) -> bool:
-    """Return whether a module's ``training`` may change its values."""
+    """Return whether a module's ``training`` flag may change its results."""
     room, _, name = type(module).__module__.rpartition(".")
     if room != "torch.nn.modules":
         return True
@@ -42,9 +42,9 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _is_single(key: str, value: object) -> bool:
-    """Return whether an entry is a tensor of one element that a model may read.
+    """Return whether an entry is a tensor of one element.
 
-    Batch norms only count their calls in training.
+    The counter of a batch norm does not: the layer reads it only in training.
     """
     return isinstance(value, Tensor) and value.numel() < 2 and key != "num_batches_tracked"
 
@@ -55,7 +55,7 @@ class Versions:
     Parameters
     ----------
     tensors : sequence of Tensor
-        Torch counts no writes to inference tensors, so these are left out.
+        The tensors to watch. Inference tensors are left out, because torch does not count writes to them.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -67,15 +67,15 @@ class Versions:
         return [*map(_version, self._counted)] == self._versions
 
     def renew(self) -> None:
-        """Compare with the counts of now from now on."""
+        """Note the present counts, for later comparisons."""
         self._versions = [*map(_version, self._counted)]
 
 
 class Weights:
     """The parameters, buffers, hooks and plain attributes of modules.
 
-    Plain globals that the methods of a module name count as its attributes. Of a module whose class is torch's own, ``training``
-    counts, and no other plain attribute.
+    Plain attributes hold numbers, texts and the like. Plain globals that a module's methods use count as its attributes. If a
+    module's class is torch's own, no plain attribute counts except ``training``.
 
     Parameters
     ----------
@@ -97,17 +97,18 @@ class Weights:
         self._tables = [each for each in tables if each]
         self._copies = [dict(each) for each in self._tables]
         entries = [*chain.from_iterable(map(dict.values, self._tables))]
-        # A tensor that is a plain attribute is as good as a buffer.
+        # A tensor in an ordinary attribute is treated as a buffer.
         self._held = [(space, key) for space in spaces for key, value in space.items() if isinstance(value, Tensor)]
         self._owned = [space[key] for space, key in self._held]
         self.tensors = [*dict.fromkeys(each for each in (*entries, *self._owned) if isinstance(each, Tensor))]
-        # Tables are compared as dictionaries, which takes equal tensors of one element for the same. So these are compared again.
+        # The tables are compared by ``==``. For two one-element tensors with equal values, ``==`` is true although they are two
+        # objects. So such tensors are also compared by identity.
         single = [(table, key) for table in self._tables for key, value in table.items() if _is_single(key, value)]
         self._held += single
         self._owned += [table[key] for table, key in single]
         self._pointers = [*map(_pointer, self.tensors)]
         self._places = [*range(len(self.tensors))]
-        # A launch may read memory of weights that the user has just replaced. These references keep that memory.
+        # A launch may read a weight that the user has just replaced. These references keep the old weight's memory.
         self._aliases = [each.detach() for each in self.tensors]
         self._spaces = [module.__dict__ for module in self.modules if _trains(module)]
         self._training = [space["training"] for space in self._spaces]
@@ -121,7 +122,8 @@ class Weights:
         try:
             return (
                 _at(self.tensors, self._pointers, self._places)
-                # Each entry is compared by identity first. Another tensor in its place is compared by its values, which raises.
+                # ``==`` of dictionaries compares entries by identity first. Only a replaced tensor is compared by values, and
+                # that comparison raises RuntimeError.
                 and self._tables == self._copies
                 and [space["training"] for space in self._spaces] == self._training
                 and not any(self._hooks)
@@ -132,7 +134,9 @@ class Weights:
             return False
 
     def check(self) -> None:
-        """Raise for modules that run more code than a program repeats, and for weights of other classes.
+        """Raise for modules that no program repeats.
+
+        These run more code than their forward, or have weights of other classes.
 
         Raises
         ------
@@ -156,7 +160,7 @@ class Weights:
             return True
         if [(type(each), repr(each)) for each in now] != [(type(each), repr(each)) for each in self._values]:
             return False
-        # Equal values are expected as the objects that they are now, so that the next comparison is quick again.
+        # The values are equal, but other objects. Keeping the new objects makes the next comparison quick again.
         self._values = now
         return True
 
@@ -171,9 +175,9 @@ class Snapshot:
         self._dicts = [(each, dict(each)) for each in held if type(each) is dict]
 
     def restore(self) -> bool:
-        """Restore what changed; return whether a value did.
+        """Restore the attributes; return whether a value changed.
 
-        Torch's export puts equal tuples and lists into the places of the former ones.
+        Torch's export may replace a tuple or a list by an equal object. That is restored, but does not count as a difference.
         """
         changed = False
         for now, then in (*self._spaces, *self._dicts):
@@ -189,7 +193,7 @@ class Snapshot:
 
 
 def _alike(one: Any, other: object) -> bool:
-    """Return whether values are the same objects in equal containers."""
+    """Return whether two values hold the same objects in equal containers."""
     if one is other:
         return True
     same: Any = other
@@ -203,7 +207,7 @@ def _alike(one: Any, other: object) -> bool:
 
 
 def _plain_places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the dictionaries and names of the plain values that a module's code may read."""
+    """Yield the places of plain values that a module's code may read."""
     if type(module).__module__.startswith("torch."):
         return
     for key, value in module.__dict__.items():
