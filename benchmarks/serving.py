@@ -199,7 +199,7 @@ def free_bytes(driver: Any) -> int:
 
 
 class Served:
-    """What was measured, by setting and way, in the JSON file from the start."""
+    """The figures by setting and way, in the JSON file from the start."""
 
     def __init__(self, options: Any, driver: str) -> None:
         self.options, self.driver = options, driver

@@ -1,4 +1,4 @@
-"""The ways of serving a model that `serving.py` compares. Each makes clients: what a thread does for a request.
+"""The ways of serving a model that `serving.py` compares. Each makes clients, whose threads make requests.
 
 A request copies its image in, computes, copies the scores out and waits for them. Each client has a stream of its own. The models
 of torch share the weights of ours.

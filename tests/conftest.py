@@ -99,6 +99,14 @@ def without(monkeypatch):
 
 
 @pytest.fixture
+def torch_host(monkeypatch):
+    """Torch's operations on the host run on the streams of the host driver."""
+    from harness.torch_host import QueuedHost
+
+    monkeypatch.setattr("handlepool.integrations.torch.places._host", QueuedHost)
+
+
+@pytest.fixture
 def torch_door(monkeypatch):
     """Lets modules of the package meet a stand-in for torch: ``torch_door(make, "order.undeclared")``."""
 

@@ -1,4 +1,7 @@
-"""Define the copies of a prepared call: into a program's inputs, and out of its outputs."""
+"""Define the copies of a prepared call.
+
+The copies go into a program's inputs and out of its outputs.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -33,7 +36,7 @@ class Copies(NamedTuple):
     back: Sequence[int] = ()
 
     def runs(self) -> tuple[list[bool], list[bool]]:
-        """Return for each input and output whether its copy is a single run of bytes."""
+        """Tell which inputs and outputs are copied as a run of bytes."""
         lies = [(each, each.strides) for each in self.inputs], zip(self.outputs, self.steps, strict=True)
         bring, take = ([one_run(each.shape, each.strides, steps, each.dtype.itemsize) for each, steps in some] for some in lies)
         return bring, take

@@ -14,7 +14,10 @@ from handlepool.recording.matching import compared, compared_tensors, made, meet
 from handlepool.recording.state_kinds import is_tensor
 
 Hit = Callable[..., Any]
-"""A function of the arguments, and optionally of a stream and of a function that is called before the first copy."""
+"""A known call, written out.
+
+Its arguments are the call's, and optionally a stream, and a function that is called before the first copy.
+"""
 
 MISSED: Any = object()
 """The value of a hit for other arguments, or at another moment.

@@ -34,7 +34,7 @@ from handlepool.tensors.layout import Token, share
 submitted = count()
 """Numbers of calls, in order of submission."""
 RECENT = 64
-"""Calls after which the stream of an instance counts as out of use."""
+"""Calls until the stream of an instance counts as unused."""
 
 
 class Instance:
@@ -213,7 +213,9 @@ class Instance:
 def lease(
     instances: Sequence[Instance], stream: object, reused: bool, grow: Callable[[], Instance | None] | None = None
 ) -> Instance | None:
-    """Return an instance for a call on a stream; None if every instance is away or keeps its outputs.
+    """Return an instance for a call on a stream.
+
+    None if every instance is away or keeps its outputs.
 
     Parameters
     ----------
@@ -231,7 +233,7 @@ def lease(
             free.append(instance)
     free.sort(key=attrgetter("number"))
     # An idle instance of another stream needs no wait either. Where that stream is in use, its next call would have to take an
-    # instance from another stream in turn, and so on. So a further instance comes before such a one.
+    # instance from another stream in turn, and so on. So a further instance comes before such an instance.
     old = max([each.number for each in instances]) - RECENT
     for instance in free:
         if (grow is None or instance.number < old) and instance.program.idle and (not reused or instance.claim(stream)):

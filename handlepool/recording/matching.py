@@ -89,7 +89,7 @@ def compared_tensors(tensors: dict[str, Any]) -> tuple[list[str], list[str], dic
 
 
 def meets(name: str) -> str:
-    """Return a text that tells whether an array shares memory with the edges' pieces."""
+    """Return a text: whether an array shares memory with the pieces."""
     # An odd place is inside a piece of memory. If the place at the array's end differs, a piece begins inside the array.
     return f"((at := bisect_right(edges, b{name})) & 1 or bisect_left(edges, e{name}, at) != at)"
 

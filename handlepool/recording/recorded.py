@@ -57,9 +57,13 @@ MOST_LACKED = 3
 
 After that such keys run eagerly."""
 MOST_TRIED = 4
-"""The most written-out calls that a call tries; the long way finds any other."""
+"""The most written-out calls that a call tries.
+
+The long way finds other calls."""
 MOST_PENDING = 256
-"""The most calls by `submit` that the GPU has not passed. A further call waits for the oldest."""
+"""The most calls by `submit` that are pending.
+
+A further call waits for the oldest."""
 MANY_VALUES = 8
 """Keys that may differ in a value before a warning names it."""
 MOST_SEEN = 1024
@@ -173,7 +177,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function the long way, which finds out why there is no hit."""
+        """Call the function the long way, without a hit."""
         out = kwargs.pop("out", None) if kwargs and not self._takes_out else None
         pool = current_pool()
         # A call inside a recording gives its own work, which becomes a part of that recording.
@@ -578,7 +582,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return MISSED
 
     def _widen(self, args: tuple[Any, ...], stream: Any) -> bool:
-        """Capture a further instance for a stream, and return whether a known call is worth another try."""
+        """Capture a further instance for a stream.
+
+        The value tells whether a known call is worth another try.
+        """
         reader, pool = self._reader, current_pool()
         if reader is None or reader.driver is not pool.driver or active:
             return False

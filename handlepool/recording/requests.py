@@ -1,4 +1,4 @@
-"""Enqueue one request: a call of a recorded function on its client's stream."""
+"""Enqueue a call of a recorded function on its client's stream."""
 
 from collections.abc import Callable
 from functools import partial
@@ -105,7 +105,10 @@ def request(
 
 
 def takes(driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call can be a request: of arrays of the driver's or NumPy's, and plain values."""
+    """Return whether a call can be a request.
+
+    Its arguments are arrays of the driver's or NumPy's, and plain values.
+    """
     native: Any = driver.array_types[0]
     for value in (*args, *kwargs.values()):
         kind = type(value)
@@ -115,7 +118,10 @@ def takes(driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _to_host(driver: Driver, stream: Any, value: Any) -> Any:
-    """Copy an array to the host on a stream; return other values unchanged."""
+    """Copy an array to the host on a stream.
+
+    Other values are returned unchanged.
+    """
     if not isinstance(value, driver.array_types):
         return value
     array: Any = value

@@ -176,7 +176,7 @@ class Variant:
         return lease(self.instances, stream, self._keeps, grow if len(self.instances) < self._limit else None)
 
     def growable(self, stream: object) -> bool:
-        """Return whether a stream lacks an instance of its own, and may have one."""
+        """Return whether a further instance may be captured for a stream."""
         return len(self.instances) < self._limit and all(each.stream is not stream for each in self.instances)
 
     def hit(self, args: tuple[Any, ...]) -> Hit | None:

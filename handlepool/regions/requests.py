@@ -1,4 +1,6 @@
-"""Serve requests: calls that a client's own thread launches, on a stream that stands for the client.
+"""Serve requests, which a client's own thread launches.
+
+The stream of a request stands for the client.
 
 A launch takes as long as the hand-over to another thread, and both hold Python's lock. So no thread of the executor launches a
 request. The executor's threads only wait for results on the host, for clients that await them.
@@ -89,7 +91,7 @@ class Requests:
         self._pending.append(task)
 
     def future(self, task: Task, value: Callable[[], T]) -> "HostFuture[T]":
-        """Return the future of a value that is on the host once the task has passed."""
+        """Return the future of a value on the host."""
         return HostFuture(task, value, self._threads)
 
 
@@ -103,7 +105,7 @@ def _running_task() -> Any:
 
 
 class HostFuture(StreamFuture[T]):
-    """A future whose result is on the host, once the GPU has run the work.
+    """A future with its result on the host.
 
     A thread that asks for the result waits for the GPU itself. A thread of the executor waits for callbacks, on which an event
     loop depends.
@@ -112,7 +114,7 @@ class HostFuture(StreamFuture[T]):
     def __init__(self, task: Task, value: Callable[[], T], threads: Executor) -> None:
         super().__init__(task)
         self._value, self._threads = value, threads
-        # One thread ends the future. Others that ask meanwhile wait for it. No code of the user's runs under this lock, except
+        # A single thread ends the future, and other threads wait for that. No code of the user's runs under this lock, except
         # callbacks, which may ask for the result again: so it is reentrant.
         self._ending = threading.RLock()
         self._awaited = False
@@ -151,7 +153,7 @@ class HostFuture(StreamFuture[T]):
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error of the call, or None, once the GPU has run the work."""
+        """Return the error of the call, or None."""
         if timeout is None:
             self._end()
         else:

@@ -629,7 +629,10 @@ class DeviceWorker:
 
 
 class ItemFunction(RecordedFunction[..., Any]):
-    """The function of an item, recorded on one device. Its outputs are valid until its next call."""
+    """The function of an item, recorded on one device.
+
+    Its outputs are valid until its next call.
+    """
 
     def __init__(
         self, name: str, function: Callable[..., Any], shared: Sequence[Any], driver: Driver, lanes: int | None, eager: Eager
@@ -645,7 +648,7 @@ class ItemFunction(RecordedFunction[..., Any]):
         self._spread_eager = eager
 
     def served_by(self, item: object) -> tuple[Variant, Instance] | None:
-        """Return the variant and the instance of an item that has a program."""
+        """Return the variant and the instance of a known item."""
         return self._served_by(item)
 
     def keeps(self, variant: Variant) -> bool:

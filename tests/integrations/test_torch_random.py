@@ -7,15 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
 
-from harness.torch_host import QueuedHost  # noqa: E402 - it needs torch
 from harness.torch_random import made  # noqa: E402
 
-from handlepool.integrations.torch import places, recorded  # noqa: E402
+from handlepool.integrations.torch import recorded  # noqa: E402
 
 
 @pytest.mark.parametrize("seed", [*range(10), *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 60)]])
-def test_g19_a_random_network_has_the_values_of_float64(seed, pool, monkeypatch):
-    monkeypatch.setattr(places, "_host", QueuedHost)
+def test_g19_a_random_network_has_the_values_of_float64(seed, pool, torch_host):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         net, shape = made(seed)

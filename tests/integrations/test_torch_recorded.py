@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
 
-from harness.torch_host import QueuedHost  # noqa: E402 - it needs torch
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
@@ -19,8 +18,7 @@ SCALE = 2.0
 
 
 @pytest.fixture(autouse=True)
-def place(pool, monkeypatch):
-    monkeypatch.setattr(places, "_host", QueuedHost)
+def place(pool, torch_host):
     torch.manual_seed(0)
     with torch.no_grad(), warnings.catch_warnings():
         # Torch's own export warns of its own use of trees.

@@ -1,7 +1,7 @@
 """Call CUDA's driver and keep Python's lock.
 
 CuPy's functions of the runtime free the lock around each call. These calls return in microseconds. A thread that has freed the
-lock gets it back behind the other threads, so a call of a program would wait for the lock as often as it calls CUDA.
+lock gets it back behind the other threads. So a call of a program would wait for the lock at each call of CUDA.
 
 A call may block where a stream's queue is full, until the GPU goes on. Work that waits for Python code on the host would then
 wait for this lock. So the first copy of a call frees the lock, and is the one that blocks.
@@ -45,7 +45,10 @@ def locked(library: Any, name: str, types: Sequence[Any], again: Callable[..., A
 
 
 class _Flag(threading.local):
-    """An output buffer of this thread, because making one takes longer than the call."""
+    """An output buffer of this thread.
+
+    Making a buffer takes longer than the call.
+    """
 
     def __init__(self) -> None:
         self.value = c_int()
