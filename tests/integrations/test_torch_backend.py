@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
 
+from harness.insides import dynamo  # noqa: E402
 from torch import nn  # noqa: E402
 
 from handlepool import ArgumentError  # noqa: E402
@@ -19,12 +20,12 @@ from handlepool.integrations.torch.backend import handlepool as backend  # noqa:
 @pytest.fixture(autouse=True)
 def place(pool, torch_host):
     torch.manual_seed(0)
-    torch._dynamo.reset()
+    dynamo().reset()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
-    torch._dynamo.reset()
+    dynamo().reset()
 
 
 def same(one, other):
