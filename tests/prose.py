@@ -46,19 +46,19 @@ LIMITS = {
     "commit subjects": Limit(0, "since the base"),
 }
 
-_CLAUSE = re.compile(r"\b(?:what|who|whoever|whatever)\b(?!\s*\?)", re.IGNORECASE)
+CLAUSE = re.compile(r"\b(?:what|who|whoever|whatever)\b(?!\s*\?)", re.IGNORECASE)
 _QUESTION = re.compile(r"^(?:what|who)\b.*\?$", re.IGNORECASE)
-_NOBODY = re.compile(r"\b(?:nobody|somebody|everybody)\b", re.IGNORECASE)
+NOBODY = re.compile(r"\b(?:nobody|somebody|everybody)\b", re.IGNORECASE)
 # A demonstrative or a numeral that no noun follows: a verb, a preposition, a relative or a stop comes next.
 _NO_NOUN = (
     r"(?=\s*(?:[.,;:)]|$)|\s+(?:is|are|was|were|has|have|that|which|who|of|in|on|at|for|to|with|by|from|and|or|may|must"
     r"|can|do|does)\b)"
 )
-_BARE = re.compile(r"\b(?:those|others|(?<!\bthe\s)(?<!\bno\s)one)\b" + _NO_NOUN, re.IGNORECASE)
+BARE = re.compile(r"\b(?:those|others|(?<!\bthe\s)(?<!\bno\s)one)\b" + _NO_NOUN, re.IGNORECASE)
 _CODE = re.compile(r"``[^`]*``|`[^`]*`|\"[^\"\n]*\"|https?://\S+")
 # A sentence of a message ends before the next sentence. The last sentence has no full stop.
-_ENDS = re.compile(r"[.!?]\s+(?=[A-Z])")
-_SUBJECT = re.compile(r"[a-z_][a-z0-9 _/.,-]*: [^\s].*[^.]")
+ENDS = re.compile(r"[.!?]\s+(?=[A-Z])")
+SUBJECT = re.compile(r"[a-z_][a-z0-9 _/.,-]*: [^\s].*[^.]")
 _UNIT = re.compile(r"#\s*(?:noqa|type:|pragma|doctest|fmt:)|#\s*(?:[kMG]i?B|bytes|ns|us|ms|s|seconds|elements|pixels|%)\s*$")
 
 
@@ -199,7 +199,7 @@ def subjects(base: str) -> list[Piece] | None:
     found = []
     for entry in log.stdout.splitlines():
         commit, _, subject = entry.partition(" ")
-        if len(subject) > MOST_SUBJECT or not _SUBJECT.fullmatch(subject):
+        if len(subject) > MOST_SUBJECT or not SUBJECT.fullmatch(subject):
             found.append(Piece(commit, 0, subject))
     return found
 
@@ -242,18 +242,18 @@ def measure(base: str) -> tuple[dict[str, float], dict[str, list[Piece]]]:
     for piece in texts:
         text = _CODE.sub("X", piece.text)
         total += words(text)
-        for name, pattern in (("noun clauses", _CLAUSE), ("nobody", _NOBODY), ("bare pronouns", _BARE)):
+        for name, pattern in (("noun clauses", CLAUSE), ("nobody", NOBODY), ("bare pronouns", BARE)):
             if name == "noun clauses" and all(_QUESTION.match(each) for each in sentences(text)):
                 continue
             places[name] += [Piece(piece.path, piece.line, text)] * len(pattern.findall(text))
     figures = {name: 1000 * len(places[name]) / total for name in ("noun clauses", "nobody", "bare pronouns")}
-    places["long messages"] = [piece for piece in said if len(_ENDS.findall(_CODE.sub("X", piece.text))) > 1]
+    places["long messages"] = [piece for piece in said if len(ENDS.findall(_CODE.sub("X", piece.text))) > 1]
     spoken = 0
     for piece in shown:
         text = _CODE.sub("X", piece.text)
         spoken += words(text)
-        places["message clauses"] += [piece] * len(_CLAUSE.findall(text))
-        places["message nobody"] += [piece] * len(_NOBODY.findall(text))
+        places["message clauses"] += [piece] * len(CLAUSE.findall(text))
+        places["message nobody"] += [piece] * len(NOBODY.findall(text))
     figures |= {name: 1000 * len(places[name]) / spoken for name in ("message clauses", "message nobody")}
     wrong = subjects(base)
     figures |= {

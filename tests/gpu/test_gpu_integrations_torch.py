@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from harness.insides import torch_sleep
+from harness.insides import dynamo, torch_sleep
 
 import handlepool
 from handlepool import ParallelStates
@@ -238,7 +238,7 @@ def trained(torch, network, steps=3, seed=0):
 
 @pytest.mark.filterwarnings("default")  # the compiler's own
 def test_a_compiled_network_trains_whole(torch, conv2d):
-    torch._dynamo.reset()
+    dynamo().reset()
     compiled = torch.compile(network(torch, conv2d), fullgraph=True)
     expected = trained(torch, network(torch, torch.nn.functional.conv2d))
     torch.testing.assert_close(trained(torch, compiled), expected, rtol=2e-3, atol=1e-4)

@@ -195,6 +195,23 @@ def version_of(tensor):
     return tensor._version
 
 
+def requests_of(network):
+    """Return the streams on which a recorded function runs its requests."""
+    return network._executor._requests
+
+
+def pending_of(executor):
+    """Return the tasks that an executor has not begun."""
+    return executor._pending
+
+
+def dynamo():
+    """Return torch's tracer, whose resets and counters are public nowhere."""
+    import torch._dynamo as found
+
+    return found
+
+
 def record_elsewhere():
     """Count a recording of another thread, until a test clears the lists of `handlepool.pool.context`."""
     watcher = object()

@@ -29,14 +29,14 @@ def test_the_prose_keeps_the_limit(found, measure):
 @pytest.mark.parametrize(
     ("pattern", "text", "count"),
     [
-        (prose._CLAUSE, "Return what the call reads.", 1),
-        (prose._CLAUSE, "Whoever asks gets whatever is there.", 2),
-        (prose._CLAUSE, "Return the arrays of the call.", 0),
-        (prose._NOBODY, "Nobody waits for somebody.", 2),
-        (prose._BARE, "Branches wait for those that write.", 1),
-        (prose._BARE, "Those branches wait.", 0),
-        (prose._ENDS, "It failed. The value is X. Pass another", 2),
-        (prose._ENDS, "f(x.y) of 1.5 failed. Pass another", 1),
+        (prose.CLAUSE, "Return what the call reads.", 1),
+        (prose.CLAUSE, "Whoever asks gets whatever is there.", 2),
+        (prose.CLAUSE, "Return the arrays of the call.", 0),
+        (prose.NOBODY, "Nobody waits for somebody.", 2),
+        (prose.BARE, "Branches wait for those that write.", 1),
+        (prose.BARE, "Those branches wait.", 0),
+        (prose.ENDS, "It failed. The value is X. Pass another", 2),
+        (prose.ENDS, "f(x.y) of 1.5 failed. Pass another", 1),
     ],
 )
 def test_a_pattern_counts(pattern, text, count):
@@ -55,7 +55,7 @@ def test_a_pattern_counts(pattern, text, count):
     ],
 )
 def test_a_subject_is_an_area_and_an_imperative(subject, right):
-    assert bool(prose._SUBJECT.fullmatch(subject)) is right
+    assert bool(prose.SUBJECT.fullmatch(subject)) is right
 
 
 def test_messages_are_found_with_their_values_left_out():

@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from harness.insides import dynamo
 from harness.process import as_default
 
 import handlepool
@@ -167,7 +168,7 @@ def test_training_in_four_threads_at_once_is_torchs():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*lr_scheduler")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_whole_it_trains_as_before(dynamic):
-    torch._dynamo.reset()
+    dynamo().reset()
     network = Network(conv2d)
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     torch.testing.assert_close(trained(compiled), trained(Network(conv2d)), rtol=1e-4, atol=1e-5)
@@ -175,10 +176,10 @@ def test_compiled_whole_it_trains_as_before(dynamic):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*lr_scheduler")
 def test_what_is_refused_is_refused_as_it_is_compiled():
-    torch._dynamo.reset()
+    dynamo().reset()
     x, w, _ = (value.detach() for value in case())
     compiled = torch.compile(lambda x, w: conv2d(x, w, groups=3), fullgraph=True, backend="aot_eager")
-    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=r"conv2d: 4 channels in x and groups=3"):
+    with pytest.raises(dynamo().exc.TorchRuntimeError, match=r"conv2d: 4 channels in x and groups=3"):
         compiled(x, w)
 
 
@@ -270,7 +271,7 @@ def test_integers_of_other_types_are_integers(name):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*lr_scheduler")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_integers_that_differ_from_call_to_call_are_compiled_whole(dynamic):
-    torch._dynamo.reset()
+    dynamo().reset()
     x, w, _ = (value.detach() for value in case())
     compiled = torch.compile(
         lambda s, p, g: conv2d(x, w[:, : 4 // g], stride=s, padding=(p, 1), groups=g),

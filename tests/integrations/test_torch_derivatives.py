@@ -4,6 +4,7 @@ On the host driver. Skipped where torch is not installed.
 """
 
 import pytest
+from harness.insides import dynamo
 from harness.process import as_default
 
 import handlepool
@@ -238,7 +239,7 @@ def test_transforms_are_compiled_whole(geometry):
 
     def run(convolve):
         def compiled(function):
-            torch._dynamo.reset()
+            dynamo().reset()
             return torch.compile(function, fullgraph=True, backend="aot_eager")
 
         along = compiled(lambda w, t: transforms.jvp(lambda w: convolve(points[0], w), (w,), (t,)))

@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+from harness.insides import pending_of, requests_of
 from harness.scenes import TIMEOUT, Scene, Thread
 
 import handlepool
@@ -144,7 +145,7 @@ def in_order(seed, network_of, submits=8):
             x = scene.plus(x, 1)
         found = [scene.read(each.result()) for each in futures]
         network.clear()
-        for each in network._executor._requests._streams.values():
+        for each in requests_of(network)._streams.values():
             for stream in each:
                 stream.synchronize()
         return found
@@ -181,7 +182,7 @@ def test_clients_have_streams_of_their_own_in_turn(driver, array):
         with stream:
             gate.wait(TIMEOUT)
             found = [value_of(network.submit(array(number + each)).result()) for each in range(5)]
-            requests = network._executor._requests
+            requests = requests_of(network)
             used.append(requests._client() % requests._count)
             return found
 
@@ -197,7 +198,7 @@ def test_tasks_of_asyncio_are_clients(driver, array):
     async def client(number):
         found = [value_of(await network.submit(numbers(number + each))) for each in range(4)]
         assert found == [2 * (number + each) for each in range(4)]
-        requests = network._executor._requests
+        requests = requests_of(network)
         return requests._client() % requests._count
 
     async def serve():
@@ -286,7 +287,7 @@ def test_at_most_so_many_requests_are_pending(driver, array, monkeypatch):
     monkeypatch.setattr(Task, "synchronize", lambda self: waited.append(self) or synchronize(self))
     with ParallelStateExecutor(2, max_pending=3) as executor:
         executor.submit(network, array(0)).result()
-        pending = executor._pending
+        pending = pending_of(executor)
         monkeypatch.setattr(Task, "settle", lambda self: self in waited)
         futures = []
         for value in range(10):
@@ -318,7 +319,7 @@ def test_a_long_lived_executor_serves_many_clients_and_holds_nothing(driver, arr
             for thread in [Thread(client, number) for number in range(6)]:
                 thread.finish()
             executor.submit(network, array(1), 1).synchronize()
-            assert len(executor._pending) <= 8, round_
+            assert len(pending_of(executor)) <= 8, round_
     network.clear()
 
 

@@ -4,7 +4,7 @@ import gc
 import weakref
 
 import pytest
-from harness.insides import workers_of
+from harness.insides import pending_of, workers_of
 from harness.scenes import TIMEOUT, Scene, over_seeds
 from harness.submitting import TaskError, busy, returned
 
@@ -71,7 +71,7 @@ def a_dropped_executor(scene, *, parks):
     returned(executor.submit(held_back, scene, latches, y, x))
     workers = workers_of(executor)
     if not parks:
-        executor._pending.clear()
+        pending_of(executor).clear()
     del x, executor
     gc.collect()
     for worker in workers:

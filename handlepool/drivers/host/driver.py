@@ -329,10 +329,9 @@ class HostDriver(Controls):
         """
         if not check:
             return lambda: None
-        scheduler = self._streams.scheduler
-        scheduler.watch()
+        self._streams.scheduler.watch()
         # The first call empties the list, so that a second close has no effect.
-        ends = [scheduler.unwatch]
+        ends = [self._streams.scheduler.unwatch]
         return lambda: ends.pop()() if ends else None
 
     # Memory
@@ -596,6 +595,6 @@ class HostDriver(Controls):
     def _executable(
         self, plan: Any, geometry: Sequence[Any], copies: Sequence[OperandCopy], name: str, titles: Sequence[str]
     ) -> HostExecutable:
-        check = partial(check_operands, self)
         where = (self._thread.device, self._streams, self._memory)
+        check = partial(check_operands, self)
         return HostExecutable(plan, geometry, copies, *where, self._note, check, self.checks, name, titles)
