@@ -47,7 +47,8 @@ def check_copied(place: str, value: object, driver: Driver, *, inside: bool) -> 
             raise ArrayTypeError(f"{place} holds {shown(leaf)}, whose mask is not copied to devices: pass its data and its mask")
         if isinstance(leaf, np.ndarray) and type(leaf) not in (np.ndarray, np.memmap, *driver.array_types):
             raise ArrayTypeError(
-                f"{place} holds {shown(leaf)}, and only its elements would be copied to devices: pass numpy.asarray(...)"
+                f"{place} holds {shown(leaf)}, whose class would be lost, because only elements are copied to devices: pass "
+                f"numpy.asarray(...)"
             )
         if isinstance(leaf, (np.ndarray, *driver.array_types, *PLAIN)):
             continue
