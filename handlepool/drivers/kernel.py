@@ -259,7 +259,7 @@ class Excite:
 
 
 MOST_EXCITED, MOST_SQUEEZED = 8192, 1024
-"""Most channels, and numbers between the layers, of `Excite`."""
+"""The maximum of channels, and of numbers between layers, in `Excite`."""
 NetworkKernel = Normalise | Affine | Pad | Shuffle | Resample | Squeeze | Layer | Excite
 """Kernels of normalisations, and of copies to other places or sizes."""
 Kernel = Add | Concat | Windows | Depthwise | Elementwise | NetworkKernel

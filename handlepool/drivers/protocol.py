@@ -246,10 +246,10 @@ class Driver(Protocol):
     def set_dependencies(self, pointer: int, nodes: Sequence[Any]) -> None:
         """Make a capturing stream's next work depend on these nodes alone.
 
-        The next work waits until each of these nodes has ended.
+        The stream's next work waits until each of these nodes has ended, and for no other node.
 
-        By the end of the capture, its first stream must follow all nodes. CUDA does not report a violation for a stream that was
-        moved away from its last node. The host driver does.
+        When the capture ends, the stream on which it began must depend on all nodes. If this method has moved a stream away
+        from its last node, CUDA does not report a violation of this rule. The host driver reports it.
         """
 
     def capture_failure(self, error: BaseException) -> str | None:

@@ -18,7 +18,7 @@ from handlepool.recording.update import PLAIN, is_foreign
 from handlepool.tensors.graph_types import DeviceArray
 
 MOST_FUNCTIONS = 100
-"""Limit the number of functions whose globals are searched."""
+"""The maximum number of functions whose globals are searched."""
 
 
 def itself(value: object) -> Any:
@@ -27,7 +27,7 @@ def itself(value: object) -> Any:
 
 
 def geometry(value: Any) -> Hashable:
-    """Return the key that items of the same program share."""
+    """Return a key, equal for items that can share a program."""
     if isinstance(value, dict):
         return dict, tuple([(key, geometry(entry)) for key, entry in value.items()])
     if isinstance(value, (list, tuple)):
