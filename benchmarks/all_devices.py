@@ -26,7 +26,7 @@ PARTS: dict[str, tuple[float, str, tuple[str, ...], tuple[str, ...]]] = {
         (*LENGTHS, "--seconds", "0.25", "--repeats", "9"),
     ),
     "devices-dask": (140, "devices.py", ("--way", "dask"), (*LENGTHS, "--seconds", "0.1", "--repeats", "5")),
-    "serving": (90, "serving.py", (), ()),
+    "device_serving": (90, "device_serving.py", (), ()),
     "sizing": (80, "sizing.py", (), ()),
     "devices-eager": (75, "devices.py", ("--way", "eager"), (*LENGTHS, "--seconds", "0.1", "--repeats", "5")),
     "pairs": (600, "../tests/gpu/pairs.py", (), ()),
@@ -69,7 +69,7 @@ def run(command: list[str], limit: float, log: Path) -> str:
 
 def requests(folder: Path) -> list[tuple[Any, ...]]:
     """Return requests a second and latencies of the serving benchmark."""
-    path = folder / "serving.json"
+    path = folder / "device_serving.json"
     served = json.loads(path.read_text())["served"] if path.exists() else {}
     return [(name, f"{each['requests_a_second']['median']:,.0f}", each["p50"], each["p99"]) for name, each in served.items()]
 
@@ -112,7 +112,7 @@ def main() -> int:
     names = [name for name in options.only if name != "pairs"]
     rows = [row for row in bounds(folder, names) if "beside the formula" not in row[0] or row[-1] == "NOT KEPT"]
     print_table(("bound", "median", "at most", ""), rows)
-    print_table(("serving", "requests a second", "p50 µs", "p99 µs"), requests(folder))
+    print_table(("device_serving", "requests a second", "p50 µs", "p99 µs"), requests(folder))
     print_table(("pair", "passed", "failed", "skipped", "status"), pairs(folder))
     return int(any(end != "done" for _, end, _ in ends))
 

@@ -195,14 +195,14 @@ def conditions(driver: str) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "driver": driver,
         "python": platform.python_version(),
-        "packages": info.packages(),
+        "packages": {name: version for name, version in info.packages().items() if version is not None},
     }
     if driver == "cuda":
         import cupy
 
         found["cudnn"] = info.cudnn_backend()["version"]
         found["gpu"] = info.device_name(cupy.cuda.runtime.getDevice())
-        found["cuda_driver"] = info.cuda_driver()
+        found["cuda_driver"] = f"CUDA {info.cuda_driver()['cuda']}"
         found["hardware_queues"] = os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
     return found
 

@@ -333,6 +333,67 @@ def devices(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
     return figure, claim, f"an item is a chain of convolutions {shape_of(results['shape'])}; host to host: {size}"
 
 
+def serving(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
+    """Requests a second, and the 99th percentile of latencies, by the number of clients."""
+    models = results["models"]
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for setting, ways in results["served"].items():
+        name, threads, load = setting.split(", ")
+        if name == models and load == "closed loop":
+            for way, each in ways.items():
+                found.setdefault(way, {})[int(threads.split()[0])] = each
+    styles = {
+        "recorded": (theme.recorded, "o-"),
+        "recorded, one lane": (theme.recorded, "o--"),
+        "submit": (theme.ours, "s-"),
+        "one thread launches": (theme.ours, "s--"),
+        "torch, a CUDA graph each": (theme.graph, "^-"),
+        "torch, Inductor, a graph each": (theme.graph, "^--"),
+        "torch, a batching queue": (theme.torch, "D-"),
+        "torch, eager": (theme.torch, "D--"),
+        "eager": (theme.pale, "v:"),
+    }
+    height = 5.2
+    figure = Figure(figsize=(11, height), dpi=DPI, facecolor=theme.paper, layout="constrained")
+    figure.get_layout_engine().set(rect=(0.01, 0.6 / height, 0.98, 1 - 1.15 / height))
+    both = figure.subplots(1, 2)
+    for axes, key, text in zip(both, ("rate", "p99"), ("requests a second", "99th percentile of latencies, ms"), strict=True):
+        dress(axes, theme)
+        for way, (colour, style) in styles.items():
+            threads = sorted(found.get(way, {}))
+            values = [
+                found[way][at]["requests_a_second"]["median"] if key == "rate" else found[way][at]["p99"] / 1e3 for at in threads
+            ]
+            if threads:
+                axes.plot(threads, values, style, color=colour, label=way, linewidth=1.6, markersize=4.5)
+        known = sorted({threads for ways in found.values() for threads in ways})
+        axes.set_xscale("log")
+        axes.set_xticks(known, [str(each) for each in known])
+        axes.minorticks_off()
+        if key == "rate":
+            axes.set_ylim(bottom=0)
+        else:
+            axes.set_yscale("log")
+        axes.set_xlabel("clients, each a thread")
+        axes.set_ylabel(text)
+        axes.grid(axis="y")
+    legend = both[0].legend(frameon=False, fontsize=8)
+    for text in legend.get_texts():
+        text.set_color(theme.ink)
+    most = known[-1]
+    ours = max(
+        found[way][most]["requests_a_second"]["median"]
+        for way in ("recorded", "recorded, one lane")
+        if most in found.get(way, {})
+    )
+    claim = f"{ours:,.0f} requests a second from {most} threads"
+    graphs = found.get("torch, a CUDA graph each", {}).get(most)
+    if graphs is not None:
+        claim += f", {ours / graphs['requests_a_second']['median']:.2f} times those of a CUDA graph of torch's each"
+    about = "eight unlike models at once" if models == "eight" else f"{models}, one model for all clients"
+    return figure, claim, f"{about}; closed loop, batch 1, each client waits for its scores"
+
+
 PEERS = {
     "torch": "torch, eagerly",
     "torch graph": "torch, CUDA graph",
@@ -340,6 +401,54 @@ PEERS = {
     JAX: "JAX, own process",
 }
 PEERS |= {ONE_LANE: "recorded, one lane"}
+
+
+def panel(axes: Axes, theme: Theme, here: Networks, name: str, shown: Sequence[str]) -> None:
+    """Draw a network's times: the device's as a bar, and the clock's as a mark."""
+    colours = {TUNED: theme.ours, ONE_LANE: theme.recorded, "Inductor": theme.graph, JAX: theme.graph}
+    dress(axes, theme)
+    taken = here.found[name]
+    # Eager calls may exceed the axis.
+    quick = [column for column in taken if column not in (EAGER, "torch")] or shown
+    most = 1.05 * max(taken[column]["wall"]["median"] for column in quick if column in taken)
+    least = min(taken[column]["device"]["median"] for column in taken if column != EAGER)
+    for line, column in enumerate(shown):
+        if column not in taken:
+            continue
+        device, wall = taken[column]["device"], taken[column]["wall"]
+        beyond = device["median"] > most
+        axes.barh(line, min(device["median"], most), color=colours.get(column, theme.torch), height=0.66)
+        if not beyond:
+            spread = [[device["median"] - device["q1"]], [device["q3"] - device["median"]]]
+            axes.errorbar(device["median"], line, xerr=spread, fmt="none", ecolor=theme.ink, elinewidth=1.1, capsize=2)
+            axes.plot(min(wall["median"], most), line, "|", color=theme.ink, markersize=11, markeredgewidth=1.6)
+        at = most if beyond else max(device["q3"], wall["median"])
+        text = f"{device['median']:,.0f} ({wall['median']:,.0f})" + (" \N{RIGHTWARDS ARROW}" if beyond else "")
+        weight = "bold" if device["median"] == least else "normal"
+        axes.annotate(
+            text, (at, line), (6, 0), textcoords="offset points", va="center", color=theme.ink, fontsize=9.5, weight=weight
+        )
+    lanes = here.lanes.get(name)
+    tuned = f"recorded, {lanes} lane{'s' if lanes > 1 else ''}" if lanes else "recorded, tuned"
+    labels = [tuned if column == TUNED else PEERS.get(column, column) for column in shown]
+    axes.set_yticks(range(len(shown)), labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0, most * 1.4)
+    axes.set_title(name, fontsize=11, color=theme.ink, loc="left")
+    axes.grid(axis="x")
+
+
+def headline(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
+    """The README's picture: a single network, with a single number in the title."""
+    here: Networks = results[ALL]
+    shown = here.columns((TUNED, ONE_LANE, JAX, "Inductor", "torch graph"))
+    figure, axes = page(theme, 9.5, 3.1)
+    panel(axes, theme, here, HEADLINE, shown)
+    axes.set_title("", loc="left")
+    axes.set_xlabel(f"µs, {HEADLINE}, batch {here.batch}, {here.dtype}")
+    ratio = here.median(HEADLINE, "Inductor", "device") / here.median(HEADLINE, TUNED, "device")
+    claim = f"{HEADLINE} from plain code: {ratio:.1f} times as fast as torch.compile's Inductor"
+    return figure, claim, "bars and numbers: on the device; upright marks and parentheses: by the clock; bold: the least"
 
 
 def networks(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
@@ -351,38 +460,9 @@ def networks(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
     rows = -(-len(names) // columns)
     high = 0.3 * len(shown) + 0.75
     figure = Figure(figsize=(11.5 if columns > 1 else 8, high * rows + 1.75), dpi=DPI, facecolor=theme.paper)
-    colours = {TUNED: theme.ours, ONE_LANE: theme.recorded, "Inductor": theme.graph, JAX: theme.graph}
     for place, name in enumerate(names, 1):
         axes = figure.add_subplot(rows, columns, place)
-        dress(axes, theme)
-        taken = here.found[name]
-        quick = [column for column in taken if column not in (EAGER, "torch")] or shown  # eager calls may exceed the axis
-        most = 1.05 * max(taken[column]["wall"]["median"] for column in quick if column in taken)
-        least = min(taken[column]["device"]["median"] for column in taken if column != EAGER)
-        for line, column in enumerate(shown):
-            if column not in taken:
-                continue
-            device, wall = taken[column]["device"], taken[column]["wall"]
-            beyond = device["median"] > most
-            axes.barh(line, min(device["median"], most), color=colours.get(column, theme.torch), height=0.66)
-            if not beyond:
-                spread = [[device["median"] - device["q1"]], [device["q3"] - device["median"]]]
-                axes.errorbar(device["median"], line, xerr=spread, fmt="none", ecolor=theme.ink, elinewidth=1.1, capsize=2)
-                axes.plot(min(wall["median"], most), line, "|", color=theme.ink, markersize=11, markeredgewidth=1.6)
-            at = most if beyond else max(device["q3"], wall["median"])
-            text = f"{device['median']:,.0f} ({wall['median']:,.0f})" + (" \N{RIGHTWARDS ARROW}" if beyond else "")
-            weight = "bold" if device["median"] == least else "normal"
-            axes.annotate(
-                text, (at, line), (6, 0), textcoords="offset points", va="center", color=theme.ink, fontsize=9.5, weight=weight
-            )
-        lanes = here.lanes.get(name)
-        tuned = f"recorded, {lanes} lane{'s' if lanes > 1 else ''}" if lanes else "recorded, tuned"
-        labels = [tuned if column == TUNED else PEERS.get(column, column) for column in shown]
-        axes.set_yticks(range(len(shown)), labels)
-        axes.invert_yaxis()
-        axes.set_xlim(0, most * 1.4)
-        axes.set_title(name, fontsize=11, color=theme.ink, loc="left")
-        axes.grid(axis="x")
+        panel(axes, theme, here, name, shown)
         if place > len(names) - columns:
             axes.set_xlabel(f"µs, batch {here.batch}, {here.dtype}")
     tall = figure.get_figheight()
@@ -405,6 +485,8 @@ def networks(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
     return figure, claim, about
 
 
+HEADLINE = "googlenet"
+"""The network of `headline`."""
 ALL = "all"
 """Where `networks` finds those of all files of one batch and type."""
 
@@ -437,7 +519,9 @@ def tiles(results: dict[str, Any], theme: Theme) -> tuple[Figure, str, str]:
     return figure, claim, about
 
 
-PICTURES = {f.__name__: f for f in (acquire, launch, forks, overlap, wrong, memory, record, devices, tiles, networks)}
+PICTURES = {
+    f.__name__: f for f in (acquire, launch, forks, overlap, wrong, memory, record, devices, serving, tiles, headline, networks)
+}
 
 
 def shape_of(text: str, *, short: bool = False) -> str:
@@ -532,10 +616,17 @@ def sources(folder: Path, name: str) -> list[tuple[str, dict[str, Any]]]:
     path = folder / f"{name}.json"
     if name == "devices" and path.exists():
         return [(name, with_parts(json.loads(path.read_text()), folder))]
-    if name != "networks":
+    if name == "serving" and path.exists():
+        results = json.loads(path.read_text())
+        models = dict.fromkeys(setting.split(", ")[0] for setting in results["served"])
+        return [(name if not at else f"{name}-{each}", results | {"models": each}) for at, each in enumerate(models)]
+    if name not in ("networks", "headline"):
         return [(name, json.loads(path.read_text()))] if path.exists() else []
     jax = gathered(folder, "networks_jax")
     found = [each.beside(jax, JAX) for each in gathered(folder)]
+    if name == "headline":
+        # The first file has the usual batch and type.
+        return [(name, found[0].results | {ALL: found[0], "benchmark": name})] if found and HEADLINE in found[0].found else []
     stems = [name, *(f"{name}-{each.batch}-{each.dtype}" for each in found[1:])]
     return [(stem, each.results | {ALL: each}) for stem, each in zip(stems, found, strict=False)]
 

@@ -1,218 +1,379 @@
-"""Requests to a network on every device: one process for all devices, and a process for each.
+"""Requests from many threads of one process: throughput and latencies, ours beside torch's ways.
 
-Each device has so many client threads. A client sends its next image when it has the scores of the last image. An array of
-NumPy's goes to the device, the client's recorded program replays, and the scores come back. So the figures have the host's share
-of a request, and the time that threads of one process take from each other.
+A closed loop has 1 to 32 clients, each of which sends its next request when it has its scores. An open loop has Poisson arrivals,
+at a part of the capacity of torch's CUDA graphs with as many threads, and its latencies begin with the arrival. The clients use
+one model for all, or eight unlike models at once.
 
-The two ways take turns. Latencies are those of all requests of all samples. The scores of each client are compared with those of
-the first client.
+A call measures the settings that its options select, and leaves out the settings that the JSON file has. Samples of the ways take
+turns. Scores of each client are compared with those of a plain call. Latencies are those of all samples.
+
+Processes under MPS need a daemon of the machine's owner, so they are left out where it is missing.
 """
 
-import multiprocessing
-import os
+import json
+import math
+import random
+import shutil
+import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
-from time import perf_counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 import numpy as np
-from common import Ratios, pool_on_a_stream, print_table, progress, publish, summary
-from devices import said, visible
-from nets import NETWORKS, Parameters
-from nets.parameters import channels_last
+from common import Ratios, no_collector, pool_on_a_stream, print_table, publish, summary, write
 from options import arguments, parse, positive
+from serving_ways import Client, Model, aoti, batched, launched, plain, recorded, submitted, torch_way
 
-import handlepool
+EIGHT = ("googlenet", "squeezenet1_1", "resnet18", "resnet50", "inception_v3@299", "unet", "resnet18@64", "squeezenet1_1@64")
+MODELS = {"eight": EIGHT} | {
+    name: (name,) for name in ("googlenet", "squeezenet1_1", "resnet18", "resnet50", "inception_v3", "unet")
+}
+MODELS["ensemble"] = ("ensemble",)
+GRAPH, BATCHED = "torch, a CUDA graph each", "torch, a batching queue"
+OURS = ("recorded", "recorded, one lane")
+"""Ways of ours that the bounds are for; the quicker one counts."""
+MOST_ERROR = 2e-2
+PATIENCE = 300
+"""Seconds that clients may take to be made."""
+BOUNDS = {"one": (1 / 1.15, 1 / 1.05), "eight": (1.0, 1 / 1.2)}
+"""The most of the throughput of torch's CUDA graph, and of the best peer, over ours."""
+LOADS = (0.5, 0.8)
+WARM_UP = 8
+"""Samples' lengths that each way runs before the first sample."""
 
-ALL, EACH = "one process for all devices", "a process for each device"
-MOST_ERROR = 1e-2
-PATIENCE = 120
-"""Seconds that clients wait for each other."""
 
+class Clients:
+    """The clients of one way, each a thread with its stream, which wait between samples."""
 
-class Client:
-    """A program of a network on a device, with a stream of its own."""
+    def __init__(self, makers: Sequence[tuple[Model, Client]], threads: int) -> None:
+        self._todo: list[Any] = []
+        self._errors: list[str] = []
+        self._gate = threading.Barrier(threads + 1)
+        self._made = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(*makers[number % len(makers)], number), daemon=True)
+            for number in range(threads)
+        ]
+        for each in self._threads:
+            each.start()
+        self._meet()
 
-    def __init__(self, driver: Any, device: int, run: Any, weights: Any, image: np.ndarray[Any, Any]) -> None:
-        self.driver, self.device, self.image = driver, device, image
-        with driver.device(device):
-            self.stream = driver.create_stream()
-            with self.stream:
-                self.program = handlepool.record(lambda x: run(weights, x), driver.asarray(image), lanes=8)
-
-    def request(self) -> np.ndarray[Any, Any]:
-        """Return the scores of the image."""
-        return self.driver.asnumpy(self.program(self.driver.asarray(self.image)))
-
-    def serve(self, seconds: float, together: threading.Barrier, taken: list[float], errors: list[str]) -> None:
-        """Send requests for so long, and note the seconds of each."""
+    def _meet(self) -> None:
         try:
-            with self.driver.device(self.device), self.stream:
-                self.request()
-                together.wait(PATIENCE)
-                now = perf_counter()
-                end = now + seconds
-                while now < end:
-                    start = now
-                    self.request()
-                    now = perf_counter()
-                    taken.append(now - start)
+            self._gate.wait(PATIENCE)
+        except threading.BrokenBarrierError:
+            raise RuntimeError(self._errors[0] if self._errors else "a client was not made in time") from None
+        if self._errors:
+            raise RuntimeError(self._errors[0])
+
+    def _serve(self, model: Model, client: Client, number: int) -> None:
+        try:
+            # Clients are made in turn, so that each way captures as it would alone.
+            with _entered(client, self._made) as request:
+                wrong = model.wrong(request())
+                for _ in range(3):
+                    request()
+                if not wrong < MOST_ERROR:
+                    raise ValueError(f"relative error {wrong:.1e} of {model.name}")
+                self._gate.wait(PATIENCE)
+                while True:
+                    self._gate.wait(PATIENCE)
+                    if not self._todo:
+                        return
+                    self._todo[0](request, number)
+                    self._gate.wait(PATIENCE)
         except threading.BrokenBarrierError:
             pass
         except Exception as error:
-            errors.append(f"a client of device {self.device} failed: {said(error)}")
-            together.abort()
+            self._errors.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+            self._gate.abort()
 
-
-class Server:
-    """The clients of some devices, in this process."""
-
-    def __init__(self, driver: Any, devices: Sequence[int], options: Any) -> None:
-        run = NETWORKS[options.network]
-        shape = 1, 3, options.side, options.side
-        image = channels_last(np.random.default_rng(1).standard_normal(shape, np.float32).astype(options.dtype))
-        first = Parameters(driver.asarray, options.dtype, options.thin)
-        self.clients: list[Client] = []
-        with driver.device(devices[0]):
-            run(first, driver.asarray(image))
-        for device in devices:
-            with driver.device(device):
-                weights = first if device == devices[0] else first.elsewhere(driver.asarray)
-                # The clients have streams of their own, which do not wait for the copies of the weights.
-                driver.synchronize_stream(driver.current_stream().ptr)
-                self.clients += [Client(driver, device, run, weights, image) for _ in range(options.threads)]
-        self.scores = []
-        for client in self.clients:
-            with driver.device(client.device), client.stream:
-                self.scores.append(client.request())
-
-    def sample(self, seconds: float) -> list[float]:
-        """Seconds of each request of all clients."""
-        taken: list[list[float]] = [[] for _ in self.clients]
-        errors: list[str] = []
-        together = threading.Barrier(len(self.clients))
-        threads = [
-            threading.Thread(target=client.serve, args=(seconds, together, mine, errors))
-            for client, mine in zip(self.clients, taken, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise SystemExit(errors[0])
-        return [each for mine in taken for each in mine]
+    def sample(self, work: Callable[[Callable[[], Any], int], None]) -> float:
+        """Let each client do its work; return the seconds."""
+        self._todo[:] = [work]
+        self._meet()
+        begin = perf_counter()
+        self._meet()
+        return perf_counter() - begin
 
     def close(self) -> None:
-        """Close the programs."""
-        for client in self.clients:
-            client.program.close()
-
-
-def serve(pipe: Any, options: Any) -> None:
-    """Serve on the first device of a process of its own."""
-    with pool_on_a_stream(options.driver) as (pool, _), closing(Server(pool.driver, [0], options)) as server:
-        pipe.send(server.scores)
-        while (seconds := pipe.recv()) is not None:
-            pipe.send(server.sample(seconds))
-
-
-class Processes:
-    """A server in a process for each device."""
-
-    def __init__(self, devices: Sequence[int], options: Any) -> None:
-        context, before = multiprocessing.get_context("spawn"), os.environ.get("CUDA_VISIBLE_DEVICES")
-        self.devices, self.pipes, self.processes = devices, [], []
-        places = [visible(device) for device in devices]
+        """End the threads."""
+        self._todo.clear()
         try:
-            for place in places:
-                os.environ["CUDA_VISIBLE_DEVICES"] = place
-                here, there = context.Pipe()
-                self.processes.append(context.Process(target=serve, args=(there, options), daemon=True))
-                self.processes[-1].start()
-                there.close()
-                self.pipes.append(here)
-        finally:
-            os.environ.pop("CUDA_VISIBLE_DEVICES")
-            if before is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = before
-        self.scores = self._received()
-
-    def sample(self, seconds: float) -> list[float]:
-        """Seconds of each request of all clients."""
-        for pipe in self.pipes:
-            pipe.send(seconds)
-        return self._received()
-
-    def _received(self) -> list[Any]:
-        found = []
-        for device, pipe in zip(self.devices, self.pipes, strict=True):
-            try:
-                found += pipe.recv()
-            except EOFError:
-                raise SystemExit(f"the process of device {device} has ended") from None
-        return found
-
-    def close(self) -> None:
-        """Let the processes end."""
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            try:
-                pipe.send(None)
-            except OSError:
-                pass
-            process.join(60)
+            self._gate.wait(PATIENCE)
+        except threading.BrokenBarrierError:
+            pass
+        for each in self._threads:
+            each.join(PATIENCE)
 
 
-def check(name: str, scores: list[np.ndarray[Any, Any]], right: np.ndarray[Any, Any]) -> None:
-    """Stop where a client has other scores than the first one."""
-    for each in scores:
-        wrong = np.linalg.norm(each.astype(float) - right) / np.linalg.norm(right)
-        if not wrong < MOST_ERROR:
-            raise SystemExit(f"{name}: relative error {wrong:.1e}; its times would mean nothing")
+@contextmanager
+def _entered(client: Client, lock: Any) -> Iterator[Any]:
+    manager = client()
+    with lock:
+        request = manager.__enter__()
+    try:
+        yield request
+    finally:
+        manager.__exit__(None, None, None)
+
+
+def closed(clients: Clients, seconds: float) -> tuple[float, list[float]]:
+    """Return requests a second and latencies, in microseconds, of a closed loop."""
+    taken: list[list[float]] = []
+
+    def work(request: Callable[[], Any], number: int) -> None:
+        mine: list[float] = []
+        now = perf_counter()
+        end = now + seconds
+        while now < end:
+            start = now
+            request()
+            now = perf_counter()
+            mine.append(now - start)
+        taken.append(mine)
+
+    length = clients.sample(work)
+    return sum(map(len, taken)) / length, [each * 1e6 for mine in taken for each in mine]
+
+
+def arriving(clients: Clients, seconds: float, rate: float, seed: int) -> tuple[float, list[float]]:
+    """Return requests a second and latencies of Poisson arrivals, each taken by the next free client."""
+    gaps = random.Random(seed)
+    arrivals, now = [], 0.0
+    while (now := now + gaps.expovariate(rate)) < seconds:
+        arrivals.append(now)
+    turn, taken, begin = count(), list[float](), perf_counter() + 0.01
+
+    def work(request: Callable[[], Any], number: int) -> None:
+        while (at := next(turn)) < len(arrivals):
+            due = begin + arrivals[at]
+            # The clock of `sleep` is too coarse for the last part.
+            while (left := due - perf_counter()) > 0:
+                sleep(left - 1e-4 if left > 2e-4 else 0)
+            request()
+            taken.append((perf_counter() - due) * 1e6)
+
+    length = clients.sample(work)
+    return len(taken) / length, taken
+
+
+class Use:
+    """The share of time in which the GPU computes, as nvidia-smi samples it."""
+
+    def __enter__(self) -> "Use":
+        command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "100"]
+        found = shutil.which("nvidia-smi")
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True) if found else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.percent: float | None = None
+        if self._process is not None:
+            self._process.terminate()
+            values = [int(line) for line in self._process.communicate()[0].split() if line.isdigit()]
+            self.percent = float(np.median(values[2:])) if len(values) > 2 else None
+
+
+def ways_of(torch: Any, options: Any, threads: int, models: str) -> dict[str, Callable[[Model, Any], Client]]:
+    """Return the ways by name."""
+    instances = options.instances or threads
+    ways: dict[str, Any] = {"recorded": recorded(options.lanes, instances), "recorded, one lane": recorded(1, instances)}
+    ways |= {"submit": submitted(options.lanes, instances), "one thread launches": launched(options.lanes, instances)}
+    ways["eager"] = plain
+    if torch is not None:
+        ways |= {GRAPH: torch_way(torch, "graph"), "torch, Inductor, a graph each": torch_way(torch, "inductor")}
+        ways |= {"torch, eager": torch_way(torch, "eager"), "torch, AOTInductor": aoti(torch, 4)}
+        if models != "eight":
+            ways[BATCHED] = batched(torch)
+    return {name: way for name, way in ways.items() if not options.way or any(name.startswith(each) for each in options.way)}
+
+
+def free_bytes(driver: Any) -> int:
+    """Return the device's free memory, in bytes."""
+    return int(driver.memory_info()[0]) if hasattr(driver, "memory_info") else 0
+
+
+class Served:
+    """The figures by setting and way, in the JSON file from the start."""
+
+    def __init__(self, options: Any, driver: str) -> None:
+        self.options, self.driver = options, driver
+        known = json.loads(options.json.read_text()) if options.json is not None and options.json.exists() else {}
+        self.settings: dict[str, dict[str, Any]] = known.get("served", {}) if known.get("benchmark") == "serving" else {}
+        self.skipped: list[str] = known.get("not_timed", []) if self.settings else []
+
+    def lacks(self, setting: str, ways: Sequence[str]) -> list[str]:
+        """Return the ways that a setting has no figures of, and no reason."""
+        known = self.settings.get(setting, {})
+        return [
+            way for way in ways if way not in known and not any(line.startswith(f"{setting}: {way}: ") for line in self.skipped)
+        ]
+
+    def skip(self, setting: str, way: str, error: object) -> None:
+        """Note why there are no figures."""
+        self.skipped.append(f"{setting}: {way}: {error}")
+        print(f"not timed: {self.skipped[-1]}", flush=True)
+
+    def add(self, setting: str, way: str, rates: list[float], taken: list[float], **more: Any) -> None:
+        """Add a way's figures, and write the file."""
+        p50, p99 = [round(float(each), 1) for each in np.percentile(taken, (50, 99))]
+        found = {"requests_a_second": summary(rates), "rates": [round(each, 1) for each in rates], "p50": p50, "p99": p99}
+        self.settings.setdefault(setting, {})[way] = found | {"latency": summary(taken)} | more
+        if self.options.json is not None:
+            write(self.options, "serving", self.driver, {}, Ratios(), self.skipped, served=self.settings)
+
+    def ratios(self) -> Ratios:
+        """Compare ours with the peers."""
+        ratios = Ratios()
+        for setting, ways in self.settings.items():
+            ours = [ways[name] for name in OURS if name in ways]
+            peers = {name: each for name, each in ways.items() if name.startswith("torch") and name != BATCHED}
+            if not ours or not peers:
+                continue
+            kind = "eight" if setting.startswith("eight") else "one"
+            best = max(peers, key=lambda name: peers[name]["requests_a_second"]["median"])
+            mine = max(ours, key=lambda each: each["requests_a_second"]["median"])
+            quick = min(ours, key=lambda each: each["p99"])
+            if "closed" in setting:
+                for name, bound in zip((GRAPH, best), BOUNDS[kind], strict=True):
+                    if name in peers:
+                        pairs = zip(peers[name]["rates"], mine["rates"], strict=False)
+                        title = "best peer" if name is best else "torch's CUDA graphs"
+                        ratios.add(f"{setting}: requests a second, {title} / ours", [a / b for a, b in pairs], bound)
+            least = min(each["p99"] for each in peers.values())
+            ratios.add(f"{setting}: p99, ours / best peer", [quick["p99"] / least], 1.0)
+            if f"open {LOADS[0]:.0%}" in setting:
+                ratios.add(f"{setting}: p99 / p50", [quick["p99"] / quick["p50"]], 5.0)
+        return ratios
+
+
+def measure(
+    served: Served, models: str, threads: int, load: float | None, torch: Any, options: Any, made: dict[str, Any]
+) -> None:
+    """Measure the ways of one setting."""
+    name = f"{models}, {threads} threads, " + ("closed loop" if load is None else f"open {load:.0%}")
+    rate = 0.0
+    if load is not None:
+        closed_loop = served.settings.get(f"{models}, {threads} threads, closed loop", {})
+        basis = closed_loop.get(GRAPH) or next(iter(closed_loop.values()), None)
+        if basis is None:
+            served.skip(name, "all", "the closed loop with as many threads comes first")
+            return
+        rate = load * basis["requests_a_second"]["median"]
+    ways = ways_of(torch, options, threads, models)
+    missing = served.lacks(name, list(ways))
+    if not missing:
+        return
+    driver, start = made["driver"], monotonic()
+    clients: dict[str, Clients] = {}
+    memory: dict[str, int] = {}
+    for way in missing:
+        before = free_bytes(driver)
+        try:
+            makers = []
+            for each in MODELS[models]:
+                model = made.get(each)
+                if model is None:
+                    model = made[each] = Model(driver, each, options)
+                # Of the models in turn, each client has one.
+                options.clients = len(range(len(makers), threads, len(MODELS[models])))
+                if options.clients:
+                    makers.append((model, ways[way](model, options)))
+            clients[way] = Clients(makers, threads)
+        except Exception as error:
+            served.skip(name, way, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}")
+            continue
+        memory[way] = before - free_bytes(driver)
+        print(f"{name}: {way} made after {monotonic() - start:.1f} s", flush=True)
+    rates: dict[str, list[float]] = {way: [] for way in clients}
+    taken: dict[str, list[float]] = {way: [] for way in clients}
+    for each in clients.values():
+        # Recorded functions capture further instances where calls meet.
+        closed(each, WARM_UP * options.seconds)
+    for repeat in range(options.repeats + 1):
+        for way, each in clients.items():
+            with no_collector():
+                length = options.seconds
+                found = closed(each, length) if load is None else arriving(each, length, rate, repeat)
+            if repeat:  # the first round warms up
+                rates[way].append(found[0])
+                taken[way] += found[1]
+    for way, each in clients.items():
+        with Use() as use:
+            if load is None and options.use > 0:
+                closed(each, options.use)
+        served.add(name, way, rates[way], taken[way], mib=round(memory[way] / 2**20, 1), gpu_percent=use.percent)
+        each.close()
+    rows = [
+        (way, f"{f['requests_a_second']['median']:,.0f}", f"{f['p50']:,.0f}", f"{f['p99']:,.0f}", f["mib"], f["gpu_percent"])
+        for way, f in served.settings.get(name, {}).items()
+    ]
+    if rows:
+        print_table((name, "requests a second", "p50 µs", "p99 µs", "MiB", "GPU %"), rows)
+        sys.stdout.flush()
+
+
+def torch_or_none(driver: Any, skipped: list[str]) -> Any:
+    """Return torch where it can be compared with."""
+    if driver.name != "cuda":
+        reason = "torch: compared on a GPU alone"
+    else:
+        try:
+            import torch
+
+            return torch
+        except ImportError:
+            reason = "torch: not installed"
+    if reason not in skipped:
+        skipped.append(reason)
+    return None
 
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--network", choices=tuple(NETWORKS), default="googlenet", help="(default: %(default)s)")
-    parser.add_argument("--devices", type=int, nargs="+", help="ordinals (default: all)")
-    parser.add_argument("--threads", type=positive, default=2, help="clients of each device (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="that a sample lasts (default: %(default)s)")
+    parser.add_argument(
+        "--models", nargs="+", choices=tuple(MODELS), default=["googlenet", "eight"], help="(default: %(default)s)"
+    )
+    parser.add_argument("--threads", nargs="+", type=positive, default=[1, 2, 4, 8, 16, 32], help="(default: %(default)s)")
+    parser.add_argument("--way", nargs="+", default=[], help="ways that begin so (default: all)")
+    parser.add_argument(
+        "--open", nargs="*", type=float, default=list(LOADS), help="loads of the open loop (default: %(default)s)"
+    )
+    parser.add_argument("--open-threads", type=positive, default=16, help="(default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.15, help="that a sample lasts (default: %(default)s)")
+    parser.add_argument("--use", type=float, default=0.8, help="seconds in which the GPU's use is sampled (default: %(default)s)")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no setting begins")
+    parser.add_argument("--lanes", type=positive, default=8, help="(default: %(default)s)")
+    parser.add_argument("--instances", type=positive, help="(default: one for each client)")
     parser.add_argument("--side", type=positive, default=224, help="pixels of an image (default: %(default)s)")
     parser.add_argument("--thin", type=positive, default=1, help="divides the channels, for trials (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="(default: %(default)s)")
-    parser.set_defaults(repeats=7)
-    options = parse(parser, small={"side": 33, "thin": 32, "dtype": "float32", "network": "ensemble", "seconds": 0.05})
-    with pool_on_a_stream(options.driver) as (pool, _), ExitStack() as stack:
+    small = {"side": 33, "thin": 32, "dtype": "float32", "models": ["ensemble"], "threads": [1, 2], "open_threads": 2}
+    small |= {"seconds": 0.02, "use": 0.0, "lanes": 2, "instances": 2}
+    options = parse(parser, small=small)
+    start = monotonic()
+    with pool_on_a_stream(options.driver) as (pool, _):
         driver = pool.driver
-        options.driver = driver.name
-        devices = list(range(driver.device_count())) if options.devices is None else options.devices
-        ways: dict[str, Any] = {ALL: stack.enter_context(closing(Server(driver, devices, options)))}
-        right = ways[ALL].scores[0].astype(float)
-        ways[EACH] = stack.enter_context(closing(Processes(devices, options)))
-        rates: dict[str, list[float]] = {name: [] for name in ways}
-        latencies: dict[str, list[float]] = {name: [] for name in ways}
-        for name, way in ways.items():
-            check(name, way.scores, right)
-        for repeat in progress(range(options.repeats + 1)):
-            for name, way in ways.items():
-                taken = way.sample(options.seconds)
-                if repeat:  # the first round warms up
-                    rates[name].append(len(taken) / options.seconds)
-                    latencies[name] += [each * 1e6 for each in taken]
-        ratios = Ratios()
-        ratios.compare(rates, EACH, ALL, None, f", requests a second, {len(devices)} devices")
-        times = {"microseconds of a request": {name: summary(values) for name, values in latencies.items()}}
-        served = {
-            name: {"requests_a_second": summary(rates[name]), "p50": found[0], "p99": found[1]}
-            for name in ways
-            for found in [[round(float(each), 1) for each in np.percentile(latencies[name], (50, 99))]]
-        }
-        rows = [(name, f"{v['requests_a_second']['median']:,.0f}", v["p50"], v["p99"]) for name, v in served.items()]
-        print_table(("serving", "requests a second", "p50 µs", "p99 µs"), rows)
-        more = {"devices": len(devices), "threads": options.threads, "network": options.network, "served": served}
-        publish(options, "serving", driver.name, times, ratios, **more)
+        served = Served(options, driver.name)
+        torch = torch_or_none(driver, served.skipped)
+        if shutil.which("nvidia-cuda-mps-control") is None:
+            reason = "processes under MPS: this machine has no nvidia-cuda-mps-control"
+            served.skipped += [] if reason in served.skipped else [reason]
+        made: dict[str, Any] = {"driver": driver}
+        settings = [(models, threads, None) for models in options.models for threads in options.threads]
+        settings += [(models, options.open_threads, load) for models in options.models for load in options.open]
+        for models, threads, load in settings:
+            if monotonic() - start > options.budget:
+                break
+            measure(served, models, threads, load, torch, options, made)
+        heading = "microseconds of a request"
+        times = {f"{heading}, {name}": {way: f["latency"] for way, f in ways.items()} for name, ways in served.settings.items()}
+        publish(options, "serving", driver.name, times, served.ratios(), served.skipped, served=served.settings)
     return 0
 
 

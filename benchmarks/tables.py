@@ -14,11 +14,11 @@ from typing import Any
 
 from network_figures import EAGER, JAX, ONE_LANE, TUNED, Networks, gathered
 
-BLOCK = re.compile(r"(<!-- figures: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- figures: ([a-z_-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NAMES = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory")
 NETWORKS = {"networks": "networks", "networks-short": "networks", "networks-jax": "networks_jax"}
 """Blocks of networks, and the script of each; of a script there may be several files."""
-SEVERAL_GPUS = ("serving", "sizing")
+SEVERAL_GPUS = ("device_serving", "sizing")
 """Files that a folder has where several GPUs were used; ``devices*.json`` beside them."""
 ONE_DEVICE = "one device, recorded"
 SHORT = (ONE_LANE, TUNED, "torch graph", "Inductor", JAX)
@@ -197,15 +197,29 @@ def devices(every: Results) -> str:
     return text + "\n" + conditions(last)
 
 
-def serving(every: Results) -> str:
+def device_serving(every: Results) -> str:
     """Return requests a second and latencies."""
-    results = every["serving"]
+    results = every["device_serving"]
     rows = [
         (name, *spread(each["requests_a_second"], 0), f"{each['p50']:,.0f}", f"{each['p99']:,.0f}")
         for name, each in results["served"].items()
     ]
     head = f"{results['network']}, {results['devices']} devices, {results['threads']} clients each"
     return table((head, "requests a second", "quartiles", "p50, µs", "p99, µs"), rows) + "\n" + conditions(results)
+
+
+def serving(every: Results) -> str:
+    """Return throughput and latencies of many clients of one process, by setting."""
+    results = every["serving"]
+    text = ""
+    for setting, ways in results["served"].items():
+        rows = []
+        for name, each in ways.items():
+            more = [f"{each['mib']:,.0f}", "" if each["gpu_percent"] is None else f"{each['gpu_percent']:.0f}"]
+            rows.append((name, *spread(each["requests_a_second"], 0), f"{each['p50']:,.0f}", f"{each['p99']:,.0f}", *more))
+        text += table((setting, "requests a second", "quartiles", "p50, µs", "p99, µs", "MiB", "GPU, %"), rows) + "\n"
+    left = "".join(f"- {line}\n" for line in results["not_timed"])
+    return f"{text}Not timed:\n\n{left}\n{conditions(results)}"
 
 
 def sizing(every: Results) -> str:
@@ -230,6 +244,7 @@ WRITERS: dict[str, Callable[[Results], str]] = {
     "wrong": wrong,
     "memory": memory,
     "devices": devices,
+    "device_serving": device_serving,
     "serving": serving,
     "sizing": sizing,
     "networks": lambda every: networks(every["networks"]),
@@ -258,7 +273,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page would change")
     options = parser.parse_args()
     asked = {name for page in options.pages for _, name, _ in BLOCK.findall(page.read_text(encoding="utf-8"))}
-    others = (*SEVERAL_GPUS, "devices")
+    others = (*SEVERAL_GPUS, "devices", "serving")
     wanted = NAMES if asked - {*others} else ()
     paths = {name: options.folder / f"{name}.json" for name in (*wanted, *(name for name in others if name in asked))}
     every: Results = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}

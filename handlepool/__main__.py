@@ -1,13 +1,16 @@
-"""Run ``python -m handlepool``."""
+"""Run ``handlepool``, or ``python -m handlepool``."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from handlepool import __version__
+from handlepool.cli.terminal import silence
+
+_INTERRUPTED = 130
+"""Give the exit status that shells use after Ctrl-C."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -15,12 +18,22 @@ class _Parser(argparse.ArgumentParser):
         """Print one line, without argparse's usage text."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown arguments, and name the help of this command.
+
+        The parser above would otherwise collect them, and name its own help.
+        """
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
 
 def parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
     top = _Parser(prog="handlepool", description="cuDNN handles per thread, device and stream; concurrent cuDNN calls.")
     top.add_argument("--version", action="version", version=f"handlepool {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="info | demo | plans")
+    commands = top.add_subparsers(dest="command", required=True, metavar="info | check | demo | plans")
 
     info = commands.add_parser("info", help="installed packages and devices, and the driver that would be chosen")
     form = info.add_mutually_exclusive_group()
@@ -28,6 +41,10 @@ def parser() -> argparse.ArgumentParser:
     form.add_argument(
         "--device-properties", nargs="?", type=int, const=0, metavar="ORDINAL", help="print a device's properties as JSON"
     )
+
+    check = commands.add_parser("check", help="test handles, order, recording and scratch on this machine, within a minute")
+    check.add_argument("--driver", choices=("cuda", "host"), help="default: the driver that `handlepool info` names")
+    check.add_argument("--bundle", type=Path, metavar="FILE", help="write the results and `info` as JSON, to attach to a report")
 
     demo = commands.add_parser("demo", help="record a network, filter a photograph concurrently, check the results, draw them")
     demo.add_argument("image", nargs="?", type=Path, help="any file that Pillow reads (default: matplotlib's sample)")
@@ -47,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     }
     for name, text in told.items():
         action = actions.add_parser(name, help=text)
-        action.add_argument("--directory", help="default: the environment variable HANDLEPOOL_PLAN_DIRECTORY")
+        action.add_argument(
+            "--directory", help="default: the environment variable HANDLEPOOL_PLAN_DIRECTORY, else ~/.cache/handlepool/plans"
+        )
         if name == "build":
             action.add_argument("module", help="a module with a list PLANS of (function, specs) or (function, specs, options)")
             action.add_argument(
@@ -66,6 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.device_properties is not None:
             return info.describe(options.device_properties)
         return info.main(as_json=options.json)
+    if options.command == "check":
+        from handlepool.cli import check
+
+        return check.main(options)
     if options.command == "plans":
         from handlepool.cli import plans
 
@@ -75,10 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return demo.main(options)
 
 
-def _run() -> int:
+def run() -> int:
     """Run the command of this process; return the exit status.
 
-    For an error of the operating system, print one line. It is no error if a reader such as ``head`` closes the pipe early.
+    An error of the system and Ctrl-C print one line each. A reader that closes the pipe early, such as ``head``, causes no error.
     """
     try:
         status = main()
@@ -86,15 +109,17 @@ def _run() -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
+    except KeyboardInterrupt:
+        print("\nhandlepool: interrupted" if sys.stderr.isatty() else "handlepool: interrupted", file=sys.stderr)
+        silence()
+        return _INTERRUPTED
     except OSError as error:
         enough = isinstance(error, BrokenPipeError)
         if not enough:
             print(f"handlepool: {error}", file=sys.stderr)
-        # Without this, the interpreter would report an error when it flushes the closed stream at exit.
-        if sys.stdout is not None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence()
         return 0 if enough else 2
 
 
 if __name__ == "__main__":
-    sys.exit(_run())
+    sys.exit(run())

@@ -39,8 +39,10 @@ BOUNDS = {
     "fork, 4 conv2d, join": (270, 150),
     "fork, 4 Python functions, join": (545, 805),
     "map of a graph function over 4": (144, 54),
+    "call of a program": (17, 4),
+    "call of a recorded function": (24, 6),
     "replay": (4, 2),
-    "2 items of a spread": (84, 46),
+    "2 items of a spread": (90, 46),
 }
 CUDA_BOUNDS = {
     "graph function, out given": (6, 0),
@@ -54,8 +56,10 @@ CUDA_BOUNDS = {
     "fork, 4 conv2d, join": (190, 150),
     "fork, 4 Python functions, join": (560, 805),
     "map of a graph function over 4": (65, 54),
+    "call of a program": (12, 6),
+    "call of a recorded function": (23, 8),
     "replay": (4, 2),
-    "2 items of a spread": (80, 46),
+    "2 items of a spread": (86, 46),
 }
 """The same on the cuda driver, over a stand-in for the GPU, whose functions are Python's."""
 """For each path the most calls of Python's functions, and of C's; the same with Python 3.11, 3.12 and 3.13. Those of a fork
@@ -64,7 +68,7 @@ depend on where its arrays happen to lie: far from each other nothing is looked 
 SHAPES = (1, 4, 6, 6), (4, 4, 3, 3)
 OURS = str(Path(handlepool.__file__).parent)
 DRIVER = str(Path(OURS, "drivers", "host"))
-WRITTEN = "<a plan's launch>"
+WRITTEN = "<a plan's launch>", "<a prepared call>", "<a program's guards>"
 UNSEEN = {"<listcomp>", "<dictcomp>", "<setcomp>"}
 
 
@@ -117,7 +121,7 @@ def counted(path: Callable[[], object]) -> tuple[int, int]:
     depth = 0  # of frames below one that is not ours
 
     def ours(name: str) -> bool:
-        return name in (__file__, path.__code__.co_filename, WRITTEN) or (name.startswith(OURS) and not name.startswith(DRIVER))
+        return name in (__file__, path.__code__.co_filename, *WRITTEN) or (name.startswith(OURS) and not name.startswith(DRIVER))
 
     def profile(frame, event, _):
         nonlocal python, c, depth
@@ -158,7 +162,10 @@ def count_each(paths: dict[str, Callable[[], object]]) -> dict[str, tuple[int, i
 def count_recorded(pool, x, w, program) -> dict[str, tuple[int, int]]:
     """The counts of every path, those of a program, and of a spread, which goes on."""
     with handlepool.spread(conv, repeat(x), shared=(w,), lanes=None) as results:
-        more = {"replay": lambda: program.replay(), "2 items of a spread": lambda: (next(results), next(results))}
+        double = handlepool.recorded(lambda x: handlepool.add(x, x), lanes=None)
+        called = handlepool.record(double.__wrapped__, handlepool.add(x, x), lanes=None, pool=pool)
+        more = {"call of a program": lambda: called(x), "call of a recorded function": lambda: double(x)}
+        more |= {"replay": lambda: program.replay(), "2 items of a spread": lambda: (next(results), next(results))}
         return count_each(paths(pool, x, w) | more)
 
 
@@ -179,6 +186,7 @@ def count_cuda() -> dict[str, tuple[int, int]]:
     from harness.no_gpu import NoGpuDriver, World
 
     from handlepool.drivers.cuda import fast_launch as shortcuts
+    from handlepool.drivers.cuda import prepared
 
     def nothing(*_):
         pass
@@ -208,10 +216,13 @@ def count_cuda() -> dict[str, tuple[int, int]]:
             return graph
 
         def recording_memory(self):
-            return SimpleNamespace(allocator=None, nbytes=0, holds=lambda _: False, release=lambda: True, on_allocate=nothing)
+            return SimpleNamespace(allocator=None, nbytes=0, holds=lambda _: True, release=lambda: True, on_allocate=nothing)
 
     with World(driver=Recording()) as world, as_default(world.pool), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shortcuts, "cupy", SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc)))
+        for module in (shortcuts, prepared):
+            patch.setattr(module, "cupy", SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc)))
+        patch.setattr(prepared, "_move", nothing)
+        patch.setattr(prepared, "runtime", SimpleNamespace(memcpyAsync=nothing, memcpyDefault=4))
         x, w = (world.array(*shape) for shape in SHAPES)
         program = handlepool.record(world.states.map, conv, [x] * 4, [w] * 4, pool=world.pool)
         found = count_recorded(world.pool, x, w, program)

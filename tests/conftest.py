@@ -8,7 +8,8 @@ import os
 
 import pytest
 from harness import measuring
-from harness.insides import abandoned
+from harness.controls import CONTROLS
+from harness.insides import abandoned, made_default
 from harness.process import as_default, forget_deferred
 from harness.scenes import Scene, Thread
 
@@ -59,10 +60,12 @@ def nothing_deferred():
 
 
 LIMITS = {
+    "handlepool.drivers.cuda.kernels": ("PLENTY",),
     "handlepool.drivers.host.scheduler": ("PATIENCE_SECONDS",),
     "handlepool.graphs.operand_forms": ("MOST_COPIED",),
     "handlepool.graphs.timing": ("ROUNDS", "MOST_LAUNCHES"),
     "handlepool.integrations.dask": ("MOST_PROGRAMS", "MOST_FUNCTIONS"),
+    "handlepool.ops.gating": ("MOST_ANEW",),
     "handlepool.pool.plan_cache": ("MOST_RECOLLECTED",),
     "handlepool.recording.lane": ("LEFT_FREE",),
     "handlepool.recording.lanes": ("MOST_NODES",),
@@ -82,6 +85,25 @@ def limits(monkeypatch):
             monkeypatch.setattr(importlib.import_module(homes[name]), name, value)
 
     return limit
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Takes a part of the package away during the test: ``without("barriers")``. See `harness.controls`."""
+
+    def take_away(name):
+        for place, stand_in in CONTROLS[name].items():
+            monkeypatch.setattr(place, stand_in)
+
+    return take_away
+
+
+@pytest.fixture
+def torch_host(monkeypatch):
+    """Torch's operations on the host run on the streams of the host driver."""
+    from harness.torch_host import QueuedHost
+
+    monkeypatch.setattr("handlepool.integrations.torch.places._host", QueuedHost)
 
 
 @pytest.fixture
@@ -167,7 +189,7 @@ def unused(make_default, monkeypatch):
     make_default(None)
     monkeypatch.setenv("HANDLEPOOL_DRIVER", "host")
     yield
-    made = defaults._default
+    made = made_default()
     if made is not None:
         made.internals.is_shared = False
         made.close()

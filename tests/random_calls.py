@@ -21,6 +21,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
+from harness.process import leave
 from harness.random_cases import DTYPES, FUNCTIONS, PAD, TOLERANCE, Case, Place, Round, make_case
 
 import handlepool
@@ -375,7 +376,7 @@ def _work(pipe: Any, driver: str, judge: Judge) -> None:
         verdict = judge(caller, pipe.recv())
         pipe.send((*verdict, caller.made - before))
         if verdict[0] == "dies":
-            os._exit(1)
+            leave(1)
 
 
 def main() -> None:
@@ -392,7 +393,7 @@ def main() -> None:
         os.environ["HANDLEPOOL_DRIVER"] = args.driver
         print(make_case(args.only), flush=True)
         print(*judge(Caller(handlepool.default_pool()), args.only), sep=": ", flush=True)
-        os._exit(0)  # a lost context could not be torn down
+        leave(0)  # a lost context could not be torn down
     began = time.monotonic()
     summary = survey(seeds_of(args.seed, args.cases), driver=args.driver, workers=args.workers, seconds=args.seconds)
     for fault in summary.faults:

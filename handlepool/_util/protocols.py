@@ -20,6 +20,12 @@ class Wrapper:
         """
         return []
 
+    def _request(self, pool: Any, requests: Any, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call as a request, and return its future.
+
+        None where the call has to be a task. ``task()`` makes the request's task.
+        """
+
 
 def has_protocol(value: object, name: str) -> bool:
     """Return whether an object, or its type, has an attribute.

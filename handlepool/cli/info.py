@@ -1,7 +1,7 @@
-"""Run ``python -m handlepool info``.
+"""Run ``handlepool info``.
 
 The command shows installed software, detected hardware and the driver that would be chosen. No function here raises: every
-probe is a function of its own, and the text of its failure replaces its value.
+probe is a function of its own, and the reason of its failure replaces its fields.
 """
 
 import ctypes
@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from handlepool.cli.terminal import Progress, complain, tell
+
 _PACKAGES = (
     "handlepool",
     "numpy",
@@ -29,57 +31,54 @@ _PACKAGES = (
     "nvidia-cudnn-cu13",
     "torch",
 )
+_NEEDED = ("numpy", "nvidia-cudnn-frontend")
 _LIBRARIES = {"cublasLt": "libcublasLt.so", "nvrtc": "libnvrtc.so"}
 # These are values of `CUdevice_attribute`.
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
 
 
-def collect() -> dict[str, Any]:
+def collect(progress: Callable[[str], None] = lambda step: None) -> dict[str, Any]:
     """Run every probe.
+
+    Parameters
+    ----------
+    progress : callable
+        Called with the name of each probe before the probe runs.
 
     Returns
     -------
     dict
-        Strings, lists and dicts that JSON can hold. A probe that failed has ``"unavailable: <why>"`` as its value.
+        Fields that JSON can hold, by probe. A probe that failed has ``{"problem": <why>}`` as its fields.
     """
-    probes: dict[str, Callable[[], Any]] = {
-        "driver": chosen_driver,
-        "python": python,
-        "gil": gil,
-        "platform": platform.platform,
-        "packages": packages,
-        "integrations": integrations,
-        "cudnn": cudnn_backend,
-        "libraries": libraries,
-        "cuda_driver": cuda_driver,
-        "devices": devices,
-        "host_memory": host_memory,
-    }
-    # The command helps where something is broken. So a probe that fails leaves the others their answers.
-    return {name: _guarded(probe) for name, probe in probes.items()}
+    found = {}
+    for name, (probe, _) in _PROBES.items():
+        progress(name.replace("_", " "))
+        # The command helps where something is broken. So a probe that fails leaves the others their answers.
+        found[name] = _guarded(probe)
+    return found
 
 
 def render(found: dict[str, Any]) -> str:
     """Return the output of `collect` as aligned text."""
     lines: list[tuple[str, str]] = []
-    for name, value in found.items():
-        title = name.replace("_", " ")
+    for name, fields in found.items():
+        title, problem = name.replace("_", " "), _problem_of(fields)
+        value = _PROBES[name][1](fields) if problem is None else f"unavailable: {problem}"
         if isinstance(value, dict):
             longest = max(map(len, value), default=0)
-            texts = [f"{key:<{longest}}  {item}" for key, item in value.items()]
-            lines += zip([title, *[""] * (len(texts) - 1)], texts, strict=True)
-        elif isinstance(value, list) and value:
-            lines += zip([title, *[""] * (len(value) - 1)], map(_entry, value), strict=True)
-        else:
-            lines.append((title, str(value or "none")))
+            value = [f"{key:<{longest}}  {item}" for key, item in value.items()]
+        texts = value if isinstance(value, list) else [value]
+        lines += zip([title, *[""] * (len(texts) - 1)], texts or ["none"], strict=True)
     width = max(len(title) for title, _ in lines)
     return "\n".join(f"{title:<{width}}  {value}" for title, value in lines)
 
 
 def main(*, as_json: bool) -> int:
     """Print the output of all probes; always return exit status 0."""
-    found = collect()
-    print(json.dumps(found, indent=2, default=str) if as_json else render(found))
+    progress = Progress("handlepool info")
+    found = collect(progress)
+    progress.clear()
+    tell(json.dumps(found, indent=2) if as_json else render(found))
     return 0
 
 
@@ -92,79 +91,90 @@ def describe(ordinal: int) -> int:
     from handlepool.tensors.device_properties import DeviceProperties
 
     try:
-        print(DeviceProperties.of(ordinal).text)
+        tell(DeviceProperties.of(ordinal).text)
     except HandlePoolError as error:
-        print(f"handlepool info: {error}", file=sys.stderr)
+        complain("info", error)
         return 1
     return 0
 
 
-def python() -> str:
-    """Return version and implementation of the interpreter."""
-    return f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})"
-
-
-def gil() -> str:
-    """Tell whether this process now has the global interpreter lock."""
+def python() -> dict[str, Any]:
+    """Return version, implementation and path of the interpreter."""
     enabled: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
-    return "enabled" if enabled() else "disabled"
+    return {
+        "version": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "executable": sys.executable,
+        "gil": enabled(),
+    }
 
 
-def packages() -> dict[str, str]:
-    """Return package versions from the packages' metadata.
+def system() -> dict[str, Any]:
+    """Return name, release, machine and C library of the system."""
+    libc, version = platform.libc_ver()
+    return {
+        "name": platform.system(),
+        "release": platform.release(),
+        "machine": platform.machine(),
+        "libc": f"{libc} {version}".strip(),
+    }
+
+
+def packages() -> dict[str, str | None]:
+    """Return package versions from metadata; None for missing packages.
 
     No package is imported for its version. The version of handlepool is known even without an installation.
     """
     from handlepool import __version__
 
-    found = {"handlepool": __version__}
+    found: dict[str, str | None] = {"handlepool": __version__}
     for name in _PACKAGES[1:]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            if name in ("numpy", "nvidia-cudnn-frontend"):
-                found[name] = "not installed"
-    if not any(name.startswith("cupy") for name in found):
-        found["cupy"] = "not installed; the cuda driver needs the extra cu12 or cu13"
+            found[name] = None
     return found
 
 
-def integrations() -> dict[str, str]:
+def integrations() -> dict[str, dict[str, Any]]:
     """Tell whether other libraries' code uses the pool's handles.
 
-    The text also says whether the installed versions support it.
+    The fields also say whether the installed versions support it.
     """
     from handlepool.integrations import cudnn
 
     verdict = cudnn.judge()
-    if verdict.known:
-        case = f"for nvidia-cudnn-frontend {' and '.join(f'{version}.*' for version in cudnn.KNOWN_VERSIONS)}"
-    else:
-        passed = "passed the self-test" if verdict.broken is None else f"failed the self-test: {verdict.broken}"
-        case = f"nvidia-cudnn-frontend {verdict.version} is not known, and {passed}"
-    return {"cudnn": f"{'' if cudnn.is_installed() else 'not '}installed; {case}"}
+    return {
+        "cudnn": {
+            "installed": cudnn.is_installed(),
+            "frontend": verdict.version,
+            "known": verdict.known,
+            "known_versions": list(cudnn.KNOWN_VERSIONS),
+            "broken": verdict.broken,
+        }
+    }
 
 
-def cudnn_backend() -> dict[str, str]:
+def cudnn_backend() -> dict[str, Any]:
     """Return the version and file of the frontend's libcudnn."""
     number = int(importlib.import_module("cudnn").backend_version())
     version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    return {"version": version, "file": next(iter(_mapped("libcudnn.so")), "unknown")}
+    return {"version": version, "file": next(iter(_mapped("libcudnn.so")), None)}
 
 
-def libraries() -> dict[str, str]:
-    """Return the place of each CUDA library.
+def libraries() -> dict[str, Any]:
+    """Return the place of each CUDA library, or None.
 
     The search order is: loaded libraries, wheels, the search path.
     """
     return {name: _guarded(partial(_locate, prefix)) for name, prefix in _LIBRARIES.items()}
 
 
-def cuda_driver() -> str:
+def cuda_driver() -> dict[str, Any]:
     """Return the newest CUDA version that the NVIDIA driver supports."""
     library, version = _libcuda(), ctypes.c_int()
     _check(library, library.cuDriverGetVersion(ctypes.byref(version)))
-    return f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    return {"cuda": f"{version.value // 1000}.{version.value % 1000 // 10}"}
 
 
 def devices() -> list[dict[str, Any]]:
@@ -179,27 +189,92 @@ def devices() -> list[dict[str, Any]]:
 
 def device_name(ordinal: int = 0) -> str:
     """Return the name of a device, or the reason for its absence."""
-    return str(_guarded(lambda: devices()[ordinal]["name"]))
+    name = _guarded(lambda: devices()[ordinal]["name"])
+    return name if isinstance(name, str) else f"unavailable: {name['problem']}"
 
 
-def host_memory() -> str:
+def host_memory() -> dict[str, Any]:
     """Return the memory of a simulated device, and the reason."""
     from handlepool.drivers.host.limit import limit
 
     nbytes, reason = limit()
-    return f"{nbytes / 2**30:.1f} GiB, simulated ({reason})"
+    return {"bytes": nbytes, "reason": reason}
 
 
-def chosen_driver() -> str:
+def chosen_driver() -> dict[str, Any]:
     """Return the driver of a pool made without ``driver=``.
 
-    The text includes the reason, and whether the driver can run here.
+    The fields include the reason, and the problem of a driver that cannot run here.
     """
     from handlepool import drivers
 
     name, reason = drivers.choose()
     missing = drivers.available(name)
-    return f"{name} ({reason})" + ("" if missing is None else f", not available: {missing}")
+    return {"name": name, "reason": reason, "available": missing is None, "missing": missing}
+
+
+def _driver_text(fields: dict[str, Any]) -> str:
+    return f"{fields['name']} ({fields['reason']})" + ("" if fields["available"] else f", not available: {fields['missing']}")
+
+
+def _python_text(fields: dict[str, Any]) -> str:
+    lock = "" if fields["gil"] else ", without the global interpreter lock"
+    return f"{fields['version']} ({fields['implementation']}, {fields['executable']}){lock}"
+
+
+def _packages_text(fields: dict[str, Any]) -> dict[str, str]:
+    found = {name: version for name, version in fields.items() if version is not None}
+    found |= {name: "not installed" for name in _NEEDED if name not in found}
+    if not any(name.startswith("cupy") for name in found):
+        found["cupy"] = "not installed; the cuda driver needs the extra cu12 or cu13"
+    return found
+
+
+def _integrations_text(fields: dict[str, Any]) -> dict[str, str]:
+    found = fields["cudnn"]
+    if found["known"]:
+        case = f"for nvidia-cudnn-frontend {' and '.join(f'{version}.*' for version in found['known_versions'])}"
+    else:
+        passed = "passed the self-test" if found["broken"] is None else f"failed the self-test: {found['broken']}"
+        case = f"nvidia-cudnn-frontend {found['frontend']} is not known, and {passed}"
+    return {"cudnn": f"{'' if found['installed'] else 'not '}installed; {case}"}
+
+
+def _libraries_text(fields: dict[str, Any]) -> dict[str, str]:
+    return {
+        name: f"unavailable: {problem}" if (problem := _problem_of(place)) is not None else place or "not found"
+        for name, place in fields.items()
+    }
+
+
+def _devices_text(fields: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{each['ordinal']}: {each['name']}, {each['memory_bytes'] / 2**30:.1f} GiB, "
+        f"compute capability {each['compute_capability']}"
+        for each in fields
+    ]
+
+
+_PROBES: dict[str, tuple[Callable[[], Any], Callable[[Any], str | list[str] | dict[str, str]]]] = {
+    "driver": (chosen_driver, _driver_text),
+    "python": (python, _python_text),
+    "system": (system, lambda found: " ".join(filter(None, found.values()))),
+    "packages": (packages, _packages_text),
+    "integrations": (integrations, _integrations_text),
+    "cudnn": (cudnn_backend, lambda found: {"version": found["version"], "file": found["file"] or "unknown"}),
+    "libraries": (libraries, _libraries_text),
+    "cuda_driver": (cuda_driver, lambda found: f"CUDA {found['cuda']}"),
+    "devices": (devices, _devices_text),
+    "host_memory": (
+        host_memory,
+        lambda found: f"{found['bytes'] / 2**30:.1f} GiB, simulated ({found['reason']})",
+    ),
+}
+"""Give the probe and the text of its fields, by name."""
+
+
+def _problem_of(fields: object) -> str | None:
+    return fields.get("problem") if isinstance(fields, dict) else None
 
 
 def _guarded(probe: Callable[[], Any]) -> Any:
@@ -208,14 +283,7 @@ def _guarded(probe: Callable[[], Any]) -> Any:
             warnings.simplefilter("ignore")
             return probe()
     except Exception as error:
-        return f"unavailable: {' '.join(str(error).split()) or type(error).__name__}"
-
-
-def _entry(item: object) -> str:
-    if not isinstance(item, dict):
-        return str(item)
-    gibibytes = item["memory_bytes"] / 2**30
-    return f"{item['ordinal']}: {item['name']}, {gibibytes:.1f} GiB, compute capability {item['compute_capability']}"
+        return {"problem": " ".join(str(error).split()) or type(error).__name__}
 
 
 def _libcuda() -> Any:
@@ -249,12 +317,12 @@ def _device(library: ctypes.CDLL, ordinal: int) -> dict[str, Any]:
     }
 
 
-def _locate(prefix: str) -> str:
+def _locate(prefix: str) -> str | None:
     for found in (_mapped(prefix), _in_wheels(prefix), _on_search_path(prefix)):
         path = next(iter(found), None)
         if path is not None:
             return path
-    return "not found"
+    return None
 
 
 def _mapped(prefix: str) -> Iterable[str]:

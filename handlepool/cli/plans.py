@@ -1,4 +1,4 @@
-"""Run ``python -m handlepool plans``.
+"""Run ``handlepool plans``.
 
 The command shows and manages a plan directory, and builds plans for a device elsewhere.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from handlepool._util.names import shown
+from handlepool.cli.terminal import Progress, complain, tell
 from handlepool.errors import ArgumentError, DriverNotAvailableError, HandlePoolError
 from handlepool.pool.plan_directory import VARIABLE, PlanDirectory, PlanFile, absolute
 
@@ -23,31 +24,41 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB")
 def main(options: argparse.Namespace) -> int:
     """Run ``list``, ``verify``, ``clear`` or ``build``; return the exit status."""
     try:
-        path = options.directory or os.environ.get(VARIABLE)
-        if not path:
-            raise ArgumentError(f"no plan directory was named: pass --directory, or set {VARIABLE}")
+        named = options.directory or os.environ.get(VARIABLE)
+        path = named or _usual()
         if options.action == "build":
-            return _build(options.module, options.device_properties, path)
+            status = _build(options.module, options.device_properties, path)
+            if not named:
+                tell(f"programs use these plans where {VARIABLE}={path} is set")
+            return status
         found = absolute(path)
+        # No plan was built yet, which is no mistake of the caller.
+        if not named and not found.exists():
+            tell(f"0 plans: {path} does not exist yet")
+            return 0
         # For any other existing path `PlanDirectory` raises the right error.
         if not (found.exists() or found.is_symlink()):
             raise ArgumentError(f"the plan directory {path} does not exist; pass the path of a directory with plans")
         actions = {"list": _list, "verify": _verify, "clear": _clear}
         return actions[options.action](PlanDirectory(path))
-    # ``handlepool plans list | head`` closes the pipe early. The entry point treats that as success.
-    except BrokenPipeError:
-        raise
     except (HandlePoolError, OSError) as error:
-        print(f"handlepool plans: {error}", file=sys.stderr)
+        complain("plans", error)
         return 2
+
+
+def _usual() -> str:
+    """Return the directory that is used where no directory is named."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative path is invalid there, says the XDG base directory specification.
+    return os.path.join(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"), "handlepool", "plans")
 
 
 def _list(files: PlanDirectory) -> int:
     """Print each plan, most recently used first."""
     found = list(files.files())
     for file in found:
-        print(_line(file))
-    print(f"{len(found)} plans, {_size(sum(file.nbytes for file in found))}")
+        tell(_line(file))
+    tell(f"{len(found)} plans, {_size(sum(file.nbytes for file in found))}")
     return 0
 
 
@@ -56,13 +67,13 @@ def _verify(files: PlanDirectory) -> int:
     found = list(files.files())
     bad = [file for file in found if file.plan is None]
     for file in bad:
-        print(f"{file.name}: damaged, or written by another version; it is skipped, and replaced when its plan is built")
-    print(f"{len(found) - len(bad)} of {len(found)} files are good")
+        tell(f"{file.name}: damaged, or written by another version; it is skipped, and replaced when its plan is built")
+    tell(f"{len(found) - len(bad)} of {len(found)} files are good")
     return 1 if bad else 0
 
 
 def _clear(files: PlanDirectory) -> int:
-    print(f"{files.clear()} files removed")
+    tell(f"{files.clear()} files removed")
     return 0
 
 
@@ -95,11 +106,13 @@ def _build(name: str, properties: Path, path: str) -> int:
             f"module {name} has no list PLANS; write PLANS = [(function, specs), ...] or [(function, specs, options), ...] there"
         )
     failed: list[str] = []
+    progress = Progress("handlepool plans")
     planner, early = Planner(device), 0
     # The listed functions use the default pool and the current stream, as they do in the application.
     with HandlePool(driver=planner, plan_directory=path) as pool, substitute_default(pool), planner.create_stream():
-        for entry in entries:
+        for number, entry in enumerate(entries, 1):
             function, specs, options = _entry(entry)
+            progress(f"{number} of {len(entries)}, {getattr(function, '__name__', function)}")
             before = sum(met.refused for met in planner.met)
             try:
                 function(*planner.arrays_of(specs), **planner.arrays_of(options))
@@ -117,13 +130,14 @@ def _build(name: str, properties: Path, path: str) -> int:
                 early += before == sum(met.refused for met in planner.met)
         if unwritten := pool.stats()["plan_files_unwritten"]:
             failed.append(f"{unwritten} plans could not be written to {path}: it is full or read-only")
+    progress.clear()
     for met in planner.met:
-        print(f"{met.title}: {met.said}")
+        tell(f"{met.title}: {met.said}")
     failed += [f"{met.title} cannot be kept: {UNKEPT}" for met in planner.met if not (met.refused or met.kept)]
     for line in failed:
-        print(line)
+        tell(line)
     refused = sum(met.refused for met in planner.met)
-    print(f"{len(planner.met) - refused} plans for {device.name}, {refused + early} refused")
+    tell(f"{len(planner.met) - refused} plans for {device.name}, {refused + early} refused")
     return 1 if failed else 0
 
 

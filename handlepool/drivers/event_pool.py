@@ -15,12 +15,13 @@ class Events:
 
     Attributes
     ----------
+    driver : Driver
     free : list of event
         Events that `acquire` takes before it creates new events.
     """
 
     def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+        self.driver = driver
         # A list's appends and pops are atomic, so no lock is needed.
         self.free: list[Any] = []
         self._closed = False
@@ -30,16 +31,20 @@ class Events:
         try:
             return self.free.pop()
         except IndexError:
-            with self._driver.relaxed():
-                return self._driver.create_event()
+            with self.driver.relaxed():
+                return self.driver.create_event()
 
     def release(self, event: object) -> None:
         """Take an event back."""
         self.free.append(event)
-        self.note_released()
+        self._note_released()
 
-    def note_released(self) -> None:
-        """Note that events were added to the free events."""
+    def release_all(self, events: list[Any]) -> None:
+        """Take several events back."""
+        self.free.extend(events)
+        self._note_released()
+
+    def _note_released(self) -> None:
         # The release appends before this check, and `destroy` closes before it drains. So either thread destroys the event.
         if self._closed:
             self.destroy()
@@ -51,8 +56,8 @@ class Events:
         """
         event = self.acquire()
         try:
-            self._driver.record_event(event, first)
-            self._driver.wait_event(then, event)
+            self.driver.record_event(event, first)
+            self.driver.wait_event(then, event)
         finally:
             # A wait keeps the record that it was given, so the event can be recorded again at once.
             self.release(event)
@@ -69,8 +74,8 @@ class Events:
             except IndexError:
                 break
             try:
-                with self._driver.relaxed():
-                    self._driver.destroy_event(event)
+                with self.driver.relaxed():
+                    self.driver.destroy_event(event)
             except Exception:
                 # A later call tries to destroy the event again.
                 self.free.append(event)

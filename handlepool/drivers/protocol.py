@@ -25,6 +25,7 @@ from handlepool.drivers.captures import RecordedGraph, RecordingMemory
 from handlepool.drivers.checksum import Sums
 from handlepool.drivers.executable import Executable, OperandCopy
 from handlepool.drivers.kernel import Kernel
+from handlepool.drivers.prepared import Copies, Run
 from handlepool.drivers.streams import Handle, Stream
 from handlepool.tensors.layout import Layout, Piece, View
 
@@ -64,6 +65,13 @@ class Driver(Protocol):
 
     def record_event(self, event: Any, pointer: int, /) -> None:
         """Record the stream's work so far in the event."""
+
+    def record_event_next(self, event: Any, pointer: int, /) -> None:
+        """Record an event right behind another call on the stream.
+
+        That call has waited for room in the stream's queue. So this method may keep Python's lock, which threads that serve
+        requests would otherwise wait for.
+        """
 
     def wait_event(self, pointer: int, event: Any, /) -> None:
         """Let the stream's later work wait for the event."""
@@ -325,10 +333,11 @@ class Driver(Protocol):
     def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised array on the current device; strides in bytes."""
 
-    def empties(self, lies: Sequence[tuple[Sequence[int], Sequence[int], np.dtype[Any]]]) -> Callable[[], list[Any]]:
-        """Return a function that makes one array per given layout.
+    def prepared(self, copies: Copies) -> Run:
+        """Return a function that enqueues a program's call.
 
-        A layout is shape, strides and type. The arrays are made as `empty` makes them, in one step.
+        It allocates all results before the first copy, copies the caller's arrays into the inputs, launches, and copies the
+        outputs. The stream is current.
         """
 
     def asarray(self, values: Any) -> Any:

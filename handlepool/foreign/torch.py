@@ -178,7 +178,7 @@ def prepared(
     outputs: Sequence[torch.Tensor],
     back: Sequence[int],
     relaxed: Callable[[], AbstractContextManager[Any]],
-) -> Callable[[Sequence[torch.Tensor], int, Callable[[], object]], list[torch.Tensor]]:
+) -> Callable[..., list[torch.Tensor]]:
     """Return a function that enqueues a program's call over tensors.
 
     The function copies a call's arguments into ``inputs``, launches, and returns new tensors with the values of ``outputs``. It
@@ -186,7 +186,9 @@ def prepared(
     ``relaxed`` is `Driver.relaxed`, which permits allocations while other threads capture.
     """
 
-    def run(given: Sequence[torch.Tensor], pointer: int, launch: Callable[[], object]) -> list[torch.Tensor]:
+    def run(
+        given: Sequence[torch.Tensor], pointer: int, launch: Callable[[], object], begin: object = None
+    ) -> list[torch.Tensor]:
         # All results are allocated first, so that a lack of memory leaves the program unchanged.
         with relaxed():
             made = [torch.empty_like(each, memory_format=torch.preserve_format) for each in outputs]

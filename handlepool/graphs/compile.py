@@ -12,9 +12,11 @@ import numpy as np
 
 from handlepool.drivers.executable import ALIGNMENT, Executable, OperandCopy, scratch_of
 from handlepool.drivers.kernel import Add
+from handlepool.drivers.operands import operand_name
 from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import Handle
-from handlepool.errors import GraphNotSupportedError
+from handlepool.errors import ArgumentError, GraphNotSupportedError
+from handlepool.graphs.arrays import layout_of_spec
 from handlepool.graphs.empty import without_empty
 from handlepool.graphs.forms import conform
 from handlepool.graphs.plan import Plan, at_their_places
@@ -25,6 +27,7 @@ from handlepool.pool.device import DeviceSlots
 from handlepool.pool.plan_directory import PlanDirectory
 from handlepool.pool.slot import slot_on_stream
 from handlepool.tensors import frontend
+from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.graph_types import FrontendGraph, FrontendNode, FrontendTensor
 from handlepool.tensors.inference import Shape, infer
 from handlepool.tensors.layout import Layout
@@ -257,15 +260,50 @@ def build(
     pointwise = all(node.node_type.name == "POINTWISE" for node in graph.nodes)
     in_place = at_their_places(drafted.taken(), layouts) if pointwise else ()
     plan = made(executable, in_place=in_place, copies=copies, key=key)
+    # The comparison launches the plan, after which it does not count as untried any more.
+    loaded = executable.untried
     if compare is not None:
         # `conform` has changed the first graph, so draft the graph again.
         original = draft(recipe, request, lambda: builder.new_graph(**own))
         inputs, given = original.operands()
         _measure(name, original, inputs, given, scalar, settings)
         compare(plan, original.graph, [*inputs, *original.outputs])
-    # An untried plan comes from the directory, so it need not be saved again.
-    if index is None and not executable.untried:
+    # A plan from the directory need not be saved again.
+    if index is None and not loaded:
         save(plan, files)
+    return plan
+
+
+def build_for(
+    device: DeviceProperties,
+    recipe: Recipe,
+    arrays: Sequence[Any],
+    outs: Sequence[Any],
+    options: dict[str, Any],
+    files: PlanDirectory,
+) -> Plan:
+    """Build a plan for a described device, into a plan directory.
+
+    Raises
+    ------
+    ArgumentError
+        If the directory cannot keep the plan, or if cuDNN refuses the properties.
+    """
+    # The module loads the frontend, which a call on the current device may not need here.
+    from handlepool.drivers.cuda.planning import DescribedDevice
+
+    name = recipe.name
+    layouts = tuple(
+        layout_of_spec(name, operand_name(place, len(arrays), len(outs)), array) for place, array in enumerate((*arrays, *outs))
+    )
+    request = Request(layouts[: len(arrays)], layouts[len(arrays) :], None, options)
+    plan = build(recipe, request, DescribedDevice(device), None, files=files)
+    if not plan.candidates:
+        raise ArgumentError(
+            f"{name}.compile(device=...) was given an empty array, for which cuDNN plans nothing; a call with it needs no plan"
+        )
+    if not plan.key or plan.executable.save() is None:
+        raise ArgumentError(f"{name}.compile(device=...) cannot keep its plan: {UNKEPT}")
     return plan
 
 

@@ -15,9 +15,9 @@ from handlepool._util.names import shown
 from handlepool.drivers.operands import operand_name
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayCall, Graph, P, R_co
-from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of, layout_of_spec
+from handlepool.graphs.arrays import ConvertedArguments, convert, layout_of
 from handlepool.graphs.comparison import compare
-from handlepool.graphs.compile import UNKEPT, OnDevice, build, save
+from handlepool.graphs.compile import OnDevice, build, build_for, save
 from handlepool.graphs.launch import (
     GraphCall,
     check_arrays,
@@ -25,12 +25,10 @@ from handlepool.graphs.launch import (
     launch_new,
     misaligned_vectors,
     new_outputs,
-    of_integers,
-    option_key,
     pieces_of_arrays,
     shortcut,
-    typed_key,
 )
+from handlepool.graphs.option_keys import identifies, kind_of_option, option_key
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Given, Recipe, Settings, Signature, as_references, normalise
 from handlepool.graphs.timing import SideStates
@@ -71,7 +69,9 @@ class GraphFunction(ArrayCall[P, R_co]):
     **settings
         As in `graph`.
 
-    Notes ----- A call takes one array for each tensor parameter, or for each entry of ``inputs=``, in that order. The keyword
+    Notes
+    -----
+    A call takes one array for each tensor parameter, or for each entry of ``inputs=``, in that order. The keyword
     ``out`` is the array for the output, or a tuple of arrays for all outputs. Their strides decide the layout of the outputs.
     They share no element with each other or with an input. There is one exception: the single output of a graph of pointwise
     nodes may be an input, exactly. The other keywords are the function's own options. They are static, hashable, and a part of
@@ -203,7 +203,7 @@ class GraphFunction(ArrayCall[P, R_co]):
             if converted is None and any(type(array) not in natives for array in arrays + outs):
                 return ConvertedArguments(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
             # A `hit` compares only the driver's own arrays, and needs a key that identifies the options.
-            if key is not None and (converted or not _tells(key, options)):
+            if key is not None and (converted or not identifies(key, options)):
                 key = None
             plan = self.plan(pool, arrays, outs, options, settings, option_key=key)
             if out is not None:
@@ -245,7 +245,7 @@ class GraphFunction(ArrayCall[P, R_co]):
                 self,
                 tuple([(array.shape, array.strides, array.dtype) for array in arrays]),
                 tuple([(array.shape, array.strides, array.dtype) for array in outs]),
-                frozenset([(name, value, _kind(value)) for name, value in options.items()]) if options else None,
+                frozenset([(name, value, kind_of_option(value)) for name, value in options.items()]) if options else None,
                 settings,
                 references,
                 copied := misaligned_vectors(driver, arrays) if references is None else (),
@@ -383,9 +383,6 @@ class GraphFunction(ArrayCall[P, R_co]):
             return self.plan_for(*arrays, out=out, **options)
         if not isinstance(device, DeviceProperties):
             raise ArgumentError(f"{self._name}.compile was given device={shown(device)}; pass DeviceProperties")
-        # The module loads the frontend, which a call on the current device may not need here.
-        from handlepool.drivers.cuda.planning import DescribedDevice
-
         files = current_pool().plan_files
         if files is None:
             raise ArgumentError(
@@ -394,20 +391,7 @@ class GraphFunction(ArrayCall[P, R_co]):
             )
         outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
         self._recipe.check_static(options, False)
-        layouts = tuple(
-            layout_of_spec(self._name, operand_name(place, len(arrays), len(outs)), array)
-            for place, array in enumerate((*arrays, *outs))
-        )
-        request = Request(layouts[: len(arrays)], layouts[len(arrays) :], None, dict(options))
-        plan = build(self._recipe, request, DescribedDevice(device), None, files=files)
-        if not plan.candidates:
-            raise ArgumentError(
-                f"{self._name}.compile(device=...) was given an empty array, for which cuDNN plans nothing; a call with it needs "
-                f"no plan"
-            )
-        if not plan.key or plan.executable.save() is None:
-            raise ArgumentError(f"{self._name}.compile(device=...) cannot keep its plan: {UNKEPT}")
-        return plan
+        return build_for(device, self._recipe, arrays, outs, dict(options), files)
 
     def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
         *_, settings, references, copied = key
@@ -507,24 +491,6 @@ class GraphFunction(ArrayCall[P, R_co]):
         """
         mine = self.variants
         current_pool().plans.discard(lambda key: isinstance(key, tuple) and getattr(key[0], "variants", None) is mine)
-
-
-def _kind(value: object) -> Any:
-    """Return a key that differs for equal options of other types."""
-    kind = type(value)
-    return (kind, typed_key(value)) if isinstance(value, tuple) and not of_integers(value) else kind
-
-
-def _tells(key: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return whether an option key has a hash, and identifies its options.
-
-    The key does not show the types of entries in a subclass of tuple.
-    """
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return not any(isinstance(value, tuple) and type(value) is not tuple for value in options.values())
 
 
 def _as_branch(function: GraphFunction[..., Any], branch: BranchPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

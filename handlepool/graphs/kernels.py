@@ -15,7 +15,8 @@ from handlepool.drivers.operands import operand_name
 from handlepool.errors import ArgumentError, GraphNotSupportedError
 from handlepool.graphs.empty import WithoutEmpty
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import GraphCall, check_arrays, run_known, typed_key
+from handlepool.graphs.launch import GraphCall, check_arrays, run_known
+from handlepool.graphs.option_keys import typed_key
 from handlepool.graphs.plan import Plan, at_their_places
 from handlepool.graphs.trace import check_out
 from handlepool.pool.internals import PoolInternals

@@ -10,7 +10,7 @@ from handlepool._util.names import shown
 from handlepool._util.protocols import holds_values
 from handlepool.drivers.operands import TENSOR_ALIGNMENT, check_operands, operand_name
 from handlepool.drivers.protocol import Driver
-from handlepool.errors import ArgumentError, HandlePoolError, OwnershipError, SignatureError
+from handlepool.errors import ArgumentError, HandlePoolError, SignatureError
 from handlepool.graphs.plan import Plan
 from handlepool.order.accesses import Operands
 from handlepool.order.call import Call
@@ -25,10 +25,6 @@ from handlepool.tensors.layout import Layout, Piece
 
 F = TypeVar("F", bound=Callable[..., Any])
 _log = logging.getLogger("handlepool")
-
-
-_PLAIN_OPTIONS = (int, bool, str, type(None))
-"""Types of most options."""
 
 
 def hit(
@@ -185,38 +181,6 @@ def launch_new(pool: PoolInternals, call: "GraphCall") -> Any:
     return call.submit(pool.slot(call.stream))
 
 
-def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return a key that identifies options."""
-    types = tuple(map(type, options.values()))
-    return (*options.items(), *types) if tuple not in types else (*options, *typed_key((*options.values(),)))
-
-
-def of_integers(values: tuple[Any, ...]) -> bool:
-    """Return whether a tuple holds only Python integers, also when nested.
-
-    Such a tuple needs no types in a key, because no equal value of another type exists.
-    """
-    for value in values:
-        if type(value) is int:
-            continue
-        if type(value) is not tuple or not of_integers(value):
-            return False
-    return True
-
-
-def typed_key(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a key that differs for equal values of different types.
-
-    The values 1, True and 1.0 are equal, and may mean different things. The key contains the types of the entries of sequences. A
-    list has no hash, so it becomes a tuple.
-    """
-    types = tuple(map(type, values))
-    return types, *[
-        typed_key(tuple(value)) if kind not in _PLAIN_OPTIONS and isinstance(value, (list, tuple)) else value
-        for kind, value in zip(types, values, strict=True)
-    ]
-
-
 def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry[Plan]) -> Shortcut | None:
     """Make a function that launches a plan for arrays like these.
 
@@ -249,7 +213,7 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
     copied = [copy.operand for copy in plan.copies]
     vectors = [place for place, layout in enumerate(plan.inputs) if layout.ndim == 1 and place not in copied]
     geometry = [(layout.shape, layout.strides, layout.dtype) for layout in layouts]
-    pointer, block = pool.driver.array_pointer, pool.driver.array_block
+    pointer, block, plans = pool.driver.array_pointer, pool.driver.array_block, pool.plans
 
     def at_once(begin: Begin | None, arrays: tuple[Any, ...], out: Any, fresh: Any = None) -> Any:
         if (out is not None) is not given or pool.current_device() != plan.device:
@@ -270,7 +234,8 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
         made = outs or fresh or new_outputs(pool, plan.outputs, empty)
         operands = arrays + made
         # Mark the plan as used, as a look-up in the cache would.
-        entry.used, pool.plans.recent = pool.plans.tick(), entry
+        if plans.recent is not entry:
+            plans.use(entry)
         if begin is None:
             slot = pool.slot()
         else:
@@ -288,18 +253,7 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
     ``given`` says that the caller gave the outputs, which may overlap with other operands. ``told`` says that a current
     recording already knows of the launch.
     """
-    # A finalizer runs in the thread that it interrupts, so a lock could not keep the two launches apart.
-    if slot.busy:
-        raise OwnershipError(
-            f"{plan.name} was called by a finalizer that Python ran during another launch on stream "
-            f"{slot.pointer:#x}, and both launches would use the same scratch: call it later"
-        )
     try:
-        slot.busy = True
-        handle = slot.handle
-        # The handle may be bound to another stream meanwhile. Repairing the slot binds it again.
-        if handle.stream is not slot.pointer:
-            handle = pool.repaired(slot).handle
         executable = plan.executable
         if thread.recording is not None and not told:
             thread.recording.check(f"a launch of {plan.name}", slot.pointer, pool.driver)
@@ -307,12 +261,9 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
             inputs = len(plan.inputs)
             pieces = pieces_of_operands(pool.driver, plan, operands)
             thread.recording.accessed(pieces[:inputs], pieces[inputs:])
-        size = executable.workspace_size
-        check = plan.check_aliases if given else None
-        executable.launch(handle, operands, slot.reserve(size) if size else 0, check)
+        slot.launch(plan.name, executable, operands, plan.check_aliases if given else None, pool.repaired)
         if recordings and thread.launched is not None:
             thread.launched(pool, plan, () if given else operands[len(plan.inputs) :])
-        executable.untried = False
         if plan.copies:
             pool.plans.count_copies(plan)
         return
@@ -322,9 +273,6 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
         if not plan.executable.untried or isinstance(error, HandlePoolError):
             raise
         _log.warning("%s: a plan of the plan directory failed at its first launch, and is built anew: %s", plan.name, error)
-    finally:
-        slot.busy = False
-    # Launch again only after ``finally``, because the second launch needs a slot that is not busy.
     if pool.plan_files is not None:
         pool.plan_files.reject(plan.key)
     launch(pool, plan.built_anew(), slot, operands, given)
@@ -397,7 +345,7 @@ class GraphCall(Call):
         """
         if not self.plan.launches:
             if thread.recording is not None:
-                thread.recording.launches_nothing = True
+                thread.recording.note_empty_call()
             return self.result
         launch(self._pool, self.plan, slot, self._own, self._given)
         for call in self._more:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import threading
-import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -30,12 +29,12 @@ import handlepool
 from handlepool import (
     ArgumentError,
     ArrayTypeError,
-    CaptureError,
     HandlePool,
     HandlePoolError,
     OwnershipError,
     PoisonedContextError,
     Program,
+    RecordedFunction,
 )
 
 _BOUNDARIES = ("reflect", "periodic", "nearest", "none")
@@ -450,21 +449,23 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 
 class _Function:
-    """Hold a function's programs and its copies of ``shared``.
+    """Hold a recorded function and its copies of ``shared``.
 
     Any thread may call the object.
     """
 
     def __init__(self, shared: tuple[Any, ...], lanes: int | None) -> None:
         self._given, self._lanes = shared, lanes
-        self._shared: tuple[Any, ...] | None = None
-        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
-        self.eager = False
+        self._recorded: RecordedFunction[..., Any] | None = None
         # This is the key under which `KeptFunctions` has this object.
         self.key: Hashable = None
-        # The lock lets one thread record a function for all threads. It may be held while the function runs, because the
-        # function waits for no other tile. A dropped program is not closed, so a thread that still refers to it may call it.
+        # The first tile copies ``shared`` for all threads. The lock keeps two first tiles from copying it twice.
         self._lock = threading.Lock()
+
+    @property
+    def eager(self) -> bool:
+        """Tell whether no tile has a program so far."""
+        return self._recorded is not None and not self._recorded.stats().programs
 
     def __call__(self, tile: np.ndarray[Any, Any], function: Callable[..., Any]) -> tuple[np.ndarray[Any, Any], bool]:
         """Return the function's result for a tile.
@@ -477,46 +478,30 @@ class _Function:
         with _threads.stream:
             x = driver.asarray(tile)
             with self._lock:
-                ran = self.eager or (x.shape, x.strides, x.dtype) not in self._programs
-                program = self._program(x, tile, function)
-                shared = self._shared or ()
-            y = function(x, *shared) if program is None else program(x)
+                recorded = self._recorded = self._recorded or self._made(function)
+            before = recorded.stats()
+            y = recorded(x)
             if not isinstance(y, driver.array_types):
                 raise ArgumentError(f"the function returned a value of type {type(y).__name__}; it must return one array")
             # A copy to pageable memory waits inside CUDA, where it would block other threads. So this thread first waits for
             # its stream.
             driver.synchronize_stream(_threads.stream.ptr)
-            return driver.asnumpy(y), ran
+            now = recorded.stats()
+            return driver.asnumpy(y), (now.recorded, now.eager) != (before.recorded, before.eager)
 
-    def _program(self, x: Any, tile: np.ndarray[Any, Any], function: Callable[..., Any]) -> Program | None:
+    def _made(self, function: Callable[..., Any]) -> RecordedFunction[..., Any]:
         driver = handlepool.default_pool().driver
-        if self._shared is None:
-            put = [driver.asarray(value[0].transpose(value[1])) if isinstance(value, tuple) else value for value in self._given]
-            # Threads with other streams will read the shared arrays, so the copies must be complete.
-            driver.synchronize_stream(driver.current_stream().ptr)
-            self._shared = tuple(put)
-        if self.eager:
-            return None
-        key = x.shape, x.strides, x.dtype
-        program = self._programs.pop(key, None)
-        if program is None:
-            shared = self._shared
+        put = [driver.asarray(value[0].transpose(value[1])) if isinstance(value, tuple) else value for value in self._given]
+        # Threads with other streams will read the shared arrays, so the copies must be complete.
+        driver.synchronize_stream(driver.current_stream().ptr)
 
-            def call(own: object) -> Any:
-                return function(own, *shared)
+        def call(tile: object) -> Any:
+            return function(tile, *put)
 
-            call.__qualname__ = _name(function)
-            try:
-                program = handlepool.record(call, driver.asarray(tile), lanes=self._lanes)
-            except CaptureError as error:
-                self.eager = True
-                text = f"map_tiles({_name(function)}): it cannot be recorded and runs eagerly, which is slower"
-                warnings.warn(f"{text}: {error}", RuntimeWarning, stacklevel=2)
-                return None
-        self._programs[key] = program
-        while len(self._programs) > MOST_PROGRAMS:
-            self._programs.popitem(last=False)
-        return program
+        call.__qualname__ = f"map_tiles({_name(function)})"
+        # The guards enter no function of a library, and this function reaches ``shared``.
+        call.__module__ = "__main__"
+        return handlepool.recorded(call, lanes=self._lanes, programs=MOST_PROGRAMS)
 
 
 _functions = KeptFunctions()

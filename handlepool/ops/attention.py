@@ -9,7 +9,8 @@ from handlepool._util.protocols import holds_values
 from handlepool.errors import ArgumentError
 from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import GraphCall, by_keyword, launches, misplaced, run_known, typed_key
+from handlepool.graphs.launch import GraphCall, by_keyword, launches, misplaced, run_known
+from handlepool.graphs.option_keys import typed_key
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
 from handlepool.tensors.layout import Layout

@@ -20,12 +20,11 @@ from handlepool.graphs.launch import (
     by_keyword,
     launches,
     misplaced,
-    of_integers,
     prepared,
     run_known,
-    typed_key,
 )
 from handlepool.graphs.operand_forms import stepped_channels_last
+from handlepool.graphs.option_keys import of_integers, typed_key
 from handlepool.graphs.plan import Plan
 from handlepool.graphs.signature import Settings, normalise
 from handlepool.ops.activations import ACTIVATIONS, FLOATING_TYPES, activate, check_activation

@@ -9,7 +9,8 @@ from handlepool._util.names import shown
 from handlepool.errors import ArgumentError
 from handlepool.graphs.arrays import ConvertedArguments
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import GraphCall, run_known, typed_key
+from handlepool.graphs.launch import GraphCall, run_known
+from handlepool.graphs.option_keys import typed_key
 from handlepool.ops.activations import check_activation
 from handlepool.ops.convolution import settings_of
 from handlepool.ops.epilogue import Finisher, Stages, parts_of

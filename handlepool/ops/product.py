@@ -9,7 +9,8 @@ from handlepool.graphs.annotations import ArrayT
 from handlepool.graphs.arrays import ConvertedArguments
 from handlepool.graphs.forms import BEHIND_A_PRODUCT
 from handlepool.graphs.function import GraphFunction
-from handlepool.graphs.launch import GraphCall, by_keyword, launches, misplaced, run_known, typed_key
+from handlepool.graphs.launch import GraphCall, by_keyword, launches, misplaced, run_known
+from handlepool.graphs.option_keys import typed_key
 from handlepool.ops.activations import ACTIVATIONS, activate, check_activation
 from handlepool.ops.convolution import check_type, check_vector, settings_of
 from handlepool.ops.epilogue import Finisher, Stages, along, parts_of

@@ -8,6 +8,12 @@ from typing import NamedTuple
 
 from handlepool.tensors.layout import Layout, Piece, Token
 
+Accesses = tuple[Sequence[Piece | Token], Sequence[Piece | Token], bool]
+"""Memory that a call reads, memory that it writes, and opacity.
+
+The last entry says whether the call may use any other memory.
+"""
+
 
 class Operands:
     """The operands of one plan's launches, independent of their addresses.

@@ -4,10 +4,7 @@ This module keeps guarantee 17. A region has one set of books for each device. T
 each call reads and writes, and the stream of the call. A later call waits for each earlier call that conflicts with it. A read
 waits for the last write. A write waits for the last write and for all reads since.
 
-A wait is one event on the stream of the earlier call. A branch that continues on that call's stream records the event at once,
-because further calls may depend on the same call. Otherwise the first waiting call records the event. That call then waits for
-all work that the stream has received by then. Each stream knows which calls of other streams it already waits for, also through
-third streams. It does not wait for them again.
+`handlepool.order.track.follow` makes the waits.
 
 Nothing here takes a lock. Books belong to one thread, and regions of different threads are not ordered with each other. Python
 may run a finalizer anywhere, so a finalizer may find its own thread in the middle of a change to the books. The books refuse
@@ -22,22 +19,16 @@ from typing import Any, Protocol
 
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import OwnershipError
-from handlepool.order.accesses import Operands
+from handlepool.order.accesses import Accesses, Operands
 from handlepool.order.assumed import AssumedWriter, warn_of_assumed_write
 from handlepool.order.call import Call, PythonCall
 from handlepool.order.recent import Recent
-from handlepool.order.track import Needs, Track, end_tracks, last
+from handlepool.order.track import Needs, Track, end_tracks, follow, last
 from handlepool.order.uses import Use, Uses, needs_of, write_down
 from handlepool.pool.context import ActiveRecording, active, thread
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token
-
-MOST_MARKS = 64
-"""The maximum number of events that are kept for one stream.
-
-A call that follows an older call waits for the oldest event that is left.
-"""
 
 Orders = dict[tuple[Driver, int, ActiveRecording | None], "DataOrder"]
 """The books of one thread, by driver, device and recording.
@@ -45,12 +36,6 @@ Orders = dict[tuple[Driver, int, ActiveRecording | None], "DataOrder"]
 The recording is part of the key because captured work cannot wait for work outside of its recording.
 """
 
-
-Accesses = tuple[Sequence[Piece | Token], Sequence[Piece | Token], bool]
-"""Memory that a call reads, memory that it writes, and opacity.
-
-The last entry says whether the call may use any other memory.
-"""
 Outer = tuple[Track | None, list[Accesses]]
 """The enclosing branch's track and its accesses on other streams.
 
@@ -91,6 +76,8 @@ class DataOrder:
 
     Attributes
     ----------
+    events : Events
+        The events that streams of the device wait for.
     barrier : (Track, int) or None
         The last call that may have used any memory. Every later call waits for it.
     busy : bool
@@ -112,12 +99,9 @@ class DataOrder:
     """
 
     __slots__ = (
-        "_events",
-        "_free",
         "_key",
         "_known",
         "_orders",
-        "_record",
         "_uses",
         "assumed_writers",
         "barrier",
@@ -125,6 +109,7 @@ class DataOrder:
         "closed",
         "device",
         "driver",
+        "events",
         "foreign_writes",
         "forks",
         "kept",
@@ -148,9 +133,7 @@ class DataOrder:
         self.tracks: dict[int, Track] = {root.pointer: root}
         self.assumed_writers: dict[tuple[Track, int], AssumedWriter] = {}
         self.kept: list[object] = []
-        self._events = (pool.devices.get(device) or pool.device(device)).edges
-        self._free = self._events.free
-        self._record = self.driver.record_event
+        self.events = (pool.devices.get(device) or pool.device(device)).edges
         self.recent: Recent | None = None
         self._uses = _NO_USES
         self._known = self._uses.known
@@ -197,7 +180,7 @@ class DataOrder:
                 self._warn(needs)
             track = fork.start(self, needs)
             if needs and (len(needs) > 1 or track not in needs):
-                self.follow(track, needs)
+                follow(self.events, track, needs)
             call = track.next_call()
             if recent is not None:
                 recent.note(addresses, operands, blocks, track, call)
@@ -225,7 +208,7 @@ class DataOrder:
                 self._warn(needs)
             track = fork.start(self, needs, owned=True)
             if needs and (len(needs) > 1 or track not in needs):
-                self.follow(track, needs)
+                follow(self.events, track, needs)
             number = track.next_call()
             write_down(track, number, reads, writes)
             if call.opaque:
@@ -295,7 +278,7 @@ class DataOrder:
             # these users now, and a call that follows the branch comes after them.
             try:
                 if others:
-                    self.follow(track, self.conflicts((), others))
+                    follow(self.events, track, self.conflicts((), others))
             finally:
                 number = track.next_call()
                 write_down(track, number, uses.pieces(call.reads), uses.pieces([*call.writes, *made, *others]))
@@ -363,14 +346,14 @@ class DataOrder:
             track = self.tracks.get(pointer) or Track(pointer)
             noted = track if pointer in self.tracks else self.running
             if opaque:
-                self.follow(track, self.all_calls())
+                follow(self.events, track, self.all_calls())
             if noted is None or noted is self.root:
-                self.follow(track, self.conflicts(reads, writes))
+                follow(self.events, track, self.conflicts(reads, writes))
                 return
             self.kept.append(keep)
             read, written = self.entries(reads), self.entries(writes)
             needs = needs_of(read, written)
-            self.follow(track, needs if self.barrier is None else self.behind_barrier(needs))
+            follow(self.events, track, needs if self.barrier is None else self.behind_barrier(needs))
             self.note(noted, read, written)
             if opaque:
                 self.barrier = noted, noted.count
@@ -516,36 +499,6 @@ class DataOrder:
         """Return whether a stream follows every user of memory it wrote."""
         return all(track.waits_for(*last(*each)) for each in self.conflicts((), writes).items())
 
-    def mark(self, track: Track) -> None:
-        """Record an event for all work that a stream has received.
-
-        A branch continues on the stream, and further calls may depend on the same call.
-        """
-        marks = track.marks
-        try:
-            # The event of the oldest mark can be recorded again. A wait keeps the record that it was issued for.
-            event = self._free.pop() if len(marks) < MOST_MARKS else marks.pop(0)[1]
-        except IndexError:
-            event = self._events.acquire()
-        try:
-            self._record(event, track.pointer)
-        except BaseException:
-            self._events.release(event)
-            raise
-        track.mark(event)
-
-    def follow(self, track: Track, needs: Needs) -> None:
-        """Let a stream wait for calls, without repeated waits."""
-        for needed, given in needs.items():
-            # The branch's stream may have been joined. Then its caller's stream stands for it, and its own events are released.
-            other, call = last(needed, given)
-            if not track.waits_for(other, call):
-                if other.marked < call:
-                    self.mark(other)
-                reached, event, known = other.passed(call)
-                self.driver.wait_event(track.pointer, event)
-                track.learn({**known, other: reached})
-
     def joined(self, tracks: Sequence[Track], home: Track, stream: object = None) -> None:
         """Note that a stream waits for all calls of joined tracks.
 
@@ -554,7 +507,7 @@ class DataOrder:
         home.absorb(tracks, stream)
         for track in tracks:
             self.tracks.pop(track.pointer, None)
-        end_tracks(tracks, self._give_back)
+        end_tracks(self.events, tracks)
 
     def close(self) -> None:
         """Close the books and drop all their references.
@@ -567,7 +520,7 @@ class DataOrder:
         # An interrupt may have come before the registration.
         if self in active:
             active.remove(self)
-        end_tracks(self.tracks.values(), self._give_back, closed=True)
+        end_tracks(self.events, self.tracks.values(), closed=True)
         if self._uses is not _NO_USES:
             self._uses.close()
         # Either the join was made, and the caller's stream follows every reader, or `abandon_fork` has kept this memory for
@@ -578,12 +531,7 @@ class DataOrder:
         """Forget a stream that received no call."""
         track = self.tracks.pop(pointer, None)
         if track is not None:
-            end_tracks((track,), self._give_back)
-
-    def _give_back(self, events: list[Any]) -> None:
-        """Release events that no stream will wait for."""
-        self._events.free.extend(events)
-        self._events.note_released()
+            end_tracks(self.events, (track,))
 
 
 _NO_USES = Uses()
@@ -636,41 +584,7 @@ def _before_plain(driver: Driver, pointer: int, reads: Sequence[Piece], writes: 
     order = open_order(driver, driver.current_device())
     if order is not None and order.running is None and (track := order.tracks.get(pointer)) is not None:
         with order:
-            order.follow(track, order.conflicts(reads, writes))
-
-
-def beside(pool: PoolInternals, writes: Sequence[Piece | Token]) -> bool:
-    """Return whether branches beside the current stream used written memory.
-
-    The current stream does not wait for these branches. ``writes`` is the memory that a call on the stream was found to write.
-    """
-    device = pool.current_device()
-    order = open_order(pool.driver, device)
-    if order is None:
-        return False
-    pointer = pool.driver.current_stream(device).ptr
-    track = order.tracks.get(pointer) or Track(pointer)
-    with order:
-        return not order.waits_for_all(track, writes)
-
-
-def calls_so_far(pool: PoolInternals) -> Needs | None:
-    """Return the last call of each stream in this thread's region.
-
-    The region is on the current device. Outside of any region the result is None.
-    """
-    order = open_order(pool.driver, pool.current_device())
-    return None if order is None else {track: track.count for track in order.tracks.values()}
-
-
-def written_since(pool: PoolInternals, memory: Piece, since: Needs) -> bool:
-    """Return whether a call after ``since`` wrote memory."""
-    order = open_order(pool.driver, pool.current_device())
-    if order is None:
-        return False
-    with order:
-        needs = [last(*each) for each in order.conflicts((memory,), ()).items()]
-        return any(call > since.get(track, 0) for track, call in needs)
+            follow(order.events, track, order.conflicts(reads, writes))
 
 
 def _after_fork() -> None:

@@ -26,7 +26,7 @@ from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ContractError
 from handlepool.order.argument_names import ADVICE, UNNAMED, Call, named_values
-from handlepool.order.books import calls_so_far, written_since
+from handlepool.order.since import calls_so_far, written_since
 from handlepool.pool.context import UNSURE, process, tell, thread
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals

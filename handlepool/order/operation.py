@@ -19,7 +19,7 @@ from handlepool.order.places import before, lanes_for, ordering_pool, run_as_nod
 from handlepool.order.plain_calls import does_order_itself
 from handlepool.order.reached import Reached, piece_of, pieces_of
 from handlepool.order.stream_order import order, refuse_derived, torch_of
-from handlepool.order.track import Track
+from handlepool.order.track import Track, follow
 from handlepool.order.undeclared import Watch
 from handlepool.pool.context import active, recordings, thread
 from handlepool.pool.default import pool_so_far
@@ -539,7 +539,7 @@ def follow_branches(
     # A function that orders itself decides its own reads and writes. So the task waits for every branch.
     if reached.opaque or does_order_itself(function):
         with books:
-            books.follow(track, books.all_calls())
+            follow(books.events, track, books.all_calls())
         return
     declared = operation_of(function, args)
     if declared is None:
@@ -552,4 +552,4 @@ def follow_branches(
         if not operation.measured(args, kwargs).settled:
             writes = [*writes, *reads]
     with books:
-        books.follow(track, books.conflicts(reads, writes))
+        follow(books.events, track, books.conflicts(reads, writes))

@@ -108,12 +108,9 @@ class PlainCall(PythonCall):
         # Keep the values that a call reads. Code may empty a list or rebind an attribute or a closure's name while the call
         # runs.
         self.reached = reached = None if self._exact else Reached(driver, bound, args, kwargs)
-        codes: tuple[Hashable, ...]
-        # These are the codes that the walk below would give. A flat call saves the walk.
-        if reached is not None and reached.flat:
-            codes = (function.__code__, *reached.flags)
-        else:
-            codes = tuple(_codes((bound, args, kwargs)))
+        # The codes of a flat call are those that the walk would give, without the walk.
+        flags = None if reached is None or not reached.flat else reached.flags
+        codes = tuple(_codes((bound, args, kwargs))) if flags is None else (bound.__code__, *flags)
         self._writer = self.name, codes[:1]
         self._given: list[Piece] = [] if reached is None else reached.pieces
         self._out = pieces_of(driver, kwargs["out"]) if "out" in kwargs else []

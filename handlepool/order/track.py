@@ -1,10 +1,23 @@
-"""Track a region's streams: their calls, and the calls they wait for."""
+"""Track a region's streams: their calls, and the calls they wait for.
+
+A wait is one event on the stream of the earlier call. A branch that continues on that call's stream records the event at once,
+because further calls may depend on the same call. Otherwise the first waiting call records the event. That call then waits for
+all work that the stream has received by then. Each stream knows which calls of other streams it already waits for, also through
+third streams. It does not wait for them again.
+"""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+from handlepool.drivers.event_pool import Events
 from handlepool.pool.slot import Slot
+
+MOST_MARKS = 64
+"""The maximum number of events that are kept for one stream.
+
+A call that follows an older call waits for the oldest event that is left.
+"""
 
 Needs = dict["Track", int]
 """The last call to wait for on each stream."""
@@ -119,14 +132,46 @@ class Track:
         return False
 
 
-def end_tracks(tracks: Iterable[Track], give_back: Callable[[list[Any]], None], *, closed: bool = False) -> None:
+def record_mark(events: Events, track: Track) -> None:
+    """Record an event for all work that a stream has received.
+
+    A branch continues on the stream, and further calls may depend on the same call. The ``events`` are of the stream's device.
+    """
+    marks = track.marks
+    try:
+        # The event of the oldest mark can be recorded again. A wait keeps the record that it was issued for.
+        event = events.free.pop() if len(marks) < MOST_MARKS else marks.pop(0)[1]
+    except IndexError:
+        event = events.acquire()
+    try:
+        events.driver.record_event(event, track.pointer)
+    except BaseException:
+        events.release(event)
+        raise
+    track.mark(event)
+
+
+def follow(events: Events, track: Track, needs: Needs) -> None:
+    """Let a stream wait for calls, without repeated waits."""
+    for needed, given in needs.items():
+        # The branch's stream may have been joined. Then its caller's stream stands for it, and its own events are released.
+        other, call = last(needed, given)
+        if not track.waits_for(other, call):
+            if other.marked < call:
+                record_mark(events, other)
+            reached, event, known = other.passed(call)
+            events.driver.wait_event(track.pointer, event)
+            track.learn({**known, other: reached})
+
+
+def end_tracks(events: Events, tracks: Iterable[Track], *, closed: bool = False) -> None:
     """Drop tracks' references to other tracks, and release their events.
 
     Where the books are closed, the references to home tracks go as well.
     """
     for track in tracks:
         if track.marks:
-            give_back([event for _, event, _ in track.marks])
+            events.release_all([event for _, event, _ in track.marks])
             track.marks.clear()
         track.known = track.seen = NOTHING
         track.slot = track.fork = track.stream = None

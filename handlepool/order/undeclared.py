@@ -13,10 +13,10 @@ import numpy as np
 from handlepool._util.names import name_of
 from handlepool.errors import ContractError
 from handlepool.order.argument_names import ADVICE, Call, name_of_array
-from handlepool.order.books import beside, calls_so_far, written_since
 from handlepool.order.places import before
 from handlepool.order.plain_calls import PlainCall
 from handlepool.order.reached import Reached, is_tensor, piece_of
+from handlepool.order.since import beside, calls_so_far, written_since
 from handlepool.order.stream_order import integration
 from handlepool.order.track import Needs
 from handlepool.pool.context import BranchRegion, thread

@@ -89,9 +89,6 @@ class CallRecorder(Protocol):
 class ActiveRecording(Protocol):
     """A recording under way, as lower modules see it."""
 
-    launches_nothing: bool
-    """bool: some call launched nothing, because its result has no elements."""
-
     @property
     def scratch(self) -> set[Any]:
         """Return the `DeviceScratch` objects that gave slots scratch during this capture."""
@@ -113,6 +110,9 @@ class ActiveRecording(Protocol):
 
     def keep(self, plan: object) -> None:
         """Keep a plan that was launched."""
+
+    def note_empty_call(self) -> None:
+        """Note a call that launches nothing, because its result has no elements."""
 
     def accessed(self, reads: Sequence[Any], writes: Sequence[Any]) -> None:
         """Note the memory that a recorded call reads and writes."""
@@ -249,6 +249,24 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
+
+
+class HeldState:
+    """Count an explicit state that this thread holds, inside a ``with`` statement.
+
+    The statement gives the number of states that the thread held before.
+    """
+
+    __slots__ = ("_former",)
+
+    def __enter__(self) -> int:
+        self._former = thread.states_held
+        thread.states_held = self._former + 1
+        return self._former
+
+    def __exit__(self, *_: object) -> None:
+        # The former count comes back, also where an interrupt hit an inner count.
+        thread.states_held = self._former
 
 
 def tell(told: list[Any] | None) -> list[Any] | None:

@@ -142,6 +142,12 @@ class PlanCache(Generic[P]):
         # dictionaries that may change between any two of its steps.
         self._lock = threading.RLock()
 
+    def use(self, entry: Entry[Any]) -> None:
+        """Note the use of an entry by its shortcut."""
+        # Repeated uses of one entry compare `recent` alone, and skip this method.
+        self.recent = entry
+        entry.used = self.tick()
+
     def get(self, device: int, key: Hashable) -> P | None:
         """Return a key's plan, now marked as used, or None."""
         plans = self._plans.get(device)

@@ -108,9 +108,10 @@ class HandlePool:
 
         Parameters
         ----------
-        A CuPy stream, any object with ``__cuda_stream__`` (torch from 2.10 on, JAX, cuda.core), or a ``cudaStream_t`` as an
-        integer. None means CuPy's current stream. That is not torch's current stream: to use the latter, pass
-        ``torch.cuda.current_stream()``.
+        stream : stream, int or None
+            None for CuPy's current stream; a CuPy stream, any object with ``__cuda_stream__`` (torch from 2.10 on, JAX,
+            cuda.core), or a ``cudaStream_t`` as an integer. CuPy does not see torch's current stream: pass
+            ``torch.cuda.current_stream()``.
 
         Returns
         -------

@@ -2,15 +2,17 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
 from handlepool._util.arguments import at_least
 from handlepool._util.cleanup import do_all
+from handlepool.drivers.executable import Executable
 from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Handle, Stream
+from handlepool.errors import OwnershipError
 from handlepool.pool.status import Status
 from handlepool.pool.workspace import EMPTY, DeviceScratch, ScratchBlock, Workspace
 
@@ -233,6 +235,42 @@ class Slot:
     def replace_handle(self, handle: Handle) -> None:
         """Take a new handle in place of a destroyed handle."""
         self.handle = handle
+
+    def launch(
+        self,
+        name: str,
+        executable: Executable,
+        operands: Sequence[Any],
+        check: Callable[[Sequence[int]], None] | None,
+        repaired: Callable[["Slot"], "Slot"],
+    ) -> None:
+        """Enqueue an executable on the slot's stream.
+
+        It uses the slot's handle and scratch. ``check`` is as in `Executable.launch`. ``repaired`` binds a handle again that
+        was bound to another stream.
+
+        Raises
+        ------
+        OwnershipError
+            In a finalizer that interrupted another launch on this slot.
+        """
+        # A finalizer runs in the thread that it interrupts, so a lock could not keep the two launches apart.
+        if self.busy:
+            raise OwnershipError(
+                f"{name} was called by a finalizer that Python ran during another launch on stream "
+                f"{self.pointer:#x}, and both launches would use the same scratch: call it later"
+            )
+        try:
+            # This assignment comes before the handle is read: see `release_unless_busy`.
+            self.busy = True
+            handle = self.handle
+            # User code may have bound the handle to another stream.
+            if handle.stream is not self.pointer:
+                handle = repaired(self).handle
+            size = executable.workspace_size
+            executable.launch(handle, operands, self.reserve(size) if size else 0, check)
+        finally:
+            self.busy = False
 
     @contextmanager
     def in_launch(self) -> Iterator[Handle]:

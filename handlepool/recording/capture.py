@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from handlepool._util.cleanup import do_all
-from handlepool._util.frames import place_of_call, place_of_error
+from handlepool._util.frames import place_of_call
 from handlepool._util.reachable import leaves
 from handlepool.drivers.captures import RecordedGraph
 from handlepool.drivers.protocol import Driver, abort_capture
 from handlepool.drivers.streams import LEGACY_STREAM
-from handlepool.errors import CaptureError, OutOfMemoryError, StateBusyError
+from handlepool.errors import CaptureError, StateBusyError
 from handlepool.order.accesses import Memory
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
 from handlepool.pool.context import on_device, recordings, run_on, unchecked
@@ -25,9 +25,9 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import SideSlots
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 from handlepool.pool.workspace import DeviceScratch
+from handlepool.recording.failure import Progress, raise_cause
 from handlepool.recording.host_copies import REMEDIES
 from handlepool.recording.lanes import Lanes
-from handlepool.recording.random_numbers import refusal
 from handlepool.recording.rehearsal import OF_CONSTANT, CallSignature, LeftoverArrays, check_same
 from handlepool.recording.schedule import Arrangement, Schedule, estimated
 from handlepool.recording.update import memory_of
@@ -75,12 +75,6 @@ class KeptValues:
 
 
 T = TypeVar("T")
-
-ADVICE = (
-    "A recorded function gives work to streams and never waits for the GPU. Synchronise, read values on the host "
-    "(float(y), y.get(), print(y)) and copy from the host before it or after it. Pass host data as an argument, or make "
-    "it on the device in an operation"
-)
 
 
 class Recording:
@@ -155,6 +149,10 @@ class Recording:
         The plan cache may drop the plan earlier.
         """
         self._plans[id(plan)] = plan
+
+    def note_empty_call(self) -> None:
+        """Note a call whose result has no elements, and which launches nothing."""
+        self.launches_nothing = True
 
     def engines(self) -> list[str]:
         """Return the engines of the launched plans, in order of first launch."""
@@ -418,7 +416,7 @@ class Recording:
             abort_capture(driver, slot.pointer)
         try:
             if error is not None or ending is not None:
-                self._raise(error, ending, valid)
+                raise_cause(self._name, self.pool, error, ending, device=self.device, valid=valid, progress=self._progress)
         finally:
             # Without this, the error, its traceback and this frame would form a reference cycle.
             del error, ending
@@ -530,53 +528,15 @@ class Recording:
                 with driver.relaxed():
                     tensors.end()
 
-    def _raise(self, error: BaseException | None, ending: BaseException | None, valid: bool) -> None:
-        """Raise the error of a failed recording.
-
-        That is a `CaptureError` that names the cause, or the function's own error. The capture is ``valid`` where nothing
-        invalidated it. Then the capture lacks only the work that the error prevented.
-        """
-        first = error or ending
-        assert first is not None
-        try:
-            # An interrupt goes to the caller unchanged.
-            if not isinstance(first, Exception):
-                raise first
-            self.pool.status.diagnose(first)
-            if (refused := refusal(error, "" if error is None else place_of_error(error))) is not None:
-                raise CaptureError(f"{self._name} cannot be recorded: {refused}") from error
-            if self.lanes is not None and self._is_out_of_memory(error):
-                lanes, calls = self.lanes, self.lanes.calls
-                took, advice = f"{self.nbytes:,} bytes on {lanes.leased.got} lanes", ""
-                if lanes.leased.got > 1:
-                    rest = self.nbytes - self._memory.nbytes - self.scratch_bytes
-                    one = self._memory.in_order + self.scratch_bytes // lanes.leased.got + rest
-                    took, advice = f"{took}, where 1 lane takes about {one:,}", "record it with lanes=1; or "
-                raise OutOfMemoryError(
-                    f"the recording of {self._name} found no memory on device {self.device} ({error}), at call {len(calls)} "
-                    f"of {len(self._rehearsed)}, when it had {took}. To have enough, {advice}free arrays, close programs, and "
-                    "call HandlePool.trim() and CuPy's free_all_blocks()"
-                ) from error
-            if error is None and isinstance(ending, MemoryError):
-                raise OutOfMemoryError(
-                    f"the graph of {self._name} found no memory on device {self.device} ({ending}): free arrays, close "
-                    "programs, call HandlePool.trim() and CuPy's free_all_blocks(), and record it again"
-                ) from ending
-            causes = [self.pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
-            cause = next(filter(None, causes), None)
-            # An error that no invalid capture explains is the function's own, so it goes to the caller unchanged.
-            if error is not None and (cause is None or _is_own_refusal(error) or (valid and causes[0] is None)):
-                raise error
-            place = "" if error is None else place_of_error(error)
-            # The host driver already names the place in its cause.
-            where = f" at {place}" if place and place not in str(cause) else ""
-            raise CaptureError(f"{self._name} cannot be recorded: {cause or ending}{where}. {ADVICE}") from first
-        finally:
-            del first, error, ending
-
-    def _is_out_of_memory(self, error: BaseException | None) -> bool:
-        torch = torch_in_use(self.pool.driver)
-        return isinstance(error, MemoryError) or (torch is not None and error is not None and torch.is_out_of_memory(error))
+    def _progress(self) -> Progress | None:
+        """Return the recording's calls and memory so far, where calls are nodes."""
+        lanes = self.lanes
+        if lanes is None:
+            return None
+        # Each lane has scratch of its own, and one lane would reuse the memory of earlier calls.
+        scratch, got, nbytes = self.scratch_bytes, lanes.leased.got, self.nbytes
+        on_one_lane = self._memory.in_order + scratch // max(got, 1) + nbytes - self._memory.nbytes - scratch
+        return Progress(len(lanes.calls), len(self._rehearsed), got, nbytes, on_one_lane)
 
     def destroy(self) -> bool:
         """Destroy the graph and free its memory; return whether all is done.
@@ -631,16 +591,3 @@ def _held_by(recording: Recording) -> str:
         return ""
     recorded = "another recording has" if len(counts) == 1 else f"{len(counts)} other recordings have"
     return f", and {recorded} {sum(counts)} as lanes"
-
-
-def _is_own_refusal(error: BaseException) -> bool:
-    """Return whether an error is a refusal by this package's recording modules.
-
-    Such an error names its cause, unlike an error of a driver.
-    """
-    trace = error.__traceback__
-    # The last frame of a traceback is the frame that raised the error.
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    origin = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
-    return isinstance(error, CaptureError) and origin.startswith("handlepool.recording.")

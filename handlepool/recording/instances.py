@@ -9,8 +9,9 @@ they use different streams and there are enough instances, and are right in any 
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
-from types import SimpleNamespace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from handlepool.pool.context import ThreadToken, thread
 from handlepool.recording.capture import Recording
 from handlepool.recording.keys import elements_of
 from handlepool.recording.outputs import Results
-from handlepool.recording.prepared import Prepared, builder
+from handlepool.recording.prepared import builder, copies_of
 from handlepool.recording.program import Program
 from handlepool.recording.returned import Returned
 from handlepool.recording.sharing import ALIGNED, groups
@@ -30,7 +31,10 @@ from handlepool.recording.tuning import LanesTuning
 from handlepool.recording.update import Copy, copy_all, piece_of
 from handlepool.tensors.layout import Token, share
 
-_submitted = count()
+submitted = count()
+"""Numbers of calls, in order of submission."""
+RECENT = 64
+"""Calls until the stream of an instance counts as unused."""
 
 
 class Instance:
@@ -58,8 +62,18 @@ class Instance:
         The number of its last call, in order of submission.
     away : bool
         Whether no call may lease it, because it is being tuned.
+    inputs : list
+        Its own arrays and tensors.
+    outputs
+        The value of the function under capture.
     writes : bool
         Whether arguments are copied back.
+    run : callable or None
+        Enqueues a prepared call. None where tensors are among the arrays.
+    single : bool
+        Whether a call returns its only new array.
+    direct : bool
+        Whether a prepared call may run on a stream that is not current.
     """
 
     __slots__ = (
@@ -68,14 +82,17 @@ class Instance:
         "_elements",
         "_keeper",
         "_lock",
-        "_outputs",
         "_own",
-        "_prepared",
         "_reused",
         "_written",
         "away",
+        "direct",
+        "inputs",
         "number",
+        "outputs",
         "program",
+        "run",
+        "single",
         "stream",
         "writes",
     )
@@ -94,23 +111,26 @@ class Instance:
         self._driver = driver
         self.program = program
         self.stream: Any = driver.current_stream()
-        self.number = next(_submitted)
+        self.number = next(submitted)
         self.away = False
         self.writes = bool(written)
         # The thread and the stream whose result the outputs hold, where outputs are reused.
         self._keeper: tuple[ThreadToken, Any] | None = None
         # Two threads may claim the instance at once, and the second is refused. No call is made under this lock.
         self._lock = threading.RLock()
-        self._outputs, self._own, self._written, self._reused = outputs, returned.own, written, reused
+        self.inputs, self.outputs = inputs, outputs
+        self._own, self._written, self._reused = returned.own, written, reused
         self._build = builder(outputs, returned.places)
         self._elements = elements_of(driver, inputs)
-        self._prepared: Any = None
-        arrays = [*inputs, *returned.own]
+        self.single = not reused and len(returned.own) == 1 and outputs is returned.own[0]
+        self.run: Callable[..., Any] | None = None
+        self.direct = False
+        arrays, taken = [*inputs, *returned.own], [] if reused else returned.own
         if inputs and driver.name == "cuda" and all(map(is_tensor, arrays)):
-            taken = [] if reused else returned.own
-            self._prepared = SimpleNamespace(run=integration().prepared(inputs, taken, written, driver.relaxed))
+            self.run = integration().prepared(inputs, taken, written, driver.relaxed)
         elif not any(map(is_tensor, arrays)):
-            self._prepared = Prepared(driver, program.device, inputs, [] if reused else returned.own, written)
+            copies = copies_of(inputs, taken, written)
+            self.run, self.direct = driver.prepared(copies), all([*map(all, copies.runs())])
 
     def claimable(self, stream: object) -> bool:
         """Return whether its outputs are free for this thread and stream.
@@ -129,6 +149,22 @@ class Instance:
             self._keeper = thread.token, stream
             return True
 
+    def close(self) -> None:
+        """Close the program after its last work, and let its stream go."""
+        try:
+            self.program.close()
+        finally:
+            self.stream = None
+
+    def replay(self, stream: object) -> None:
+        """Launch the program on a stream, between copies of the caller's."""
+        self.number, self.stream = next(submitted), stream
+        self.program._turn(_launched, (), stream)  # noqa: SLF001 - as in `call`
+
+    def move(self, stream: object) -> None:
+        """Prefer the instance for calls on another stream."""
+        self.number, self.stream = next(submitted), stream
+
     def tune(self, lanes: Iterable[int], goal: str, seconds: float) -> LanesTuning:
         """Measure the lanes, as `Program.tune` does.
 
@@ -142,20 +178,22 @@ class Instance:
 
     def call(self, arrays: list[Any], stream: object, out: object) -> Any:
         """Enqueue a call on the current stream, and return its value."""
-        self.number, self.stream = next(_submitted), stream
+        self.number, self.stream = next(submitted), stream
         program = self.program
-        made: Sequence[Any]
-        if self._prepared is not None and out is None:
-            made = program._turn(self._prepared.run, arrays)  # noqa: SLF001 - a prepared call of another module
-            return self._build([*(self._own if self._reused else made), *arrays])
-        taken = self._own if out is None else self._outputs
+        if self.run is not None and out is None:
+            return self.built(program._turn(self.run, arrays, stream), arrays)  # noqa: SLF001 - a prepared call of another module
+        taken = self._own if out is None else self.outputs
         if self._reused and out is None:
             taken = []
         results = Results(self._driver, repr(program), program.device, taken, out)
-        made = program._turn(self._run, arrays, results)  # noqa: SLF001 - as above
-        return made if out is not None else self._build([*(self._own if self._reused else made), *arrays])
+        made = program._turn(partial(self._run, results), arrays, stream)  # noqa: SLF001 - as above
+        return made if out is not None else self.built(made, arrays)
 
-    def _run(self, arrays: list[Any], pointer: int, launch: Callable[[], object], results: Results) -> Any:
+    def built(self, made: Sequence[Any], arrays: Sequence[Any]) -> Any:
+        """Return a call's value, of its new arrays and its arguments' arrays."""
+        return self._build([*(self._own if self._reused else made), *arrays])
+
+    def _run(self, results: Results, arrays: list[Any], pointer: int, launch: Callable[[], object], begin: None) -> Any:
         driver = self._driver
         elements = elements_of(driver, arrays)
         # The inputs are copied in before the launch, and the arguments that are written are copied back after it.
@@ -170,6 +208,48 @@ class Instance:
         copy_all(driver, back)
         copy_all(driver, results.copies)
         return results.value
+
+
+def lease(
+    instances: Sequence[Instance], stream: object, reused: bool, grow: Callable[[], Instance | None] | None = None
+) -> Instance | None:
+    """Return an instance for a call on a stream.
+
+    None if every instance is away or keeps its outputs.
+
+    Parameters
+    ----------
+    reused : bool
+        Whether the instance also has to keep its outputs for this thread and stream.
+    grow : callable, optional
+        Captures a further instance, which comes before instances that the device still uses.
+    """
+    free = []
+    for instance in instances:
+        if not instance.away and (not reused or instance.claimable(stream)):
+            # An instance on the same stream needs no wait, so it comes first.
+            if instance.stream is stream and (not reused or instance.claim(stream)):
+                return instance
+            free.append(instance)
+    free.sort(key=attrgetter("number"))
+    # An idle instance of another stream needs no wait either. Where that stream is in use, its next call would have to take an
+    # instance from another stream in turn, and so on. So a further instance comes before such an instance.
+    old = max([each.number for each in instances]) - RECENT
+    for instance in free:
+        if (grow is None or instance.number < old) and instance.program.idle and (not reused or instance.claim(stream)):
+            return instance
+    if grow is not None:
+        new = grow()
+        free = [new] if new is not None else sorted(free, key=lambda each: not each.program.idle)
+    # A new instance is left, or the instances whose calls were submitted first. The call may wait on the device.
+    for instance in free:
+        if not reused or instance.claim(stream):
+            return instance
+    return None
+
+
+def _launched(arrays: object, pointer: int, launch: Callable[[], object], begin: object) -> None:
+    launch()
 
 
 def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:

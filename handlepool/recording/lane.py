@@ -1,13 +1,19 @@
-"""Lease lanes for a recording, each a side slot with its nodes."""
+"""The streams of a recording: its main stream, and its lanes.
 
-from collections.abc import Collection, Sequence
+A lane is a leased side slot with its nodes. Outside of nodes the main stream waits for all leaves. So untracked work runs after
+everything recorded before it.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
+from handlepool.drivers.protocol import Driver
 from handlepool.order.track import NOTHING, Needs, Track
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.slot import Slot, bind_to_thread
+from handlepool.recording.other_work import OtherWork
 
 LEFT_FREE = 4
 """Side slots that a recording leaves to other users.
@@ -122,6 +128,113 @@ class Lane:
         """Begin a new track that follows all nodes so far."""
         self.track = _LaneTrack(self.pointer)
         self.nodes = []
+
+
+class MainStream:
+    """The captured stream, which waits for all leaves outside of nodes.
+
+    Attributes
+    ----------
+    slot : Slot
+        Set by `begin`.
+    pointer : int
+    deps : tuple
+        The nodes of the capture that the stream was made to wait for.
+    floor, floor_steps : tuple
+        The nodes of the capture, and the steps, that every node follows.
+    leaves : dict of Node
+        The nodes that no later node follows. The dictionary serves as an ordered set.
+    others : OtherWork or None
+        The untracked work since the last node.
+    last_place : str
+        The place of the last node.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.slot: Slot | None = None
+        self.pointer = -1
+        self.deps: tuple[Any, ...] = ()
+        self.floor: tuple[Any, ...] = ()
+        self.floor_steps: tuple[int, ...] = ()
+        self.leaves: dict[Node, None] = {}
+        self.others: OtherWork | None = None
+        self.last_place = "the beginning"
+
+    def begin(self, slot: Slot) -> bool:
+        """Begin with the slot that captures.
+
+        Return whether the driver can let the stream wait for nodes by choice.
+        """
+        self.slot, self.pointer = slot, slot.pointer
+        floor = self._driver.dependencies(slot.pointer)
+        self.floor = self.deps = floor or ()
+        return floor is not None
+
+    def new_work(self) -> tuple[Any, ...] | None:
+        """Return the dependencies of a stream that was given untracked work.
+
+        Return None where it was given none since it was made to wait for `deps`.
+        """
+        # The stream's dependencies change with any work that it is given, so they tell of work that no caller reported.
+        found, known = self._driver.dependencies(self.pointer) or (), self.deps
+        # The sequences are compared first, because to make two sets costs more. Neither sequence has a node twice.
+        return None if found == known or (len(found) == len(known) and {*found} == {*known}) else found
+
+    def other_work(self) -> OtherWork:
+        """Return the untracked work since the last node."""
+        if self.others is None:
+            self.others = OtherWork()
+        return self.others
+
+    def note_short_fork(self, fork: object, states: int, wanted: int) -> None:
+        """Note a fork that has fewer states than it wanted."""
+        if self.others is not None:
+            self.others.note_short_fork(fork, states, wanted)
+
+    def end_node(self, node: Node, place: str, ends: tuple[Any, ...] | None, *, follows_more: bool) -> None:
+        """Make an ended node a leaf, and wait for all leaves.
+
+        A later call of the node waits for ``ends``. They are None where the driver cannot let a stream wait by choice.
+        ``follows_more`` says that the node follows more nodes than it did when it began.
+        """
+        # Untracked work that comes from now on lies between this node and the next node.
+        self.last_place, self.others = place, None
+        if follows_more:
+            self.leaves = {leaf: None for leaf in self.leaves if node.known.get(leaf.track, 0) < leaf.call}
+        self.leaves[node] = None
+        if ends is not None:
+            self.deps = (ends if len(self.leaves) == 1 else ends_of(self.leaves)) or self.floor
+            self._driver.set_dependencies(self.pointer, self.deps)
+
+    def begin_anew(self, steps: tuple[int, ...], deps: tuple[Any, ...]) -> None:
+        """Let later nodes follow some steps, whose nodes are ``deps``.
+
+        The stream waits for everything that was recorded so far.
+        """
+        # Nothing is known of the memory that untracked work used, so every later node follows that work.
+        self.floor = self.deps = deps
+        self.floor_steps, self.leaves = steps, {}
+
+    def join(self, lanes: Iterable[Lane]) -> None:
+        """Let the stream wait for all lanes.
+
+        CUDA ends no capture while work of a forked stream is not joined.
+        """
+        driver = self._driver
+        for lane in lanes:
+            if lane.slot is self.slot:
+                continue
+            # With the main stream's own dependencies, the end event of the lane adds no dependency to the main stream.
+            driver.set_dependencies(lane.pointer, self.deps)
+            driver.record_event(lane.slot.end_event, lane.pointer)
+            driver.wait_event(self.pointer, lane.slot.end_event)
+
+    def forget(self) -> None:
+        """Release the slot, the nodes and the capture's nodes."""
+        self.slot = None
+        self.leaves.clear()
+        self.floor = self.deps = ()
 
 
 class LeasedLanes:

@@ -5,13 +5,8 @@ The lane first waits for the nodes that the call follows by its data, and for it
 stream, so this order lets one node at a time use that data and the slot's scratch. The books are the same as for a region, with
 a track for each lane.
 
-Outside of nodes the main stream waits for all leaves. So untracked work runs after everything recorded before it. The next node
-finds that work in the main stream's dependencies, and new books begin after it. There are as many lanes as the data allows:
-`handlepool.recording.schedule` reduces them to the number that was asked for.
-
-Freed memory is given to a node only where that node follows all calls that used the memory, and no edge is added for that. Where
-the driver cannot do so, all memory is kept to the end of the recording. Memory for a stream of the function's own stays with that
-stream, as outside of recordings: the books do not know the users of that memory.
+The next node after untracked work finds that work in the main stream's dependencies, and new books begin after it. There are as
+many lanes as the data allows: `handlepool.recording.schedule` reduces them to the number that was asked for.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,18 +19,18 @@ from handlepool.drivers.captures import RecordingMemory
 from handlepool.errors import CaptureError
 from handlepool.order.books import in_the_middle
 from handlepool.order.track import NOTHING, Needs
-from handlepool.order.uses import Use, Uses, needs_of, write_down
+from handlepool.order.uses import Use, needs_of, write_down
 from handlepool.pool.context import thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 from handlepool.recording.explain import Step
 from handlepool.recording.held import HeldTensors
-from handlepool.recording.lane import Lane, LeasedLanes, Node, direct, ends_of, steps_of
-from handlepool.recording.memory import NodeMemory
-from handlepool.recording.other_work import PLAIN, OtherWork
+from handlepool.recording.lane import Lane, LeasedLanes, MainStream, Node, direct, ends_of, steps_of
+from handlepool.recording.memory import NodeMemory, writes_outside
+from handlepool.recording.other_work import PLAIN
 from handlepool.recording.rehearsal import CallSignature, sizes_of
 from handlepool.recording.update import memory_of
-from handlepool.tensors.layout import Piece, Token, share
+from handlepool.tensors.layout import Piece, Token
 
 T = TypeVar("T")
 Pieces = Sequence[Piece | Token]
@@ -83,6 +78,7 @@ class Lanes:
     memory : NodeMemory
         The blocks that were allocated.
     leased : LeasedLanes
+    main : MainStream
     exact : bool
         Whether the driver can let a stream wait for nodes by choice.
     refused : str
@@ -98,19 +94,14 @@ class Lanes:
         self.calls: list[CallSignature] = []
         self.memory = NodeMemory(pool.driver)
         self.leased = LeasedLanes(pool, device, limit, leased)
+        self.main = MainStream(pool.driver)
         self.exact = True
         self.refused = ""
         self._pool = pool
         self._keep = keep
         self._driver = pool.driver
         self._ask = pool.driver.dependencies
-        self._uses = Uses()
-        # A dictionary serves as an ordered set.
-        self._leaves: dict[Node, None] = {}
-        # The nodes of the capture, and the steps, that every node follows.
-        self._floor, self._floor_steps = tuple[Any, ...](), tuple[int, ...]()
-        # The nodes of the capture that the main stream, and the lane of the last node, were made to wait for.
-        self._main_deps: tuple[Any, ...] = ()
+        # The nodes of the capture that the lane of the last node was made to wait for.
         self._node_deps: tuple[Any, ...] = ()
         # The memory that calls inside the node read and write.
         self._nested_accesses: list[tuple[Pieces, Pieces]] = []
@@ -119,9 +110,6 @@ class Lanes:
         self._expected: Callable[[], Pieces] | None = None
         self._expected_place = ""
         self._expected_known: Needs | None = None
-        # The untracked work since the last node.
-        self._others: OtherWork | None = None
-        self._last_place = "the beginning"
         self._nodes = 0
         # The first flag says that a node is being recorded, the second that the books are being changed.
         self._inside = self._busy = False
@@ -141,10 +129,7 @@ class Lanes:
         # One lane needs no held tensors, because all nodes use one stream.
         if tensors is not None and self.limit > 1:
             self._held = HeldTensors(tensors, memory.begins)
-        self._main = slot
-        floor = self._driver.dependencies(slot.pointer)
-        self.exact = floor is not None
-        self._floor = self._main_deps = floor or ()
+        self.exact = self.main.begin(slot)
         self.leased.begin(slot, exact=self.exact)
         if self.exact and not memory.set_reuse_policy(self.may_have, self.leased.pointers.__contains__):
             self.memory.keep_blocks()
@@ -159,12 +144,12 @@ class Lanes:
 
         The outermost call of the recording's pool on the main stream does.
         """
-        return not self._inside and pool is self._pool and pointer == self._main.pointer
+        return not self._inside and pool is self._pool and pointer == self.main.pointer
 
     def note_untracked(self, what: str, why: str = PLAIN) -> None:
         """Note work that is not a node."""
         if not self._inside:
-            self._other_work().add(what, why)
+            self.main.other_work().add(what, why)
 
     def in_order(self, what: str, pointer: int, fork: object) -> None:
         """Note work that is recorded in the order of streams and forks.
@@ -172,12 +157,11 @@ class Lanes:
         See `OtherWork`.
         """
         if not self._inside:
-            self._other_work().in_order(what, pointer == self._main.pointer, fork)
+            self.main.other_work().in_order(what, pointer == self.main.pointer, fork)
 
     def note_short_fork(self, fork: object, states: int, wanted: int) -> None:
         """Note a fork that has fewer states than it wanted."""
-        if self._others is not None:
-            self._others.note_short_fork(fork, states, wanted)
+        self.main.note_short_fork(fork, states, wanted)
 
     def allocated(self, block: object) -> tuple[int, str]:
         """Note a block of memory, and return its address and its line.
@@ -187,7 +171,7 @@ class Lanes:
         output = not self._inside and self._expected is not None
         place = self._expected_place if output else place_of_call()
         if not (output or self._inside):
-            self._other_work().allocated(place)
+            self.main.other_work().allocated(place)
         return self.memory.add(block, place, in_node=self._inside, is_output=output), place
 
     def accessed(self, reads: Pieces, writes: Pieces) -> None:
@@ -224,7 +208,7 @@ class Lanes:
             return False
         self._busy = True
         try:
-            needs = self.memory.last_users(start, stop, self._uses)
+            needs = self.memory.last_users(start, stop)
             if not needs:
                 return True
             known = self._known_to_writer()
@@ -240,7 +224,7 @@ class Lanes:
             return NOTHING
         if self._expected_known is None:
             known: Needs = {}
-            for node in self.leased.nodes(needs_of(self._entries(self._expected()), ())):
+            for node in self.leased.nodes(needs_of(self.memory.entries(self._expected()), ())):
                 for each, last in node.known.items():
                     if known.get(each, 0) < last:
                         known[each] = last
@@ -338,36 +322,27 @@ class Lanes:
         """
         if not self.exact:
             return
-        driver, pointer = self._driver, self._main.pointer
-        found = self._ask(pointer) or ()
-        if not _same(found, self._main_deps):
+        found = self.main.new_work()
+        if found is not None:
             self._see_others(found, "the end")
         unwritten = self.memory.unwritten
         for array in leaves(outputs) if unwritten.starts else ():
-            piece = memory_of(driver, array)
+            piece = memory_of(self._driver, array)
             if piece is not None:
                 unwritten.check_returned(name, array, piece)
-        for lane in self.leased.all:
-            if lane.slot is self._main:
-                continue
-            # With the main stream's own dependencies, the end event of the lane adds no dependency to the main stream.
-            driver.set_dependencies(lane.pointer, self._main_deps)
-            driver.record_event(lane.slot.end_event, lane.pointer)
-            driver.wait_event(pointer, lane.slot.end_event)
+        self.main.join(self.leased.all)
 
     def forget(self) -> None:
         """Release all that was kept for the recording."""
-        self._uses.close()
         self.memory.close()
         self.leased.forget()
-        self._leaves.clear()
+        self.main.forget()
         self.ends.clear()
         if self._held is not None:
             self._held.close()
         self._tensors = self._held = None
-        self._floor = self._main_deps = self._node_deps = ()
+        self._node_deps = ()
         self._current = None
-        self.__dict__.pop("_main", None)
         self.__dict__.pop("_keep", None)
 
     # One node
@@ -386,17 +361,16 @@ class Lanes:
         self._busy = True
         try:
             if self.exact:
-                found = self._ask(self._main.pointer) or ()
-                if found != self._main_deps and not _same(found, self._main_deps):
+                found = self.main.new_work()
+                if found is not None:
                     self._see_others(found, made.place)
                 if self.memory.unwritten.starts:
                     self._check_written(made, reads, writes, keep)
-            self._others = None
             if self._nested_accesses:
                 self._nested_accesses.clear()
             if self.memory.of_node or self.memory.reuse_queries:
                 self.memory.begin_node()
-            met, changed = self._entries(reads), self._entries(writes)
+            met, changed = self.memory.entries(reads), self.memory.entries(writes)
             lane, node = self._start(needs_of(met, changed), made)
             self.used.append((reads, writes))
             if self._held is not None:
@@ -410,21 +384,6 @@ class Lanes:
         finally:
             self._busy = False
 
-    def _entries(self, pieces: Iterable[Any]) -> list[Use]:
-        """Return the entries of the books for some pieces.
-
-        A piece without an entry gets a new entry.
-        """
-        uses, found = self._uses, []
-        for piece in pieces:
-            # A dense piece that is known by its start takes a shorter way.
-            dense = type(piece) is tuple and piece[2] is None
-            use = uses.known.get(piece[0]) if dense else None
-            if use is None or use.stop != piece[1]:
-                use = uses.dense(piece[0], piece[1] - piece[0]) if dense and use is None else uses.piece(piece)
-            found.append(use)
-        return found
-
     def _start(self, needs: Needs, made: CallSignature) -> tuple[Lane, Node]:
         """Choose a lane, and let it wait for its next node's predecessors."""
         leased = self.leased
@@ -433,24 +392,24 @@ class Lanes:
         if len(after) == 1 and after[0].call == after[0].track.count:
             lane = leased.of[after[0].track]
         else:
-            lane = leased.choose(after, self._main_deps)
+            lane = leased.choose(after, self.main.deps)
             if lane.nodes and lane.nodes[-1] not in after:
                 after.append(lane.nodes[-1])
             if len(after) > 1:
                 after = direct(after)
         for each in after:
             # Among all nodes that this node follows, only the direct predecessors can be leaves.
-            self._leaves.pop(each, None)
+            self.main.leaves.pop(each, None)
         node = lane.add(after, len(self.steps))
         if len(after) == 1:
             deps, steps = after[0].ends, after[0].steps
         else:
             deps, steps = ends_of(after), steps_of(after)
-        self._node_deps = deps = deps or self._floor
+        self._node_deps = deps = deps or self.main.floor
         # User code that has had a lane may have given it work since. No node follows that work, and `Schedule` refuses it.
         if self.exact and (lane.shown or deps != lane.ends):
             self._driver.set_dependencies(lane.pointer, deps)
-        self.steps.append(Step(made.name, made.place, lane.number, steps or self._floor_steps))
+        self.steps.append(Step(made.name, made.place, lane.number, steps or self.main.floor_steps))
         self.ends.append(())
         self._nodes += 1
         return lane, node
@@ -487,7 +446,7 @@ class Lanes:
             # The users are looked up before `write_down`, which makes the books forget them.
             users = self._users_of(node, written) if written else []
             if made or written:
-                changed += self._entries([*made, *written])
+                changed += self.memory.entries([*made, *written])
                 self.used[node.step] = reads, (*writes, *made, *written)
             if self._nested_accesses:
                 self._use_nested(node, {*reads}, {*writes}, met, changed)
@@ -514,7 +473,7 @@ class Lanes:
         """
         read = [piece for inner, _ in self._nested_accesses for piece in inner if piece not in reads and piece not in writes]
         written = [piece for _, inner in self._nested_accesses for piece in inner if piece not in writes]
-        inner = self._entries(read), self._entries(written)
+        inner = self.memory.entries(read), self.memory.entries(written)
         for track, call in needs_of(*inner).items():
             if node.known.get(track, 0) < call:
                 step, other = self.steps[node.step], self.steps[self.leased.nodes({track: call})[0].step]
@@ -531,8 +490,7 @@ class Lanes:
         These nodes used memory that this call returned and did not allocate, and the call does not already follow them. The books
         forget these nodes for the call, which was not ordered after them.
         """
-        others = [piece for piece in written if isinstance(piece, Token) or not self.memory.is_new(piece)]
-        needs = needs_of((), [use for piece in others for use in self._uses.overlapping(piece)])
+        needs = self.memory.users(written)
         return self.leased.nodes({track: call for track, call in needs.items() if node.known.get(track, 0) < call})
 
     def _end(self, lane: Lane, node: Node, place: str, users: Sequence[Node] = (), *, alone: bool = False) -> bool:
@@ -541,18 +499,20 @@ class Lanes:
         The method returns whether anything was captured. A later call that follows the node follows its ``users`` too.
         """
         self._inside = False
-        self._last_place = place
         # The node follows more nodes than it did when it began.
-        if users or self._serial_reason:
+        follows_more = bool(users or self._serial_reason)
+        if follows_more:
             lane.follow(users)
-            self._leaves = {leaf: None for leaf in self._leaves if node.known.get(leaf.track, 0) < leaf.call}
-        self._leaves[node] = None
         # Without exact dependencies, the driver cannot tell whether anything was captured.
         if not self.exact:
+            self.main.end_node(node, place, None, follows_more=follows_more)
             return True
         ends = self._ask(lane.pointer) or ()
         # A launch alone gives the main stream no work, so the question to the driver is saved.
-        more = () if alone or lane.slot is self._main else self._given_to_main()
+        work = None if alone or lane.slot is self.main.slot else self.main.new_work()
+        if work is not None:
+            self._serial_reason = self._serial_reason or GAVE_TO_MAIN
+        more = work or ()
         captured = ends != self._node_deps and {*ends} != {*self._node_deps}
         if captured and more:
             self.refused = (
@@ -561,37 +521,19 @@ class Lanes:
                 f"that is current inside it"
             )
         self.ends[node.step] = ends = lane.end(ends, more, users)
-        self._main_deps = (ends if len(self._leaves) == 1 else ends_of(self._leaves)) or self._floor
-        self._driver.set_dependencies(self._main.pointer, self._main_deps)
+        self.main.end_node(node, place, ends, follows_more=follows_more)
         if self._serial_reason:
             self.steps[node.step] = self.steps[node.step]._replace(why=self._serial_reason)
-            self._start_anew(tuple(leaf.step for leaf in self._leaves))
+            self._start_anew(tuple(leaf.step for leaf in self.main.leaves), self.main.deps)
             return True
         return captured
-
-    def _given_to_main(self) -> tuple[Any, ...]:
-        """Return the main stream's dependencies where a node gave it work.
-
-        That work runs after all nodes before it. The tuple is empty where the node gave the main stream none.
-        """
-        found = self._ask(self._main.pointer) or ()
-        if _same(found, self._main_deps):
-            return ()
-        self._serial_reason = self._serial_reason or GAVE_TO_MAIN
-        return found
 
     def _check_nothing(self, made: CallSignature, reads: Pieces, writes: Pieces, result: object) -> None:
         """Refuse a call that wrote something without giving the capture work.
 
         The call wrote now, and no replay will.
         """
-        known = [memory for memory in (*reads, *writes) if not isinstance(memory, Token)]
-        wrote = any(not isinstance(memory, Token) for memory in writes)
-        for value in leaves(result):
-            if not wrote and not isinstance(value, self._driver.array_types[0]):
-                memory = memory_of(self._driver, value)
-                wrote = memory is not None and memory[0] < memory[1] and not any(share(memory, each) for each in known)
-        if wrote:
+        if writes_outside(self._driver, reads, writes, result):
             self.refused = (
                 f"{made.name} at {made.place} gave no work to the stream that is recorded, so a replay would skip its "
                 f"writes. Call it before the recording or after it, or let its library launch on the current stream"
@@ -600,35 +542,26 @@ class Lanes:
 
     # Untracked work
 
-    def _other_work(self) -> OtherWork:
-        if self._others is None:
-            self._others = OtherWork()
-        return self._others
-
     def _see_others(self, found: tuple[Any, ...], place: str) -> None:
         """Begin new books after work that the main stream was given.
 
         The work came since the last node. The main stream waits for it by the nodes in ``found``.
         """
-        self._main_deps = found
         # The books do not know which memory that work wrote.
         self.memory.unwritten.clear()
-        after = tuple(sorted(leaf.step for leaf in self._leaves)) or self._floor_steps
-        for name, why, where in self._other_work().steps(self._last_place, place):
+        after = tuple(sorted(leaf.step for leaf in self.main.leaves)) or self.main.floor_steps
+        for name, why, where in self.main.other_work().steps(self.main.last_place, place):
             self.steps.append(Step(name, where, None, after, why))
             self.ends.append(())
             self.used.append(((), ()))
             after = (len(self.steps) - 1,)
         self.ends[-1] = found
-        self._start_anew(after)
+        self._start_anew(after, found)
 
-    def _start_anew(self, steps: tuple[int, ...]) -> None:
+    def _start_anew(self, steps: tuple[int, ...], deps: tuple[Any, ...]) -> None:
         """Let later calls follow everything that the main stream waits for now."""
-        self._floor, self._floor_steps = self._main_deps, steps
-        self._uses.close()
-        self._uses = Uses()
-        self._leaves = {}
-        self.memory.forget_all_users()
+        self.main.begin_anew(steps, deps)
+        self.memory.begin_anew()
         if self._held is not None:
             self._held.clear()
         self.leased.begin_anew()
@@ -647,11 +580,11 @@ class Lanes:
             self._serial_reason = f"it uses {name}, which streams share"
             # The node begins to follow all leaves at once, so the work to come runs after everything recorded so far.
             if self.exact:
-                behind = dict.fromkeys((*(self._ask(lane.pointer) or ()), *self._main_deps))
+                behind = dict.fromkeys((*(self._ask(lane.pointer) or ()), *self.main.deps))
                 self._driver.set_dependencies(lane.pointer, tuple(behind))
-                lane.follow(self._leaves)
+                lane.follow(self.main.leaves)
                 step = self.steps[-1]
-                self.steps[-1] = step._replace(after=tuple(sorted({*step.after, *(leaf.step for leaf in self._leaves)})))
+                self.steps[-1] = step._replace(after=tuple(sorted({*step.after, *(leaf.step for leaf in self.main.leaves)})))
 
     def _note_plain(self, name: str) -> None:
         """Note untracked work that the driver saw.
@@ -660,12 +593,3 @@ class Lanes:
         """
         if thread.region is None and thread.recording is not None and thread.recording.lanes is self:
             self.note_untracked(name)
-
-
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two sequences have the same nodes.
-
-    Neither sequence may have a node twice.
-    """
-    # The sequences are compared first, because to make two sets costs more.
-    return some == others or (len(some) == len(others) and {*some} == {*others})

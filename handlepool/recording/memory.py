@@ -1,22 +1,28 @@
-"""Track memory that is allocated while calls are recorded as nodes.
+"""Track the memory that nodes of a recording use.
 
-The module knows the last users of each block, and whether a node has written it.
+The module knows the calls that used each piece of memory, and whether a node has written a block.
+
+Freed memory is given to a node only where that node follows all calls that used the memory, and no edge is added for that. Where
+the driver cannot do so, all memory is kept to the end of the recording. Memory for a stream of the function's own stays with that
+stream, as outside of recordings: the books do not know the users of that memory.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from handlepool._util.names import shown
 from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import CaptureError
 from handlepool.order.track import Needs
-from handlepool.order.uses import Uses, needs_of
-from handlepool.tensors.layout import Piece, Token
+from handlepool.order.uses import Use, Uses, needs_of
+from handlepool.recording.update import memory_of
+from handlepool.tensors.layout import Piece, Token, share
 
 
 class NodeMemory:
-    """The blocks that are allocated while calls are recorded as nodes.
+    """The memory that nodes use, and the blocks that are allocated meanwhile.
 
     Parameters
     ----------
@@ -40,6 +46,7 @@ class NodeMemory:
         self.unwritten = Unwritten()
         self.reuse_queries: list[int] = []
         self._driver = driver
+        self._uses = Uses()
         # A list of all blocks where freed memory may not be given out again; otherwise None.
         self._kept: list[object] | None = None
         # Maps the begin of freed memory to its end and its last users.
@@ -72,12 +79,35 @@ class NodeMemory:
             self.unwritten.forget(*piece)
         return piece[0]
 
-    def last_users(self, start: int, stop: int, uses: Uses) -> Needs:
+    def entries(self, pieces: Iterable[Any]) -> list[Use]:
+        """Return the entries of the books for some pieces.
+
+        A piece without an entry gets a new entry.
+        """
+        uses, found = self._uses, []
+        for piece in pieces:
+            # A dense piece that is known by its start takes a shorter way.
+            dense = type(piece) is tuple and piece[2] is None
+            use = uses.known.get(piece[0]) if dense else None
+            if use is None or use.stop != piece[1]:
+                use = uses.dense(piece[0], piece[1] - piece[0]) if dense and use is None else uses.piece(piece)
+            found.append(use)
+        return found
+
+    def users(self, written: Iterable[Piece | Token]) -> Needs:
+        """Return the calls that used memory which the present node returned.
+
+        Memory that the node itself allocated has no other users.
+        """
+        others = [piece for piece in written if isinstance(piece, Token) or not self._is_new(piece)]
+        return needs_of((), [use for piece in others for use in self._uses.overlapping(piece)])
+
+    def last_users(self, start: int, stop: int) -> Needs:
         """Return the calls that used freed memory last, by the books."""
         known = self._freed.get(start)
         if known is not None:
             return known[1]
-        needs = needs_of((), uses.overlapping((start, stop, None)))
+        needs = needs_of((), self._uses.overlapping((start, stop, None)))
         # The answer is cached, because the allocator may look up the same memory again.
         self._freed[start] = stop, needs
         self.reuse_queries.append(start)
@@ -99,16 +129,19 @@ class NodeMemory:
                 if any(not isinstance(piece, Token) and piece[0] < stop and start < piece[1] for piece in used):
                     del self._freed[start]
 
-    def is_new(self, piece: Piece) -> bool:
+    def _is_new(self, piece: Piece) -> bool:
         """Return whether a piece was allocated inside the present node."""
         return any(start <= piece[0] and piece[1] <= stop for start, stop in self.of_node)
 
-    def forget_all_users(self) -> None:
-        """Forget the last users of all memory: each later call follows them."""
+    def begin_anew(self) -> None:
+        """Begin new books, because each later call follows all calls so far."""
+        self._uses.close()
+        self._uses = Uses()
         self._freed.clear()
 
     def close(self) -> None:
-        """Release the blocks that were kept."""
+        """Close the books, and release the blocks that were kept."""
+        self._uses.close()
         if self._kept is not None:
             self._kept.clear()
 
@@ -216,6 +249,23 @@ class Unwritten:
         if at < 0 or self._blocks[self.starts[at]][0] <= piece[0]:
             return None
         return self.starts[at]
+
+
+def writes_outside(driver: Driver, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], result: object) -> bool:
+    """Return whether a call that gave the capture no work wrote something.
+
+    It did where it says so, or where it returned memory of another library that it was not given.
+    """
+    if any(not isinstance(memory, Token) for memory in writes):
+        return True
+    # A view of an argument is memory that the call was given.
+    known = [memory for memory in reads if not isinstance(memory, Token)]
+    for value in leaves(result):
+        if not isinstance(value, driver.array_types[0]):
+            memory = memory_of(driver, value)
+            if memory is not None and memory[0] < memory[1] and not any(share(memory, each) for each in known):
+                return True
+    return False
 
 
 def _begins(value: object) -> int | None:

@@ -53,14 +53,6 @@ class Owned(ABC):
                 "as in y = program(x), from any thread"
             )
 
-    def _take_over(self) -> None:
-        """Make this thread the owner.
-
-        Code inside the package calls this method if its threads already take turns.
-        """
-        with self._lock:
-            self._user = thread.token
-
     @abstractmethod
     def _use(self, what: str, act: Callable[[], T]) -> T:
         """Do something while no other call uses the program; return the value."""

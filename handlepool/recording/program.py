@@ -27,13 +27,14 @@ from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.process_end import process_end
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording import timing
+from handlepool.recording.matching import matcher
 from handlepool.recording.outputs import Results
 from handlepool.recording.owner import OWNERS, Owned
-from handlepool.recording.prepared import Prepared, arrays_once, builder
+from handlepool.recording.prepared import arrays_once, bounds, builder, copies_of
 from handlepool.recording.replanning import Take, dispose
 from handlepool.recording.schedule import Arrangement
 from handlepool.recording.tensors import in_order
-from handlepool.recording.update import Copy, Inputs, copy_all
+from handlepool.recording.update import Copy, Inputs, copy_all, piece_of
 from handlepool.regions.memory import branch_regions
 from handlepool.tensors.layout import Piece, Token
 
@@ -113,14 +114,17 @@ class Program(Owned):
         self._inputs = inputs
         self._outputs = outputs
         self._memory = memory
-        self._prepared: Prepared | None = None
-        self._built: Callable[[Any], Any] = list
+        # The check of a call's arrays, the call, and the call's value from its new arrays.
+        self._prepared: tuple[Callable[..., bool], Callable[..., Any], Callable[[Any], Any]] | None = None
         # Records the same call again: see `replanning`.
         self._again = again
         # Whether the program's function is being called outside of the lock, so that other uses are refused.
         self._retaking = False
         # If `_lent`, each use records its event at once, and a use on another stream waits for the last use alone.
         self._lent = lent
+        # `_unmarked` tells that a use began whose event is not recorded yet. An interrupt may leave it so, and the next use on
+        # another stream records the event first (guarantee 8).
+        self._unmarked = False
         # The lock admits a single use at a time: CUDA takes no two launches of a graph at once, and a close ends objects that
         # launches read. The lock is reentrant, because the collector may run a finalizer inside a use. The finalizer finds
         # `_busy` and is refused, because it could only wait for its own thread.
@@ -142,7 +146,12 @@ class Program(Owned):
         self._last: Stream | None = None
         self._used_by(home)
         if self._last is None or lent:
-            driver.record_event(self._event, home.pointer)
+            try:
+                driver.record_event(self._event, home.pointer)
+            except BaseException:
+                # No close follows, which would let the stream go.
+                self._streams.pop(self._number, None)
+                raise
         self._recording = recording
 
     @property
@@ -176,7 +185,7 @@ class Program(Owned):
 
         It is for a program that records its event at every use.
         """
-        if self._busy is not None:
+        if self._busy is not None or self._unmarked:
             return False
         with self._driver.relaxed():
             return self._driver.event_done(self._event)
@@ -237,6 +246,7 @@ class Program(Owned):
                         current is self._last
                         and ((self._bound and stream is None) or self._current_device() == self.device)
                         and not recordings
+                        and not self._lent
                     ):
                         pointer = self._pointer
                         if pointer and self._is_capturing(pointer):
@@ -341,14 +351,19 @@ class Program(Owned):
         if self._status.unusable:
             self._status.check()
         prepared = self._prepared
-        if prepared is not None and out is None and not kwargs and not active and prepared.match(args):
-            return self._built(self._turn(prepared.run, args))
+        if prepared is not None and out is None and not kwargs and not active:
+            match, run, built = prepared
+            if match(args):
+                return built(self._turn(run, args, self._current_stream()))
         return self._use("called", self._call, args, out, kwargs)
 
-    def _turn(self, run: Callable[..., T], arrays: Sequence[Any], *more: object) -> T:
-        """Use the program once on the current stream; return the value.
+    def _turn(
+        self, run: Callable[..., T], arrays: Sequence[Any], stream: object, begin: object = None, checked: bool = False
+    ) -> T:
+        """Use the program once on a stream; return the value.
 
-        The use is ``run(arrays, pointer, launch, *more)``. It is for prepared calls, which have checked the arrays.
+        The use is ``run(arrays, pointer, launch, begin)``. It is for prepared calls, which have checked the arrays. ``checked``
+        tells that the stream was found not to be captured just now.
         """
         lock = self._lock
         try:
@@ -359,16 +374,22 @@ class Program(Owned):
                 lock.acquire()
                 try:
                     self._busy = "called"
-                    if (
-                        recordings
-                        # A closed program has no last stream, and `_follow` refuses it.
-                        or self._current_stream() is not self._last
-                        or not (self._bound or self._current_device() == self.device)
-                    ):
-                        self._follow(None)
+                    # A closed program has no last stream, and `_follow` refuses it.
+                    if stream is not self._last or recordings or not (self._bound or self._current_device() == self.device):
+                        self._follow(stream)
                     # The owner is set for the same reason as in `_call`.
                     self._user = thread.token
-                    return self._enqueue(run, arrays, self._pointer, self._launch, *more)
+                    pointer = self._pointer
+                    if not checked and pointer and self._is_capturing(pointer):
+                        raise capturing(pointer)
+                    if self._last is not None and not self._lent:
+                        return run(arrays, pointer, self._launch, begin)
+                    # From here this is `_enqueue`, without its call.
+                    self._unmarked = True
+                    try:
+                        return run(arrays, pointer, self._launch, begin)
+                    finally:
+                        self._mark()
                 finally:
                     self._busy = None
             finally:
@@ -418,8 +439,11 @@ class Program(Owned):
         """
         driver, inputs, outputs = self._driver, self._inputs.flat(self._driver), dict[int, Any]()
         if inputs and arrays_once(driver, self._outputs, outputs):
-            self._built = builder(self._outputs, {each: itemgetter(place) for place, each in enumerate(outputs)})
-            self._prepared = Prepared(driver, self.device, inputs, [*outputs.values()])
+            built = builder(self._outputs, {each: itemgetter(place) for place, each in enumerate(outputs)})
+            # On a machine with a single device the check of the device is skipped.
+            device = self.device if driver.device_count() > 1 else None
+            match = matcher(driver, inputs, device, bounds([piece_of(driver, each) for each in inputs]))
+            self._prepared = match, driver.prepared(copies_of(inputs, [*outputs.values()])), built
 
     def _beside_torch(self, copies: Sequence[Copy], step: Callable[[], object]) -> Callable[[], object]:
         """Order a step that copies tensors with torch's current stream.
@@ -438,18 +462,26 @@ class Program(Owned):
         """
         if self._pointer and self._is_capturing(self._pointer):
             raise capturing(self._pointer)
+        if self._last is not None and not self._lent:
+            return step(*args)
+        self._unmarked = True
         try:
             return step(*args)
         # The event is recorded also after a step that failed or was interrupted, because the step may have enqueued work.
         finally:
-            if self._last is None or self._lent:
-                try:
-                    self._driver.record_event(self._event, self._pointer)
-                # A later use cannot be ordered after this use without the event, so wait for the stream here.
-                except BaseException:
-                    with self._driver.relaxed():
-                        self._driver.synchronize_stream(self._pointer)
-                    raise
+            self._mark()
+
+    def _mark(self) -> None:
+        """Record the event after a use."""
+        try:
+            self._driver.record_event_next(self._event, self._pointer)
+        # A later use cannot be ordered after this use without the event, so wait for the stream here.
+        except BaseException:
+            with self._driver.relaxed():
+                self._driver.synchronize_stream(self._pointer)
+            self._unmarked = False
+            raise
+        self._unmarked = False
 
     def _replayed(self, act: Callable[[int], T]) -> T:
         if active:
@@ -505,7 +537,7 @@ class Program(Owned):
             self._driver.synchronize_stream(home.pointer)
         self._detach(held)
         self._recording, self._outputs, self._memory, self._event = recording, take.outputs, take.memory, event
-        self._inputs, self._again, self._built = inputs, again, list
+        self._inputs, self._again, self._unmarked = inputs, again, False
         self._launch_on, self.nodes, self._user = graph.launch, graph.nodes, thread.token
         graph.upload(home.pointer)
         self._used_by(home)
@@ -613,6 +645,8 @@ class Program(Owned):
                 raise capturing(each)
         if last is not None and not self._lent:
             driver.record_event(self._event, last.ptr)
+        elif self._unmarked:
+            self._mark()
         driver.wait_event(pointer, self._event)
         # The last reference to the former stream may end here, which destroys the stream.
         with driver.relaxed():
@@ -715,6 +749,8 @@ class Program(Owned):
             # The next check must not record the event again, because the event would then cover newer work of the stream.
             if not wait:
                 self._last = None
+        elif self._unmarked:
+            self._mark()
         with driver.relaxed():
             if wait:
                 driver.synchronize_event(self._event)
@@ -724,10 +760,10 @@ class Program(Owned):
         """Move all objects of the program into a list, the recording first."""
         stream = self._last, self._owner, self._streams.pop(self._number, None)
         # No call follows, after which an interrupt could come: the holder of the list owns the recording.
-        kept = self._inputs, self._outputs, stream, self._launch, self._launch_on, self._prepared, self._built, self._again
+        kept = self._inputs, self._outputs, stream, self._launch, self._launch_on, self._prepared, self._again
         held += [self._recording, kept]
         self._recording = self._owner = self._last = self._user = self._prepared = self._again = None
-        self._inputs = self._outputs = self._launch = self._launch_on = self._built = None  # type: ignore[assignment]
+        self._inputs = self._outputs = self._launch = self._launch_on = None  # type: ignore[assignment]
 
     def _end_at_exit(self, deadline: float) -> None:
         """Drop the plans at the end of the process; destroy nothing else.

@@ -4,6 +4,8 @@ Torch registers a generator in the capture of a `torch.cuda.CUDAGraph`, and adva
 offers neither step for another graph. Torch therefore raises an error, whose text is for torch's developers.
 """
 
+from handlepool._util.causes import causes
+
 _TEXTS = ("CUDA generator not in capture mode", "Cannot call CUDAGeneratorImpl::")
 """Parts of torch's error texts, in torch 2.8 to 2.13.
 
@@ -24,11 +26,9 @@ def refusal(error: BaseException | None, place: str) -> str | None:
         The caller's file and line that the error came from.
     """
     # The function's error may have torch's error as its cause or context.
-    while error is not None:
-        if isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS):
-            return (
-                f"{place or 'it'} uses a random number generator of torch's, and each replay would need new numbers. Draw them "
-                f"before, and pass the tensor as an argument; a module with dropout is recorded after its eval()"
-            )
-        error = error.__cause__ or error.__context__
+    if any(isinstance(each, RuntimeError) and any(text in str(each) for text in _TEXTS) for each in causes(error)):
+        return (
+            f"{place or 'it'} uses a random number generator of torch's, and each replay would need new numbers. Draw them "
+            f"before, and pass the tensor as an argument; a module with dropout is recorded after its eval()"
+        )
     return None

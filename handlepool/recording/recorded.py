@@ -6,18 +6,20 @@ import os
 import threading
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from handlepool._util.arguments import as_integer, at_least, flag
+from handlepool._util.cleanup import do_all
 from handlepool._util.frames import frames_inside
 from handlepool._util.names import kind_of, shown
 from handlepool._util.protocols import Wrapper
 from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError, PoolClosedError
 from handlepool.order.books import open_order
+from handlepool.order.stream_order import integration
 from handlepool.pool.context import active, recordings, thread
 from handlepool.pool.default import current_pool
 from handlepool.pool.deferred import abandon, deferred
@@ -25,14 +27,18 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.first_call import name_of_call
 from handlepool.recording.guards import VALUE
+from handlepool.recording.hits import MISSED, Hit
+from handlepool.recording.instances import Instance
 from handlepool.recording.keys import Call, NotRecorded, Reader
 from handlepool.recording.outputs import Results
 from handlepool.recording.program import Program
+from handlepool.recording.requests import request, takes
 from handlepool.recording.tuning import LanesTuning
 from handlepool.recording.update import copy_all
 from handlepool.recording.variants import Options, Variant
 from handlepool.regions.executor import ParallelStateExecutor
-from handlepool.regions.future import StreamFuture
+from handlepool.regions.future import StreamFuture, Task
+from handlepool.regions.requests import Requests
 from handlepool.tensors.layout import ArraySpec
 
 _made: "weakref.WeakSet[RecordedFunction[..., Any]]" = weakref.WeakSet()
@@ -50,6 +56,14 @@ MOST_LACKED = 3
 """Recordings that may find too little memory, or too few side streams.
 
 After that such keys run eagerly."""
+MOST_TRIED = 4
+"""The most written-out calls that a call tries.
+
+The long way finds other calls."""
+MOST_PENDING = 256
+"""The most calls by `submit` that are pending.
+
+A further call waits for the oldest."""
 MANY_VALUES = 8
 """Keys that may differ in a value before a warning names it."""
 MOST_SEEN = 1024
@@ -100,8 +114,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._takes_out = _has_parameter(function, "out")
         self._reader: Reader | None = None
         self._variants: dict[tuple[Any, ...], list[Variant]] = {}
-        self._order: OrderedDict[Variant, None] = OrderedDict()
-        self._recent: Variant | None = None
+        # Each variant with its written-out call, where calls try it.
+        self._order: dict[Variant, Hit | None] = {}
+        # Written-out calls, by the shape of the first argument.
+        self._hits: dict[Any, tuple[Hit, ...]] = {}
         # The lock guards the two tables, which calls read without the lock. No function of the user runs under the lock.
         self._lock = threading.RLock()
         # The dictionary maps a pool to a mark of the call that records now. A single call records at a time, and no other call
@@ -121,10 +137,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
 
         A thread that the child lacks may have held the lock.
         """
-        abandon((self._variants, self._order, self._recent, self._executor, self._reader))
+        abandon((self._variants, self._order, self._hits, self._executor, self._reader))
         self._lock = threading.RLock()
-        self._variants, self._order, self._seen, self._under_way = {}, OrderedDict(), {}, {}
-        self._recent = self._executor = self._reader = None
+        self._variants, self._order, self._hits, self._seen, self._under_way = {}, {}, {}, {}, {}
+        self._executor = self._reader = None
 
     def __repr__(self) -> str:
         return f"<recorded function {self._options.name}, {len(self._order)} keys>"
@@ -143,6 +159,25 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         object
             The value of the function, in new arrays.
         """
+        if not kwargs:
+            try:
+                hits = self._hits.get(args[0].shape, ())  # type: ignore[attr-defined]
+            # There is no argument, or the first argument is no array.
+            except Exception:
+                hits = ()
+            for hit in hits:
+                try:
+                    found = hit(args)
+                # The user may have closed the program, which the long way finds.
+                except PoolClosedError:
+                    break
+                if found is not MISSED:
+                    self._unused = 0
+                    return found
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function the long way, without a hit."""
         out = kwargs.pop("out", None) if kwargs and not self._takes_out else None
         pool = current_pool()
         # A call inside a recording gives its own work, which becomes a part of that recording.
@@ -165,7 +200,12 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         except Exception as error:
             pool.status.diagnose(error)
             raise
-        # This loop is the hot path: it reads the table without the lock.
+        if call.tensors and driver.name == "cuda":
+            theirs = integration().current_stream(driver.current_device())
+            # A capture of torch's current stream takes the function's own work, as a capture of CuPy's does.
+            if theirs != LEGACY_STREAM and driver.is_capturing(theirs):
+                return self._plain(pool, args, kwargs, out)
+        # The table is read without the lock.
         for variant in self._variants.get(call.key, ()):
             if variant.pool is pool and variant.takes(call):
                 guards = variant.guards
@@ -178,8 +218,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
 
     def _served(self, variant: Variant, call: Call, stream: object, args: object, kwargs: object, out: object) -> Any:
         """Call a program of a variant."""
-        if self._recent is not variant:
-            self._use(variant)
+        self._unused = 0
         grow = None
         if thread.region is None and not active:
             grow = functools.partial(self._grow, variant, args, kwargs, call)
@@ -187,7 +226,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         if instance is None:
             return self._plain(variant.pool, args, kwargs, out)
         try:
-            return variant.run(instance, call, out, ordered=bool(active))
+            found = variant.run(instance, call, out, ordered=bool(active))
+            if out is None and not kwargs:
+                self._keep_hit(variant, args)
+            return found
         except PoolClosedError:
             if variant.pool.status.closed or not instance.program.closed:
                 raise
@@ -277,21 +319,18 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         if variant.lacking is not None:
             self._lacked += 1
             if self._lacked <= MOST_LACKED:
+                self._counts["eager"] += 1
                 return value
             variant.eager = variant.lacking
         # The tables change together under the lock. Variants are dropped after the lock is released.
         with self._lock:
             self._variants.setdefault(call.key, []).insert(0, variant)
             self._order[variant] = None
-            self._recent = variant
             self._unused += 1
-            if variant.eager is None:
-                self._counts["recorded"] += 1
+            self._counts["recorded" if variant.eager is None else "eager"] += 1
             dead = [each for each in self._order if each.pool.status.closed or each.pool.status.forked]
-            while len(self._order) > self._options.programs and not dead:
-                dead.append(next(iter(self._order)))
-                if len(self._order) - len(dead) <= self._options.programs:
-                    break
+            if len(self._order) > self._options.programs and not dead:
+                dead.append(min(self._order, key=attrgetter("last")))
         for each in dead:
             if each is not variant:
                 self._drop(each)
@@ -315,12 +354,17 @@ class RecordedFunction(Wrapper, Generic[P, R]):
 
     # The table
 
-    def _use(self, variant: Variant) -> None:
+    def _keep_hit(self, variant: Variant, args: Any) -> None:
+        """Let later calls of a variant take the written-out call."""
+        hit, shape = variant.hit(args), getattr(args[0], "shape", None) if args else None
+        if hit is None or hit in self._hits.get(shape, ()):
+            return
         with self._lock:
-            self._unused = 0
+            # Another thread may have dropped the variant meanwhile.
             if variant in self._order:
-                self._order.move_to_end(variant)
-                self._recent = variant
+                known = [each for each in self._hits.get(shape, ()) if each is not self._order[variant]]
+                self._hits[shape] = (hit, *known[: MOST_TRIED - 1])
+                self._order[variant] = hit
 
     def _drop(self, variant: Variant) -> None:
         """Forget a variant.
@@ -328,16 +372,18 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         Its programs end with their last call, when the device has passed that call.
         """
         with self._lock:
-            if self._order.pop(variant, self) is self:
+            if variant not in self._order:
                 return
+            hit = self._order.pop(variant)
             self._counts["closed"] += 1
             known = [each for each in self._variants.get(variant.key, ()) if each is not variant]
             if known:
                 self._variants[variant.key] = known
             else:
                 self._variants.pop(variant.key, None)
-            if self._recent is variant:
-                self._recent = None
+            if hit is not None:
+                left = {shape: tuple([each for each in hits if each is not hit]) for shape, hits in self._hits.items()}
+                self._hits = {shape: hits for shape, hits in left.items() if hits}
 
     def _count_statics(self, call: Call) -> None:
         """Warn if many keys differ in a single plain value."""
@@ -395,6 +441,28 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             if not attempt:
                 self(*args, **kwargs)
         raise CaptureError(f"{self._options.name} has no program for such arguments: {self._eager or 'it was not recorded here'}")
+
+    def _served_by(self, *args: Any) -> tuple[Variant, Instance] | None:
+        """Return the variant and the instance of arguments that have a program."""
+        reader, pool = self._reader, current_pool()
+        if reader is None or reader.driver is not pool.driver:
+            return None
+        call = reader.read(args, {})
+        for variant in self._variants.get(call.key, ()):
+            if variant.pool is pool and variant.instances and variant.takes(call):
+                return variant, variant.instances[0]
+        return None
+
+    def _keeps(self, variant: Variant) -> bool:
+        """Return whether a variant has not made way."""
+        return variant in self._order
+
+    def _close(self) -> None:
+        """Close all programs, after their last work, and forget them."""
+        try:
+            do_all([each.close for variant in [*self._order] for each in variant.instances])
+        finally:
+            self.clear()
 
     def stats(self) -> RecordedStats:
         """Return counts of programs, their memory, and calls.
@@ -465,30 +533,76 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             self.tune()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> StreamFuture[R]:
-        """Call the function in another thread.
+        """Call the function on a stream of its own.
 
-        The call's work comes after the current stream's work so far.
+        The call comes after the current stream's work so far. It also comes after earlier calls by `submit` of the same client, a
+        thread or a task of asyncio. Calls of several clients overlap on up to ``instances`` streams.
 
-        Arguments that have no program yet are recorded first, by a call in this thread.
+        Arguments that have no program yet are recorded first, by a call in this thread. Up to 256 calls are pending on the GPU. A
+        further call waits for the oldest.
 
         Parameters
         ----------
         *args, **kwargs
-            As in a call.
+            As in a call. Arrays of NumPy are copied to the device through page-locked memory, and then the results are arrays of
+            NumPy too. `ParallelStateExecutor` has options for both.
 
         Returns
         -------
         StreamFuture
-            A future that can be awaited. Its ``result`` is ready on the current stream.
+            A future that can be awaited. Its ``result`` is ready on the current stream, or on the host.
         """
         executor = self._executor
         if executor is None:
             # Another thread may have made the executor meanwhile, so the lock guards a second look.
             with self._lock:
                 executor = self._executor = self._executor or ParallelStateExecutor(
-                    self._options.instances, thread_name_prefix=self._options.name
+                    self._options.instances, max_pending=MOST_PENDING, thread_name_prefix=self._options.name
                 )
         return executor.submit(self, *args, **kwargs)
+
+    def _known(self, args: tuple[Any, ...], stream: Any, begin: Callable[[], None]) -> Any:
+        """Enqueue a known call on a stream, or return `MISSED`.
+
+        ``begin`` is called once results are allocated, before the call's first copy.
+        """
+        shape = getattr(args[0], "shape", None) if args else None
+        for attempt in range(2):
+            try:
+                for hit in self._hits.get(shape, ()):
+                    found = hit(args, stream, begin)
+                    if found is not MISSED:
+                        self._unused = 0
+                        return found
+            # The user may have closed the program, which the long way finds.
+            except PoolClosedError:
+                break
+            if attempt or not self._widen(args, stream):
+                break
+        return MISSED
+
+    def _widen(self, args: tuple[Any, ...], stream: Any) -> bool:
+        """Capture a further instance for a stream.
+
+        The value tells whether a known call is worth another try.
+        """
+        reader, pool = self._reader, current_pool()
+        if reader is None or reader.driver is not pool.driver or active:
+            return False
+        call = reader.read(args, {})
+        for variant in self._variants.get(call.key, ()):
+            if variant.pool is pool and variant.takes(call) and variant.guards is not None and variant.guards.holds():
+                made = self._grow(variant, args, {}, call) if variant.growable(stream) else None
+                if made is not None:
+                    made.move(stream)
+                self._keep_hit(variant, args)
+                return made is not None or not variant.growable(stream)
+        return False
+
+    def _request(
+        self, pool: PoolInternals, requests: Requests, task: Callable[[], Task], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StreamFuture[R] | None:
+        return request(self, pool, requests, task(), args, kwargs) if takes(pool.driver, args, kwargs) else None
 
     def _at_once(self, args: Any, kwargs: Any) -> list[Any]:
         """Record such arguments and return the call's value in a list.

@@ -35,6 +35,8 @@ class Returned:
         The memory of the arrays that the guards compare.
     outputs
         The return value of the function.
+    apart : bool
+        Whether results that share memory are copied into separate arrays. Otherwise they are refused.
 
     Attributes
     ----------
@@ -50,8 +52,10 @@ class Returned:
         For a value that a replayed call could not return in the same way as the function.
     """
 
-    def __init__(self, recording: Recording, name: str, inputs: list[Any], reached: Ranges, outputs: object) -> None:
-        self._recording, self._name, self._reached = recording, name, reached
+    def __init__(
+        self, recording: Recording, name: str, inputs: list[Any], reached: Ranges, outputs: object, *, apart: bool = False
+    ) -> None:
+        self._recording, self._name, self._reached, self._apart = recording, name, reached, apart
         self._driver = recording.pool.driver
         self._inputs = {id(each): place for place, each in enumerate(inputs)}
         self._elements = elements_of(self._driver, inputs)
@@ -112,7 +116,7 @@ class Returned:
         for other, known in self._owned:
             if known is value:
                 return
-            if share(other, piece):
+            if share(other, piece) and not self._apart:
                 one, two = [
                     (driver.array_pointer(each), each.shape, each.strides, each.dtype)
                     for each in elements_of(driver, [known, value])

@@ -49,7 +49,6 @@ from handlepool.recording.state_kinds import (
     GENERATOR,
     HOLDERS,
     LEGACY_GENERATOR,
-    LIBRARIES,
     LIST,
     MISSING,
     NAMES,
@@ -63,6 +62,7 @@ from handlepool.recording.state_kinds import (
     VALUES,
     WEAK_DICT,
     Kind,
+    is_data,
     is_library,
     is_on_host,
     is_tensor,
@@ -88,22 +88,6 @@ MOST_HOST_BYTES = 64 << 20
 """The maximum number of bytes of NumPy arrays to compare by values."""
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic, Enum, range, np.dtype, type)
-_OPEN = frozenset(
-    {
-        "_thread._local",
-        "argparse.Namespace",
-        "collections.ChainMap",
-        "collections.UserDict",
-        "collections.UserList",
-        "functools.cached_property",
-        "functools.partial",
-        "functools.partialmethod",
-        "functools.singledispatchmethod",
-        "queue.Queue",
-        "types.SimpleNamespace",
-    }
-)
-"""Types of the standard library whose instances count as a user's data."""
 _ITERABLES: tuple[Any, ...] = (range(0), range(1 << 70), "", "\u00e9", b"", bytearray(), compact_array("b"), {}, np.empty(0))
 _ITERATORS = HOLDERS.union(
     [type(iter(each)) for each in _ITERABLES], [type(iter(int, 1)), type(reversed(range(0))), type(reversed({}))]
@@ -560,7 +544,7 @@ class Walk:
             return
         # The answer is cached for each class, because many objects have the same class.
         if kind not in self._data:
-            self._data[kind] = _is_data(kind)
+            self._data[kind] = is_data(kind)
         if self._data[kind]:
             self._enter_attributes(path, value, kind)
 
@@ -581,11 +565,6 @@ _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _PROXIES = (ProxyType, CallableProxyType)
 _EMPTY: dict[Any, Any] = {}
 _VIEWS = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
-_HEAP_TYPE = 1 << 9
-"""The bit of ``__flags__`` of classes that are written in Python.
-
-Classes made by `exec` have this bit too, although their module may be "builtins".
-"""
 _PLAIN_CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict)
 
 
@@ -597,20 +576,3 @@ def names_of(code: CodeType) -> frozenset[str]:
     """
     inner = [names_of(each) for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(code.co_names).union(*inner)
-
-
-def _is_data(kind: type) -> bool:
-    """Return whether objects of a class are a user's data.
-
-    Objects of a library's class, or of a class derived from it, do not count as a user's data. Torch's modules are an
-    exception.
-    """
-    # Torch is not imported for this. In a process that has not imported torch, no object is a torch module.
-    module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
-    if module is not None and issubclass(kind, module):
-        return True
-    if any(str(base.__module__).partition(".")[0] in LIBRARIES for base in kind.__mro__):
-        return False
-    if not is_library(kind.__module__) or (kind.__module__ == "builtins" and kind.__flags__ & _HEAP_TYPE):
-        return True
-    return any(f"{base.__module__}.{base.__qualname__}" in _OPEN for base in kind.__mro__)

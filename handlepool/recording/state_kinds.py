@@ -1,6 +1,7 @@
 """Define the kinds of places where a function keeps state.
 
-A kind says how the contents are read, written back, and named in a message.
+A kind says how the contents are read, written back, and named in a message. The module also tells a user's objects, which hold
+state, from a library's.
 """
 
 import functools
@@ -22,7 +23,7 @@ from handlepool._util.reachable import CACHE
 from handlepool.tensors.graph_types import FrontendTensor
 
 MISSING: Any = object()
-LIBRARIES = frozenset(
+_LIBRARIES = frozenset(
     ["cuda", "cudnn", "cupy", "cupy_backends", "cupyx", "handlepool", "jax", "jaxlib", "numpy", "torch", "triton"]
 )
 _DICTS: tuple[dict[object, object], ...] = ({}, OrderedDict())
@@ -42,6 +43,27 @@ _TESTING = frozenset(["pytest", "_pytest", "pluggy", "hypothesis"])
 """Packages for testing, which count as libraries.
 
 Their objects keep caches and counters of their own.
+"""
+_OPEN = frozenset(
+    {
+        "_thread._local",
+        "argparse.Namespace",
+        "collections.ChainMap",
+        "collections.UserDict",
+        "collections.UserList",
+        "functools.cached_property",
+        "functools.partial",
+        "functools.partialmethod",
+        "functools.singledispatchmethod",
+        "queue.Queue",
+        "types.SimpleNamespace",
+    }
+)
+"""Types of the standard library whose instances count as a user's data."""
+_HEAP_TYPE = 1 << 9
+"""The bit of ``__flags__`` of classes that are written in Python.
+
+Classes made by `exec` have this bit too, although their module may be "builtins".
 """
 
 
@@ -63,7 +85,24 @@ def is_library(module: object) -> bool:
 
 @functools.cache
 def _is_library_root(root: str) -> bool:
-    return root in LIBRARIES or root in _TESTING or root in sys.stdlib_module_names
+    return root in _LIBRARIES or root in _TESTING or root in sys.stdlib_module_names
+
+
+def is_data(kind: type) -> bool:
+    """Return whether objects of a class are a user's data.
+
+    A library's objects are no user's data, nor are objects of a class derived from a library's class. Torch's modules are the
+    exception.
+    """
+    # Torch is looked up and not imported, because a process without torch has no modules of torch's.
+    module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
+    if module is not None and issubclass(kind, module):
+        return True
+    if any(str(base.__module__).partition(".")[0] in _LIBRARIES for base in kind.__mro__):
+        return False
+    if not is_library(kind.__module__) or (kind.__module__ == "builtins" and kind.__flags__ & _HEAP_TYPE):
+        return True
+    return any(f"{base.__module__}.{base.__qualname__}" in _OPEN for base in kind.__mro__)
 
 
 def slots_of(kind: type) -> tuple[tuple[str, Any], ...]:

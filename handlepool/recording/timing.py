@@ -75,13 +75,13 @@ def tune(
 ) -> LanesTuning:
     """Measure the best number of lanes for a program, and use it.
 
-    Another number of lanes is another schedule of the same recording. The schedule depends on the times of the nodes, which are
-    measured first. The function is not called again, and arrays that were handed out stay valid. The measurement replays the
-    program on the current stream, and waits for the GPU. The outputs then hold the values of the last replay. They differ from
-    before if the function changes its inputs: replay the program again. Memory outside the program that replays write is saved
-    before, and restored. Writes of plain code are unknown, so all arguments of the function are saved; arrays that plain code
-    writes elsewhere (globals) are changed. Other threads' uses of the program wait. On the host driver the times are NumPy's, and
-    do not apply to a GPU.
+    Another number of lanes is another schedule of the same recording. The schedule depends on the times of the nodes, which
+    are measured first. Without ``plans`` the function is not called again, and arrays that were handed out stay valid. The
+    measurement replays the program on the current stream, and waits for the GPU. The outputs then hold the values of the last
+    replay. They differ from before if the function changes its inputs: replay the program again. Memory outside the program
+    that replays write is saved before, and restored. Writes of plain code are unknown, so all arguments of the function are
+    saved; arrays that plain code writes elsewhere (globals) are changed. Other threads' uses of the program wait. On the host
+    driver the times are NumPy's, and do not apply to a GPU.
 
     A pool with a plan directory keeps the result there. For the same recording, with the same arguments and on such a device, the
     result is taken from there, and nothing is replayed.

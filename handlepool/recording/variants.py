@@ -6,7 +6,6 @@ The programs are for the weights and values that the function reached.
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any
 
 from handlepool._util.reachable import leaves
@@ -20,7 +19,8 @@ from handlepool.pool.stream import StreamReference
 from handlepool.recording.capture import Recording
 from handlepool.recording.first_call import FirstCall
 from handlepool.recording.guards import Guards, TooMany
-from handlepool.recording.instances import Instance, own_inputs, written_places
+from handlepool.recording.hits import Hit, hit
+from handlepool.recording.instances import Instance, lease, own_inputs, submitted, written_places
 from handlepool.recording.keys import Call, rebuilt_call
 from handlepool.recording.prepared import bounds
 from handlepool.recording.program import Program
@@ -52,9 +52,28 @@ class Options:
         Whether a function that cannot be recorded is an error.
     in_place : frozenset of int and str
         Places and names of arguments that are read where they are.
+    guarded : callable
+        The function whose values are guarded; ``function`` itself, unless it only calls this one.
+    fixed : sequence of array
+        Further arrays that calls read, and that stay as they are.
+    private : bool
+        Whether arguments are copies that no caller reads afterwards, and the caller takes results before the next call. So no
+        argument is copied back, and outputs are kept for no thread.
     """
 
-    __slots__ = ("function", "in_place", "instances", "lanes", "name", "programs", "reused", "strict")
+    __slots__ = (
+        "fixed",
+        "function",
+        "guarded",
+        "in_place",
+        "instances",
+        "lanes",
+        "name",
+        "private",
+        "programs",
+        "reused",
+        "strict",
+    )
 
     def __init__(
         self,
@@ -66,9 +85,13 @@ class Options:
         reused: bool,
         strict: bool,
         in_place: frozenset[int | str],
+        guarded: Callable[..., Any] | None = None,
+        fixed: Sequence[Any] = (),
+        private: bool = False,
     ) -> None:
         self.function, self.name, self.lanes, self.instances, self.programs = function, name, lanes, instances, programs
         self.reused, self.strict, self.in_place = reused, strict, in_place
+        self.guarded, self.fixed, self.private = function if guarded is None else guarded, fixed, private
 
 
 class Variant:
@@ -116,6 +139,10 @@ class Variant:
         self._memory: Memory | None = None
         self._changed: list[bool | None] = []
         self._reached: list[int] = []
+        self._related = call.related
+        self._written = False
+        self._hit: Hit | None = None
+        self._number = next(submitted)
 
     # Whether it is for a call
 
@@ -146,25 +173,34 @@ class Variant:
 
         ``grow`` captures a further instance, if a capture is possible now.
         """
-        reused = self._options.reused
-        free = []
-        for instance in self.instances:
-            if not instance.away and (not reused or instance.claimable(stream)):
-                # An instance on the same stream needs no wait, so it comes first.
-                if instance.stream is stream and (not reused or instance.claim(stream)):
-                    return instance
-                free.append(instance)
-        for instance in free:
-            # An idle instance of another stream needs no wait either.
-            if instance.program.idle and (not reused or instance.claim(stream)):
-                return instance
-        if grow is not None and len(self.instances) < self._limit and (new := grow()) is not None:
-            free = [new]
-        # A new instance is left, or instances that the device still uses. The call then waits on the device.
-        for instance in sorted(free, key=attrgetter("number")):
-            if not reused or instance.claim(stream):
-                return instance
-        return None
+        return lease(self.instances, stream, self._keeps, grow if len(self.instances) < self._limit else None)
+
+    def growable(self, stream: object) -> bool:
+        """Return whether a further instance may be captured for a stream."""
+        return len(self.instances) < self._limit and all(each.stream is not stream for each in self.instances)
+
+    def hit(self, args: tuple[Any, ...]) -> Hit | None:
+        """Return the written-out call for such arguments, if there is any.
+
+        None also where arguments share memory or are read in place.
+        """
+        options, guards = self._options, self.guards
+        if not self._written and guards is not None:
+            self._written = True
+            if self.instances[0].run is not None and not self._related and not options.in_place:
+                values = self.key[0], self._reached, self.instances, self._limit, guards.holds, self._keeps
+                self._hit = hit(self.pool, args, *values)
+        return self._hit
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether an instance keeps its outputs for a thread and a stream."""
+        return self._options.reused and not self._options.private
+
+    @property
+    def last(self) -> int:
+        """Return the number of its last call, in order of submission."""
+        return max([self._number, *[each.number for each in self.instances]])
 
     def run(self, instance: Instance, call: Call, out: object, *, ordered: bool) -> Any:
         """Enqueue a call on an instance.
@@ -274,6 +310,7 @@ class Variant:
         except Exception:
             # The existing instances stay in use, and no further capture is tried.
             self._limit = len(self.instances)
+            self._written = False
             return None
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> tuple[list[Any], Arguments]:
@@ -306,24 +343,25 @@ class Variant:
             # Later instances use the guards of the first instance.
             if guards is None:
                 try:
-                    guards = Guards(driver, function, call.held)
+                    guards = Guards(driver, options.guarded, call.held)
                 except TooMany as error:
                     raise CaptureError(f"{name} cannot be guarded: {error}") from error
-            arrays = guards.arrays
+            arrays = [*guards.arrays, *options.fixed]
             pieces = [piece for piece in pieces_of(driver, arrays) if piece[0] < piece[1]]
             reached = Ranges([each[:2] for each in pieces])
             self._check_reads(recording, inputs, pieces)
             recording.kept.add(arrays)
             memory = first.memory(recording, outputs)
-            written = written_places(recording, inputs, self._changed)
+            written = [] if options.private else written_places(recording, inputs, self._changed)
             if written and call.related:
                 raise CaptureError(f"{name} may write one of several arguments that share memory")
-            returned = Returned(recording, name, inputs, reached, outputs)
-            program = Program(name, recording, Inputs(driver, tuple(inputs), {}), outputs, home, memory, lent=True)
+            returned = Returned(recording, name, inputs, reached, outputs, apart=options.private)
+            program = Program(name, recording, Inputs(driver, tuple(inputs), {}), outputs, home, memory, lent=not options.private)
             instance = Instance(driver, program, inputs, outputs, returned, written, reused=options.reused)
             known = [each for each in (*memory.reads, *memory.writes) if not isinstance(each, Token)]
             mine = Ranges([*recording.own, *[each[:2] for each in pieces_of(driver, inputs)]])
-            self._reached = bounds([*pieces, *[each for each in known if not mine.have(each)]])
+            # The written-out call reads the same list.
+            self._reached[:] = bounds([*pieces, *[each for each in known if not mine.have(each)]])
             self._memory = memory
             self.guards = guards
             return instance

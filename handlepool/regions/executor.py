@@ -16,14 +16,15 @@ from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolEx
 from functools import partial
 from sys import modules
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from handlepool._util.arguments import as_integer, check_ran
+from handlepool._util.arguments import as_integer, at_least, check_ran
 from handlepool._util.names import shown
 from handlepool._util.protocols import Wrapper
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, ForkedProcessError
+from handlepool.order.books import open_order
 from handlepool.order.operation import follow_branches
 from handlepool.order.reached import Reached
 from handlepool.order.stream_order import in_torch, order, torch_of
@@ -37,6 +38,7 @@ from handlepool.pool.slot import Slot, bind_to_thread
 from handlepool.pool.stream import check_foreign, resolve
 from handlepool.regions.future import StreamFuture, Task
 from handlepool.regions.memory import branch_regions, inherited
+from handlepool.regions.requests import Requests
 
 T = TypeVar("T")
 
@@ -56,6 +58,10 @@ class ParallelStateExecutor(Executor):
         Number of threads.
     pool : HandlePool, optional
         The default pool if omitted.
+    max_pending : int, optional
+        The most tasks and requests that the GPU has not passed. A request beyond that number waits on the host for the oldest.
+    results : {None, "device", "host"}
+        Where the results of requests go. None keeps them on the device, unless an argument is an array of NumPy's.
     thread_name_prefix, initializer, initargs
         As in `concurrent.futures.ThreadPoolExecutor`.
     """
@@ -65,6 +71,8 @@ class ParallelStateExecutor(Executor):
         max_workers: int = 4,
         *,
         pool: HandlePool | None = None,
+        max_pending: int | None = None,
+        results: str | None = None,
         thread_name_prefix: str = "handlepool",
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
@@ -84,13 +92,20 @@ class ParallelStateExecutor(Executor):
         # The process that its threads belong to, once it may have some.
         self._began: int | None = None
         self._leases = _Leases()
+        most = None if max_pending is None else at_least(1, "ParallelStateExecutor: max_pending", max_pending)
+        if not (results is None or (isinstance(results, str) and results in ("device", "host"))):
+            raise ArgumentError(f"ParallelStateExecutor(results={shown(results)}); it can be 'device', 'host' or None")
+        self._requests = Requests(self._threads, self._pending, workers, most, results)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "StreamFuture[T]":
         """Run ``fn(*args, **kwargs)`` on a side stream as a task.
 
-        The task starts after all work that the current stream has received by now. A recorded function (`recorded`) that has no
-        program yet
-        for such arguments is called, and recorded, in this thread.
+        The task starts after all work that the current stream has received by now.
+
+        A recorded function (`recorded`) is a request: this thread launches it, on one of the executor's streams, and no worker
+        thread takes part. Requests of one client, a thread or a task of asyncio, keep their order. Arrays of NumPy go to the
+        device through page-locked memory. Arguments without a program yet are recorded by a call in this thread, on the current
+        stream.
 
         Inside a fork the task also starts after the branches that read or wrote its arguments. Only its future orders the
         task's own work for other calls.
@@ -131,6 +146,16 @@ class ParallelStateExecutor(Executor):
                     "this executor's threads did not survive os.fork: make a ParallelStateExecutor in the child"
                 )
             self._began = process()
+        if (
+            isinstance(fn, Wrapper)
+            and thread.region is None
+            and not (active and open_order(pool.driver, pool.current_device()) is not None)
+        ):
+            self._requests.make_room()
+            request = fn._request(pool, self._requests, partial(self._task, pool, None), args, kwargs)  # noqa: SLF001 - as below
+            if request is not None:
+                run_some(self._pending, Task.settle)
+                return cast("StreamFuture[T]", request)
         if isinstance(fn, Wrapper) and thread.region is None:
             done: StreamFuture[T] = StreamFuture()
             try:

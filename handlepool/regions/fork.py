@@ -24,7 +24,7 @@ from handlepool.order.plain_calls import PlainCall
 from handlepool.order.reached import Reached, arrays_among
 from handlepool.order.stream_order import in_torch, torch_of
 from handlepool.order.stream_order import order as order_streams
-from handlepool.order.track import Track
+from handlepool.order.track import Track, follow
 from handlepool.order.undeclared import run_watched
 from handlepool.pool.context import LAUNCHES, NOT_CACHED, ThreadToken, active, recordings, run_on, thread
 from handlepool.pool.deferred import defer, deferred
@@ -291,7 +291,7 @@ class Fork:
             opaque = Opaque in map(type, reached)
             pieces = [memory for _, memory in arrays_among(driver, reached) if memory[1] > memory[0]]
             with order:
-                order.follow(home, order.all_calls() if opaque else order.conflicts(pieces, ()))
+                follow(order.events, home, order.all_calls() if opaque else order.conflicts(pieces, ()))
             current = driver.current_stream(self._ordinal).ptr
             if current != self._pointer:
                 self._pool.device(self._ordinal).edges.order(self._pointer, current)

@@ -100,6 +100,13 @@ class Task:
         if start is not None:
             self._events.release(start)
 
+    def restart(self, pointer: int) -> None:
+        """Let a stream wait for the submitter's stream as it is now."""
+        with self._lock:
+            start = self._start
+        self.device.driver.record_event(start, self.stream.ptr)
+        self.begin(pointer)
+
     def begin(self, pointer: int) -> None:
         """Let a stream wait for the start."""
         with self._lock:
@@ -198,6 +205,18 @@ class Task:
                     self.device.driver.synchronize_event(end)
             finally:
                 self._put_back()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the GPU has passed the end."""
+        end = self._borrow()
+        if end is None:
+            return True
+        try:
+            with self.device.driver.relaxed():
+                return self.device.driver.event_done(end)
+        finally:
+            self._put_back()
 
     def settle(self) -> bool:
         """Release everything once the GPU has passed the end.

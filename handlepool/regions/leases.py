@@ -13,7 +13,7 @@ from handlepool.errors import OwnershipError
 from handlepool.order.books import DataOrder, open_order
 from handlepool.order.call import Call
 from handlepool.order.stream_order import order as order_streams
-from handlepool.order.track import NO_TRACK, Needs, Track
+from handlepool.order.track import NO_TRACK, Needs, Track, record_mark
 from handlepool.pool.context import active, recordings, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import SideSlots
@@ -226,7 +226,7 @@ class Leases:
                 if track.count == call and track.fork is mark:
                     if track.marked != call:
                         # Further branches may follow the same call, so record its event now.
-                        order.mark(track)
+                        record_mark(order.events, track)
                     break
             else:
                 track = self._next_track(order, owned)

@@ -13,7 +13,7 @@ from handlepool._util.arguments import as_integer, check_ran, flag
 from handlepool._util.names import shown
 from handlepool._util.reachable import bound_call
 from handlepool.errors import ArgumentError, OwnershipError, StateBusyError, StateIndexError
-from handlepool.pool.context import process, thread
+from handlepool.pool.context import HeldState, process
 from handlepool.pool.default import check_pool, default_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
@@ -165,9 +165,7 @@ class ParallelStates:
         # Guarantee 15: only this lock is held while user code runs, so a thread that holds a state never waits for another state.
         # The state counts as held from before the lock is taken until after its release. So a finalizer that the collector runs
         # in between does not wait for its own thread.
-        held = thread.states_held
-        thread.states_held = held + 1
-        try:
+        with HeldState() as held:
             if not held:
                 # A ``with`` statement releases the lock after any interrupt. A bare call of `acquire` could leave the lock
                 # taken.
@@ -182,8 +180,6 @@ class ParallelStates:
                 return self._joined_at_once(function, args, kwargs)
             finally:
                 lock.release()
-        finally:
-            thread.states_held = held
 
     def _joined_at_once(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         with Fork(self.pool.internals, 1) as fork:

@@ -1,25 +1,27 @@
 """Copy an item into a program's inputs, and outputs into results."""
 
-from collections.abc import Hashable
 from typing import Any
 
 from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import Driver
+from handlepool.recording.instances import Instance
 from handlepool.recording.outputs import steps_without_gaps
-from handlepool.recording.program import Program
 from handlepool.recording.sharing import rebuilt
 from handlepool.recording.update import is_foreign
+from handlepool.recording.variants import Variant
 from handlepool.tensors.layout import one_run
 
 
 class CopyPlan:
-    """The program for one geometry of items, with copies per item.
+    """An instance for one geometry of items, with copies for each item.
 
     Attributes
     ----------
-    program : Program
-    key : hashable
-        The key of the plan among the programs of a device.
+    variant : Variant
+        The key's programs, whose guards an item asks.
+    instance : Instance
+    holds : callable
+        Returns whether the values that the function reaches are as they were.
     inputs, outputs : list of array
         The program's arrays, in order. An output that the function returned in several places is listed once.
     returned
@@ -35,10 +37,13 @@ class CopyPlan:
         included.
     """
 
-    __slots__ = ("inputs", "key", "outputs", "plain", "program", "results", "returned", "sizes", "spare")
+    __slots__ = ("holds", "inputs", "instance", "outputs", "plain", "results", "returned", "sizes", "spare", "variant")
 
-    def __init__(self, driver: Driver, key: Hashable, program: Program, inputs: list[Any]) -> None:
-        self.key, self.program, self.inputs, self.returned = key, program, inputs, program.outputs
+    def __init__(self, driver: Driver, variant: Variant, instance: Instance) -> None:
+        assert variant.guards is not None
+        self.variant, self.instance, self.holds = variant, instance, variant.guards.holds
+        inputs = self.inputs = instance.inputs
+        self.returned = instance.outputs
         self.sizes = [each.nbytes for each in inputs]
         found, kind = [*leaves(self.returned)], driver.array_types[0]
         self.outputs: list[Any] = [*{id(each): each for each in found if type(each) is kind}.values()]

@@ -19,7 +19,7 @@ from handlepool._util.protocols import holds_values
 from handlepool._util.reachable import attributes, bound_call, content, leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, CaptureError, DeviceMismatchError, ItemError, OwnershipError
-from handlepool.pool.context import ThreadToken, thread
+from handlepool.pool.context import thread
 from handlepool.pool.default import default_pool
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.pool import HandlePool
@@ -66,8 +66,8 @@ def spread(
     Parameters
     ----------
     function : callable
-        As for `record`: the function does the same work for each item of a geometry. A program's first item is
-        computed twice, so the function should do nothing but compute. If it cannot be recorded, it runs eagerly from
+        As for `record`: the function does the same work for each item of a geometry. For a program's first item
+        the function is called twice, so it should do nothing but compute. If it cannot be recorded, it runs eagerly from
         then on and on all devices, and a ``RuntimeWarning`` gives the reason, once. Arrays in its closure must be on
         the one device in use. If an item fails because of an array on another device, `spread` searches the globals
         to name the array. The function must not copy from the host; pass such values in ``shared``.
@@ -281,8 +281,6 @@ class Spread(Iterator[Any]):
         # it.
         self._turn = threading.RLock()
         self._taking = False
-        # The thread that the programs belong to.
-        self._thread: ThreadToken | None = None
         self._workers = Workers(pool.driver, workers)
 
     def __iter__(self) -> "Spread":
@@ -298,9 +296,6 @@ class Spread(Iterator[Any]):
                 raise StopIteration
             if self._status.unusable:
                 self._status.check()
-            if self._thread is not thread.token:
-                self._workers.take_over()
-                self._thread = thread.token
             return self._advance(self._workers)
         except BaseException as error:
             failed = isinstance(error, Exception) and not isinstance(error, StopIteration)
@@ -545,14 +540,6 @@ class Workers:
             for worker in self.all:
                 worker.collect_done()
         return any(worker.running for worker in self.all)
-
-    def take_over(self) -> None:
-        """Hand all programs to the calling thread.
-
-        That thread takes the next result.
-        """
-        for worker in self.all:
-            worker.take_over()
 
     def close(self) -> None:
         """Wait for items in flight, and release all resources."""

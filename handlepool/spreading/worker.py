@@ -31,17 +31,21 @@ from handlepool._util.cleanup import do_all
 from handlepool._util.frames import frames_inside
 from handlepool._util.names import kind_of
 from handlepool._util.reachable import leaves
+from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import LEGACY_STREAM, Stream
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.order.places import before
 from handlepool.order.reached import pieces_of
 from handlepool.pool.context import active, on_device, run_on
+from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
+from handlepool.recording.instances import Instance
+from handlepool.recording.keys import Call
 from handlepool.recording.outputs import Results, new_like
-from handlepool.recording.program import Program
-from handlepool.recording.record import record
+from handlepool.recording.recorded import RecordedFunction
 from handlepool.recording.sharing import copier, rebuilt, relation, runs_apart
 from handlepool.recording.update import copy_all
+from handlepool.recording.variants import Options, Variant
 from handlepool.spreading.copy_plan import CopyPlan
 from handlepool.spreading.items import check_copied, geometry, itself, steps
 from handlepool.tensors.layout import one_run
@@ -160,8 +164,8 @@ class DeviceWorker:
         self._shared: Any = None
         # The streams in order: bring items, compute, take results.
         self._streams: list[Stream] = []
-        self._programs: dict[Hashable, CopyPlan] = {}
-        # The plain plans of `_programs`, by the geometry of items that took the short way.
+        self._recorded: ItemFunction | None = None
+        # The plans of items that take the short way, by the geometry of an item.
         self._copy_plans: dict[Hashable, CopyPlan] = {}
         self.running: deque[InFlight] = deque()
 
@@ -210,7 +214,7 @@ class DeviceWorker:
                 raise
             near = arrays is not None and key in self._copy_plans and self._near(arrays, self._copy_plans[key])
         copy_plan = self._copy_plans.get(key)
-        if copy_plan is None or arrays is None or not near or active or self._eager.always:
+        if copy_plan is None or arrays is None or not near or active or self._eager.always or not copy_plan.holds():
             flight = self._give(index, item, arrays, key)
         else:
             flight = self._give_by(copy_plan, index, arrays)
@@ -265,11 +269,6 @@ class DeviceWorker:
                 self._wait_for(self.running[0])
                 self._collect(self.running[0])
 
-    def take_over(self) -> None:
-        """Hand the worker's programs to the calling thread."""
-        for copy_plan in self._programs.values():
-            copy_plan.program._take_over()  # noqa: SLF001 - a spread sees to it that one thread at a time uses them
-
     def close(self) -> None:
         """Wait for items in flight, and release all resources."""
         if not self._streams:
@@ -277,8 +276,8 @@ class DeviceWorker:
         with on_device(self._driver, self.device):
             flights = [partial(self.finish, flight) for flight in self.running]
             self._copy_plans.clear()
-            do_all([*flights, self._drain, *[copy_plan.program.close for copy_plan in self._programs.values()]])
-            self._programs.clear()
+            recorded, self._recorded = self._recorded, None
+            do_all([*flights, self._drain, *([] if recorded is None else [recorded.close])])
             self._shared = None
             # The streams are destroyed with their last references.
             with self._driver.relaxed():
@@ -333,9 +332,15 @@ class DeviceWorker:
 
         The item was copied and went to a program.
         """
-        copies = [*leaves(staged)]
-        copy_plan = self._programs.get((geometry(staged), ()))
-        if copy_plan is None or not copy_plan.plain or not len(arrays) == len(copies) == len(copy_plan.inputs):
+        driver = self._driver
+        recorded = self._recorded
+        found = None if recorded is None else recorded.served_by(staged)
+        if recorded is None or found is None:
+            return
+        # A key that made way takes its programs along, once no plan holds them.
+        self._copy_plans = {known: plan for known, plan in self._copy_plans.items() if recorded.keeps(plan.variant)}
+        copies, copy_plan = [*leaves(staged)], CopyPlan(driver, *found)
+        if relation(driver, staged) or not copy_plan.plain or not len(arrays) == len(copies) == len(copy_plan.inputs):
             return
         for array, copy, target in zip(arrays, copies, copy_plan.inputs, strict=True):
             lies = copy.strides if type(array) is np.ndarray else array.strides
@@ -352,9 +357,6 @@ class DeviceWorker:
         try:
             caller = self._caller().ptr
             self.last = index
-            # Move the program to the end, because the order of the dictionary is the order of last use.
-            if len(self._programs) > 1:
-                self._programs[copy_plan.key] = self._programs.pop(copy_plan.key)
             source = None if type(arrays[0]) is np.ndarray else driver.array_device(arrays[0])
             with driver.relaxed():
                 if source == device and not self._host and not self.running:
@@ -403,7 +405,7 @@ class DeviceWorker:
                     driver.set_device(device)
             for target, copy in zip(copy_plan.inputs, copies, strict=True):
                 driver.copy_run(target, copy, computes)
-            copy_plan.program.replay(self._streams[1])
+            copy_plan.instance.replay(self._streams[1])
             if not self._host:
                 driver.record_event(event, caller)
                 driver.wait_event(computes, event)
@@ -436,7 +438,7 @@ class DeviceWorker:
                 driver.copy_run(target, each, caller)
             driver.record_event(event, caller)
             driver.wait_event(computes, event)
-            copy_plan.program.replay(self._streams[1])
+            copy_plan.instance.replay(self._streams[1])
             for result, output in zip(results, copy_plan.outputs, strict=True):
                 driver.copy_run(result, output, computes)
             driver.record_event(event, computes)
@@ -594,14 +596,11 @@ class DeviceWorker:
         The current stream is the stream that computes.
         """
         driver, device = self._driver, self.device
-        program = self._program(staged)
-        if program is None:
-            # The function may change its containers, so it gets rebuilt ones and the kept item stays whole.
-            returned = self._function(rebuilt(staged, itself), *self._shared)
+        # The function may change its containers, so it gets rebuilt ones and the kept item stays whole.
+        if self._recordable(staged):
+            returned = self._recorded_function()(staged)
         else:
-            program.update(staged)
-            program.replay()
-            returned = program.outputs
+            returned = self._function(rebuilt(staged, itself), *self._shared)
         kept.append(returned)
         make = partial(Results, driver, self._name, device, returned, None)
         if self._host:
@@ -612,45 +611,58 @@ class DeviceWorker:
         copy_all(driver, results.copies)
         return results.value
 
-    def _program(self, staged: object) -> Program | None:
-        """Return the program for arrays of this geometry.
-
-        The result is None if the function must run eagerly.
-        """
-        driver = self._driver
+    def _recordable(self, staged: object) -> bool:
+        """Return whether an item holds arrays alone, and recording goes on."""
         if self._eager.always:
-            return None
-        plain = [kind_of(leaf) for leaf in leaves(staged) if not isinstance(leaf, driver.array_types)]
-        # Of an item, a program can replace only arrays. Any other value would keep its recorded value.
+            return False
+        plain = [kind_of(leaf) for leaf in leaves(staged) if not isinstance(leaf, self._driver.array_types)]
+        # A program would go on with the recorded values of anything but arrays.
         if plain or not [*leaves(staged)]:
             self._eager.say(f"an item holds a value of type {plain[0]}, which is no array" if plain else "an item holds no array")
-            return None
-        key = geometry(staged), relation(driver, staged)
-        copy_plan = self._programs.pop(key, None)
-        if copy_plan is None:
-            while len(self._programs) >= MOST_PROGRAMS:
-                # The short way learns the remaining geometries again.
-                self._copy_plans.clear()
-                self._programs.pop(next(iter(self._programs))).program.close()
-            function, shared = self._function, self._shared
+            return False
+        return True
 
-            def call(item: object) -> Any:
-                # The function may change the lists and dictionaries of its item, so each call gets rebuilt containers.
-                return function(rebuilt(item, itself), *shared)
+    def _recorded_function(self) -> "ItemFunction":
+        if self._recorded is None:
+            self._recorded = ItemFunction(self._name, self._function, self._shared, self._driver, self._lanes, self._eager)
+        return self._recorded
 
-            call.__qualname__ = self._name
-            try:
-                # The program overwrites its inputs, so it gets arrays of its own.
-                inputs = rebuilt(staged, copier(driver, staged, self._own))
-                program = record(call, inputs, pool=self._pool, lanes=self._lanes)
-            except CaptureError as error:
-                self._eager.stop_recording(str(error))
-                return None
-            copy_plan = CopyPlan(driver, key, program, [*leaves(inputs)])
-        self._programs[key] = copy_plan
-        return copy_plan.program
 
-    def _own(self, array: object, target: object = None) -> Any:
-        copy = new_like(self._driver, array) if target is None else target
-        self._driver.copy(copy, array)
-        return copy
+class ItemFunction(RecordedFunction[..., Any]):
+    """The function of an item, recorded on one device.
+
+    Its outputs are valid until its next call.
+    """
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], shared: Sequence[Any], driver: Driver, lanes: int | None, eager: Eager
+    ) -> None:
+        def call(item: object) -> Any:
+            # The function may change the lists and dictionaries of its item, so each call gets rebuilt containers.
+            return function(rebuilt(item, itself), *shared)
+
+        call.__qualname__ = name
+        fixed = [each for each in leaves(shared) if isinstance(each, driver.array_types)]
+        options = Options(call, name, lanes, 1, MOST_PROGRAMS, True, False, frozenset(), function, fixed, private=True)
+        super().__init__(options)
+        self._spread_eager = eager
+
+    def served_by(self, item: object) -> tuple[Variant, Instance] | None:
+        """Return the variant and the instance of a known item."""
+        return self._served_by(item)
+
+    def keeps(self, variant: Variant) -> bool:
+        """Return whether a variant has not made way."""
+        return self._keeps(variant)
+
+    def close(self) -> None:
+        """Close all programs, after their last work."""
+        self._close()
+
+    def _may_record(self, pool: PoolInternals, call: Call) -> bool:
+        """Record each geometry, because most items have the same."""
+        return True
+
+    def _say(self, why: str, cause: BaseException | None = None) -> None:
+        """Stop the recording on all devices."""
+        self._spread_eager.stop_recording(why)

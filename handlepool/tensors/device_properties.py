@@ -69,7 +69,7 @@ class DeviceProperties:
     Parameters
     ----------
     text : str
-        A JSON object, such as ``python -m handlepool info --device-properties`` prints.
+        JSON of one object, as from a file that ``handlepool info --device-properties`` wrote.
 
     Attributes
     ----------

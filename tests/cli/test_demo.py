@@ -1,5 +1,6 @@
 """The demo: photographs of every kind, filters from files, and the whole of it on the host driver."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -232,18 +233,28 @@ def found(one_stream: float, recorded: float, relative: float = 0.0) -> network.
     return network.NetworkReport((4, 4), np.zeros((2, 2, 3), np.float32), relative, times, 3, calls)
 
 
-def test_the_title_says_what_was_won_and_what_was_not():
-    claim = network_figure.claim
-    assert claim(found(6.0, 2.0)).endswith(
-        "recorded on 4 lanes: 3.00 times as fast as on one stream, 2.00 as recorded on one lane"
-    )
-    assert claim(found(2.0, 4.0)).endswith("recorded on 4 lanes, takes 2.00 times as long as on one stream")
-
-
-def test_overlap_counts_the_branches_that_ran_at_a_time():
+def reported(driver: str = "cuda", **times: float) -> Report:
     spans = (Span("a", 0, 1, 0.0, 2.0), Span("b", 1, 2, 0.0, 2.0), Span("c", 2, 1, 3.0, 4.0))
-    report = Report("host", 2, (), spans, 4.0, 0, Times(1, 1, 1, 1, 1), found(1.0, 1.0))
-    assert report.overlap == pytest.approx(5 / 3)
+    return Report(driver, 2, (), spans, (), Times(1, 1, 1, 1, 1), found(**times))
+
+
+def test_the_title_on_a_gpu_compares_with_the_best_single_stream():
+    claim = network_figure.claim
+    assert claim(reported(one_stream=6.0, recorded=2.0)).endswith("4 lanes: 2.00 times as fast as the best on one stream")
+    assert claim(reported(one_stream=3.0, recorded=2.0)).endswith("4 lanes: 1.50 times as fast as the best on one stream")
+    assert claim(reported(one_stream=2.0, recorded=4.0)).endswith("4 lanes: 2.00 times the best time of one stream")
+
+
+def test_the_title_on_the_host_driver_has_no_times():
+    assert network_figure.claim(reported("host", one_stream=6.0, recorded=2.0)).endswith(
+        "1.0 calls at a time, and every result is right"
+    )
+    wrong = network_figure.claim(reported("host", one_stream=6.0, recorded=2.0, relative=1.0))
+    assert wrong.endswith("1 results are wrong")
+
+
+def test_overlap_counts_the_filters_that_ran_at_a_time():
+    assert reported(one_stream=1.0, recorded=1.0).overlap == pytest.approx(5 / 3)
 
 
 # The chain
@@ -274,7 +285,21 @@ def test_g17_the_chain_of_the_demo_is_in_order_and_compared(one_round):
     assert all(result.right for result in report.results)
     *_, first, then = report.spans
     assert first.result == then.result == 2
-    assert first.end <= then.start
+    assert {span.lane for span in report.spans} == {0, 1, 2}
+    assert report.differing == ()
+
+
+def test_a_recorded_filter_that_differs_is_wrong(one_round, monkeypatch):
+    known = measure._Work.recorded
+    monkeypatch.setattr(
+        measure._Work, "recorded", lambda work, names, results: known(work, names, [spoilt(results[0]), *results[1:]])
+    )
+    assert measured().wrong == ["edges, recorded"]
+
+
+def spoilt(result):
+    """Move the pixels that the recorded result is compared with."""
+    return dataclasses.replace(result, pixels=result.pixels + 10)
 
 
 def test_the_network_is_right_in_each_way_and_its_calls_ran_on_lanes_behind_what_they_read(one_round):

@@ -151,10 +151,34 @@ def test_an_entry_that_cannot_be_called_is_one_line_and_the_next_one_is_tried(en
         main(build)
 
 
-def test_without_a_directory_it_says_where_one_is_named(capsys, monkeypatch):
+@pytest.mark.parametrize("action", ["list", "verify", "clear"])
+def test_without_a_directory_the_usual_directory_counts_and_is_not_made(action, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("HANDLEPOOL_PLAN_DIRECTORY", raising=False)
-    assert main(["plans", "list"]) == 2
-    assert "pass --directory, or set HANDLEPOOL_PLAN_DIRECTORY" in capsys.readouterr().err
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["plans", action]) == 0
+    assert capsys.readouterr().out == f"0 plans: {tmp_path / 'handlepool' / 'plans'} does not exist yet\n"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_plans_in_the_usual_directory_are_listed(path, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("HANDLEPOOL_PLAN_DIRECTORY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    # A relative path there is invalid, and the home counts.
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    usual = tmp_path / "home" / ".cache" / "handlepool" / "plans"
+    usual.parent.mkdir(parents=True)
+    path.rename(usual)
+    assert main(["plans", "list"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("2 plans")
+
+
+def test_a_build_without_a_directory_says_where_programs_find_the_plans(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("HANDLEPOOL_PLAN_DIRECTORY", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "device.json").write_text(h200().text)
+    monkeypatch.setitem(sys.modules, "given", SimpleNamespace(PLANS=[]))
+    assert main(["plans", "build", "given", "--device-properties", str(tmp_path / "device.json")]) == 0
+    assert f"HANDLEPOOL_PLAN_DIRECTORY={tmp_path / 'cache' / 'handlepool' / 'plans'}" in capsys.readouterr().out
 
 
 def test_a_directory_that_others_may_write_to_is_refused(path, capsys):

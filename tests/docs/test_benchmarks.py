@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = ("acquire", "launch", "forks", "order", "overlap", "record", "wrong", "memory", "networks")
 """Those whose results are drawn."""
 NETWORKS = ("modern_ops", "operations", "elementwise", "plans")
-DRAWN = (*(name for name in SCRIPTS if name != "order"), "devices")  # a table is all that there is to see of order
+DRAWN = (*(name for name in SCRIPTS if name != "order"), "devices", "serving")  # a table is all that there is to see of order
 
 
 def run(name, *arguments, folder=FOLDER, **environment):
@@ -69,7 +69,7 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SCRIPTS, *NETWORKS, "devices", "recorded_host", "serving", "sizing"])
+@pytest.mark.parametrize("name", [*SCRIPTS, *NETWORKS, "devices", "recorded_host", "device_serving", "serving", "sizing"])
 def test_a_script_runs_without_a_gpu_and_writes_what_it_found(name, written):
     _, results = written(name)
     assert results["benchmark"] == name
@@ -223,7 +223,7 @@ def test_a_process_that_ends_is_named(module):
 
 
 def test_a_client_that_fails_is_named(module, make_pool, make_default):
-    serving, pool = module("serving"), make_pool()
+    serving, pool = module("device_serving"), make_pool()
     make_default(pool)
     options = SimpleNamespace(network="ensemble", side=9, thin=32, dtype="float32", threads=2)
     server = serving.Server(pool.driver, [0, 1], options)
@@ -240,19 +240,19 @@ def test_a_client_that_fails_is_named(module, make_pool, make_default):
 
 @pytest.mark.slow
 def test_all_devices_goes_on_after_a_part_that_is_cut_off(tmp_path):
-    done = run("all_devices", tmp_path, "--only", "sizing", "serving", "--quick", "--driver", "host", "--limit", "9.5")
+    done = run("all_devices", tmp_path, "--only", "sizing", "device_serving", "--quick", "--driver", "host", "--limit", "9.5")
     assert done.returncode == 1
     assert "sizing: cut off after" in done.stdout
-    assert any(line.split() == ["serving", "not", "begun", "0"] for line in done.stdout.splitlines())
+    assert any(line.split() == ["device_serving", "not", "begun", "0"] for line in done.stdout.splitlines())
     assert "sizing.py" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.slow
 def test_all_devices_writes_what_its_parts_found(tmp_path):
-    done = run("all_devices", tmp_path, "--only", "serving", "--quick", "--driver", "host")
+    done = run("all_devices", tmp_path, "--only", "device_serving", "--quick", "--driver", "host")
     assert done.returncode == 0, done.stdout
     assert "a process for each device" in done.stdout
-    assert json.loads((tmp_path / "serving.json").read_text())["served"]
+    assert json.loads((tmp_path / "device_serving.json").read_text())["served"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
@@ -275,12 +275,12 @@ def test_handles_of_each_device_are_as_many_as_the_formula_says(written):
 @pytest.mark.slow
 def test_figures_of_several_gpus_fill_a_page_by_themselves(written, tmp_path):
     folder = written("devices")[0].parent
-    for name in ("serving", "sizing"):
+    for name in ("device_serving", "sizing"):
         written(name)
     page = tmp_path / "page.md"
-    page.write_text("".join(f"<!-- figures: {name} -->\n<!-- end -->\n" for name in ("devices", "serving", "sizing")))
+    page.write_text("".join(f"<!-- figures: {name} -->\n<!-- end -->\n" for name in ("devices", "device_serving", "sizing")))
     shutil.copy(folder / "devices.json", tmp_path)
-    refused(run("tables", tmp_path, page, "--check"), "serving.json")
+    refused(run("tables", tmp_path, page, "--check"), "device_serving.json")
     assert run("tables", folder, page).returncode == 0
     text = page.read_text(encoding="utf-8")
     assert "| 2 devices, times the items of one | 0.2 ms" in text

@@ -25,9 +25,9 @@ def blocks_of(page):
 def test_the_examples_run(make_driver, capsys):
     with HandlePool(driver=make_driver()) as pool, as_default(pool):
         arrays = Arrays(pool)
-        names = {"x": arrays.random(2, 16, 14, 14), "w": arrays.random(8, 16, 3, 3)}
+        names = {"handlepool": handlepool, "x": arrays.random(2, 16, 14, 14), "w": arrays.random(8, 16, 3, 3)}
         expected = reference.conv2d(arrays.take(names["x"]), arrays.take(names["w"]), padding=1, activation="relu")
-        *blocks, residual, products, weighed = blocks_of("graphs.md")
+        _, *blocks, residual, products, weighed = blocks_of("graphs.md")
         for block in blocks:
             exec(block, names)
             if "result" in block:
@@ -54,7 +54,7 @@ def test_the_examples_of_pooling_run(make_driver):
         names = {"x": x, "shortcut": shortcut, "handlepool": handlepool, "states": handlepool.ParallelStates(2, pool=pool)}
         total = np.maximum(arrays.take(x) + arrays.take(shortcut), 0)
         small = reference.max_pool2d(np.concatenate([arrays.take(x), total], 1), 3, stride=2, padding=1)
-        first, second, third = blocks_of("pooling.md")
+        _, first, second, third = blocks_of("pooling.md")
         exec(first, names)
         assert arrays.error(names["means"], small.mean((2, 3))) < 1e-5
         exec(second, names)
@@ -73,7 +73,7 @@ def test_the_examples_of_networks_operations_run(make_driver):
         names = {"handlepool": handlepool, "x": x, "w": w, "products": halves.random(2, 10, 3, 4, 8)}
         names["taken"] = arrays.take
         names |= {name: arrays.random(16) for name in ("weight", "bias", "mean")} | {"variance": arrays.put(np.ones(16))}
-        normalised, gating, moved, transposed, attended = blocks_of("networks.md")
+        _, normalised, gating, moved, transposed, attended = blocks_of("networks.md")
         exec(normalised, names)
         assert arrays.error(names["total"], networks.softmax(names["taken"](names["y"]), axis=1)) < 1e-5
         layers = {"w1": (4, 16), "b1": (4,), "w2": (16, 4), "b2": (16,)}
@@ -94,7 +94,13 @@ def test_the_examples_of_networks_operations_run(make_driver):
 def test_the_examples_of_elementwise_functions_run(make_driver):
     with HandlePool(driver=make_driver()) as pool, as_default(pool):
         arrays = Arrays(pool, layout="NHWC")
-        names = {"x": arrays.random(2, 16, 6, 6), "s": arrays.random(2, 16, 1, 1), "scale": arrays.random(16, 1, 1)}
+        names = {
+            "handlepool": handlepool,
+            "np": np,
+            "x": arrays.random(2, 16, 6, 6),
+            "s": arrays.random(2, 16, 1, 1),
+            "scale": arrays.random(16, 1, 1),
+        }
         names |= {
             "w1": arrays.random(4, 16, 1, 1),
             "w2": arrays.random(16, 4, 1, 1),
@@ -106,7 +112,7 @@ def test_the_examples_of_elementwise_functions_run(make_driver):
         x, s, scale, w1, w2, b1, b2, mean = (
             arrays.take(names[name]) for name in ("x", "s", "scale", "w1", "w2", "b1", "b2", "mean")
         )
-        gating, products, numbers, image, squeezing = blocks_of("elementwise.md")
+        _, gating, products, numbers, image, squeezing = blocks_of("elementwise.md")
         exec(gating, names)
         once = x * np.clip(s + 3, 0, 6) / 6
         assert arrays.error(names["y"], once) < 1e-5
@@ -144,7 +150,7 @@ def test_the_example_of_recording_runs(make_driver):
             "next_images": next_images,
             "use": lambda outputs: used.extend(map(arrays.take, outputs)),
         }
-        function, first, state, second, tuned, third = blocks_of("recording.md")
+        function, _, first, state, second, tuned, third = blocks_of("recording.md")
         exec(function, {"__name__": "example"})
         exec(state, {"__name__": "example"})
         exec(first, names)
@@ -166,13 +172,37 @@ def test_the_example_of_recording_runs(make_driver):
         assert np.abs(y - right).max() < 1e-4
 
 
+def test_the_examples_of_serving_run(make_driver, capsys):
+    with HandlePool(driver=make_driver()) as pool, as_default(pool):
+        names: dict[str, object] = {}
+        threads, warm, loop, executor = blocks_of("serving.md")
+        exec(threads, names)
+        assert sorted(names["results"]) == [*range(8)]
+        for number, scores in names["results"].items():
+            assert scores.shape == (1, 8, 8 + number % 3, 8)
+            assert np.isclose(scores[0, 0, 4, 4], 2 * 36 * 0.1 * number)
+        # While one thread records, the calls of the others run eagerly.
+        assert re.match(r"RecordedStats\(keys=[123]", capsys.readouterr().out)
+        assert len(threads.split("w = driver")[1].splitlines()) <= 30
+        exec(warm, names)
+        assert names["network"].stats().recorded == 1
+        exec(loop, names)
+        for number, scores in enumerate(names["scores"]):
+            assert isinstance(scores, np.ndarray)
+            assert np.isclose(scores[0, 0, 4, 4], 36 * 0.1 * number)
+        exec(executor, names)
+        assert isinstance(names["scores"], np.ndarray)
+        assert np.isclose(names["scores"][0, 0, 4, 4], 36 * 0.1 * 3)
+        names["network"].clear()
+
+
 def test_the_examples_of_spreading_run(make_driver, capsys):
     with HandlePool(driver=make_driver()) as pool, as_default(pool):
         random, got = np.random.default_rng(1), []
         images = [random.standard_normal((1, 8, 9, 9)).astype("float32") for _ in range(5)]
         w = random.standard_normal((8, 8, 3, 3)).astype("float32")
         names = {"handlepool": handlepool, "images": images, "weights": w, "keep": got.append}
-        first, second = blocks_of("spreading.md")
+        _, first, second = blocks_of("spreading.md")
         exec(first, names)
         for y, x in zip(got, images, strict=True):
             right = reference.conv2d(x, w, padding=1, activation="relu")
@@ -249,7 +279,33 @@ def test_every_link_leads_somewhere(page):
 
 def test_the_index_links_every_page():
     linked = re.findall(r"\]\(([^)#:]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
-    assert {(DOCS / path).resolve() for path in linked} == {*DOCS.rglob("*.md"), DOCS.parent / "README.md"} - {DOCS / "index.md"}
+    root = DOCS.parent
+    others = {root / "README.md", root / "CHANGELOG.md", *(root / "benchmarks" / "results").glob("*/README.md")}
+    assert {(DOCS / path).resolve() for path in linked} == {*DOCS.rglob("*.md"), *others} - {DOCS / "index.md"}
+
+
+def test_the_reference_has_every_public_name_once():
+    page = (DOCS / "reference.md").read_text(encoding="utf-8")
+    names = re.findall(r"^\.\. auto(?:class|function|exception):: handlepool\.(\w+)$", page, re.MULTILINE)
+    assert sorted(names) == sorted(handlepool.__all__)
+
+
+@pytest.mark.parametrize(
+    "text",
+    re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    if DOCS.exists()
+    else [],
+)
+def test_a_message_of_troubleshooting_is_one_of_the_package(text):
+    if text.startswith("cudaError"):
+        return
+    words = re.compile(r"\W+".join(map(re.escape, re.findall(r"\w+", text))))
+    # A message may be divided into several literals, and values stand in braces.
+    for path in Path(handlepool.__file__).parent.rglob("*.py"):
+        source = re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
+        if words.search(source):
+            return
+    pytest.fail(f"no message has the words {text!r}")
 
 
 def test_the_table_of_the_architecture_names_what_exists():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from harness.graphs import both, double, plus
+from harness.insides import leases_of
 
 pytest.importorskip("cupy", reason="CuPy is not installed")
 pytest.importorskip("handlepool.drivers.cuda.driver", reason="the cuda driver's packages are not installed")
@@ -66,7 +67,7 @@ class Program:
         with self.world.states.fork() as fork:
             for _ in range(self.rng.randrange(3, 14)):
                 self.step(fork, self.rng.choice(list(INPUTS)))
-            order = fork._leases.order
+            order = leases_of(fork).order
             self.quick = order is not None and order.recent is not None
 
     def step(self, fork, function):

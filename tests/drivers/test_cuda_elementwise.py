@@ -115,8 +115,8 @@ def test_packs_tails_and_broadcast_operands(tmp_path, monkeypatch):
         assert around(y, memory) == before
 
 
-def test_one_source_serves_many_shapes_and_all_numbers(monkeypatch):
-    monkeypatch.setattr(kernels, "PLENTY", 0)
+def test_one_source_serves_many_shapes_and_all_numbers(limits):
+    limits(PLENTY=0)
 
     def code(shape, number):
         x, s = dense(shape, "float16"), dense((*shape[:2], 1, 1), "float16", "NCHW")

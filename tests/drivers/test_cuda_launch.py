@@ -39,28 +39,37 @@ def array_at(address, device=0, size=8):
     return cupy.ndarray((size,), np.float32, cupy.cuda.memory.MemoryPointer(memory, 0))
 
 
-@pytest.fixture
-def executable():
+def executable_of(entry, *, early=False):
+    """An executable of an entry, as a plan of cuDNN's has; None for an entry that the frontend does not have."""
     driver = object.__new__(cuda.CudaDriver)
-    made = object.__new__(cuda.CudaExecutable)
-    made._driver, made._device, made._several_devices = driver, 0, True
-    made._uids, made._index = [1, 2, 3], 7
-    made._copies, made._early, made.untried = (), False, False
-    made.name, made.titles = "conv2d", ["argument 0 (x)", "argument 1 (w)", "out="]
-    made._raw = Entry()
-    return made
+    driver.current_device = lambda: 0
+    planned = SimpleNamespace(
+        saved=None, save=None, graph=None, copies_at=0, workspace_size=0, engine="engine", candidates=1, uids=[1, 2, 3],
+        raw=entry, index=7, early=early,
+    )  # fmt: skip
+    return cuda.CudaExecutable(driver, planned, name="conv2d", titles=["argument 0 (x)", "argument 1 (w)", "out="])
+
+
+@pytest.fixture
+def entry():
+    return Entry()
+
+
+@pytest.fixture
+def executable(entry):
+    return executable_of(entry)
 
 
 ADDRESSES = [0x10000, 0x20000, 0x30010]
 
 
-def test_addresses_go_in_the_order_of_the_operands(executable):
+def test_addresses_go_in_the_order_of_the_operands(executable, entry):
     executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0x5000)
     executable.launch(Handle(), [array_at(address) for address in reversed(ADDRESSES)], 0)
-    assert executable._raw.calls == [(ADDRESSES, 0x5000, 1234, 7), (ADDRESSES[::-1], 0, 1234, 7)]
+    assert entry.calls == [(ADDRESSES, 0x5000, 1234, 7), (ADDRESSES[::-1], 0, 1234, 7)]
 
 
-def test_the_check_is_called_with_the_addresses_before_anything_is_launched(executable):
+def test_the_check_is_called_with_the_addresses_before_anything_is_launched(executable, entry):
     seen = []
 
     def check(addresses):
@@ -70,7 +79,7 @@ def test_the_check_is_called_with_the_addresses_before_anything_is_launched(exec
     with pytest.raises(ArgumentError, match="they overlap"):
         executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0, check)
     assert seen == ADDRESSES
-    assert executable._raw.calls == []
+    assert entry.calls == []
 
 
 @pytest.mark.parametrize(
@@ -82,21 +91,22 @@ def test_the_check_is_called_with_the_addresses_before_anything_is_launched(exec
     ],
 )
 @pytest.mark.parametrize("place", [0, 2])
-def test_what_cannot_be_taken_is_refused_before_anything_is_launched(executable, wrong, error, message, place):
+def test_what_cannot_be_taken_is_refused_before_anything_is_launched(executable, entry, wrong, error, message, place):
     operands = [array_at(address) for address in ADDRESSES]
     operands[place] = wrong
     with pytest.raises(error, match=message) as raised:
         executable.launch(Handle(), operands, 0)
     assert f"conv2d: {executable.titles[place]}" in str(raised.value)
-    assert executable._raw.calls == []
+    assert entry.calls == []
 
 
-def test_without_the_raw_entry_the_public_one_is_called_by_uid(executable):
+def test_without_the_raw_entry_the_public_one_is_called_by_uid():
     class Graph:
         def execute(self, pack, workspace, handle):
             self.given = (pack, workspace, handle.backend_handle)
 
-    executable.graph, executable._raw = Graph(), None
+    executable = executable_of(None)
+    executable.graph = Graph()
     executable.launch(Handle(), [array_at(address) for address in ADDRESSES], 0)
     assert executable.graph.given == (dict(zip([1, 2, 3], ADDRESSES, strict=True)), None, 1234)
 
@@ -207,17 +217,14 @@ def test_g11_threads_that_allocate_in_branches_leave_no_event_each(monkeypatch, 
     assert driver.made == 1
 
 
-def test_what_begins_early_is_launched_behind_a_barrier(executable, monkeypatch):
+def test_what_begins_early_is_launched_behind_a_barrier(monkeypatch):
     order = []
     monkeypatch.setattr("handlepool.drivers.cuda.executable.barrier", lambda pointer: order.append(("barrier", pointer)))
-    enter = executable._raw
-    executable._raw = lambda *args: (order.append("launch"), enter(*args))
     handle, operands = Handle(), [array_at(address) for address in ADDRESSES]
     handle.stream = 0x77
-    executable.launch(handle, operands, 0)
+    executable_of(lambda *_: order.append("launch")).launch(handle, operands, 0)
     assert order == ["launch"]
-    executable._early = True
-    executable.launch(handle, operands, 0)
+    executable_of(lambda *_: order.append("launch"), early=True).launch(handle, operands, 0)
     assert order == ["launch", ("barrier", 0x77), "launch"]
 
 

@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+from harness.insides import cudnn_binding, loaded_drivers
 
 from handlepool import ArgumentError, DriverNotAvailableError, HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
@@ -16,7 +17,7 @@ WAY_OUT = r"On a machine without a GPU, set HANDLEPOOL_DRIVER=host or pass drive
 
 @pytest.fixture(autouse=True)
 def _no_driver_is_loaded(monkeypatch):
-    monkeypatch.setattr(drivers._loaded, "by_name", {})
+    monkeypatch.setattr(loaded_drivers(), "by_name", {})
     monkeypatch.delenv("HANDLEPOOL_DRIVER", raising=False)
 
 
@@ -234,10 +235,10 @@ def test_handles_are_the_frontends_own_also_where_others_have_the_pools(monkeypa
     from handlepool.integrations.cudnn import PooledHandle, pooled_handles
 
     told = []
-    monkeypatch.setattr(cudnn._pybind_module, "create_handle", lambda: 77)
-    monkeypatch.setattr(cudnn._pybind_module, "get_stream", lambda handle: 0)
-    monkeypatch.setattr(cudnn._pybind_module, "_raw_set_stream", lambda *call: told.append(call))
-    monkeypatch.setattr(cudnn._pybind_module, "_raw_destroy_handle", lambda *call: told.append(call))
+    monkeypatch.setattr(cudnn_binding(), "create_handle", lambda: 77)
+    monkeypatch.setattr(cudnn_binding(), "get_stream", lambda handle: 0)
+    monkeypatch.setattr(cudnn_binding(), "_raw_set_stream", lambda *call: told.append(call))
+    monkeypatch.setattr(cudnn_binding(), "_raw_destroy_handle", lambda *call: told.append(call))
     driver = object.__new__(CudaDriver)
     with pooled_handles():
         assert type(cudnn.create_handle()) is PooledHandle

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from harness.insides import cudnn_binding
 from harness.node_graphs import declare
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,9 +103,8 @@ class Geometry:
 
     @property
     def parameters(self):
-        import cudnn
 
-        modes = cudnn._pybind_module.convolution_mode  # public nowhere
+        modes = cudnn_binding().convolution_mode  # public nowhere
         mode = modes.CONVOLUTION if self.flipped else modes.CROSS_CORRELATION
         return {
             "pre_padding": list(self.before),

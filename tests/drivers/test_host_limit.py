@@ -24,13 +24,13 @@ def test_what_is_no_size_is_refused_by_its_name_where_a_driver_is_made(monkeypat
     with pytest.raises(ArgumentError, match=r"^HANDLEPOOL_HOST_MEMORY='.*' is no size: .* as 4G$"):
         HostDriver()
     assert HostDriver(memory=512).memory_info() == (512, 512)
-    assert "HANDLEPOOL_HOST_MEMORY" in info.collect()["host_memory"]
+    assert "HANDLEPOOL_HOST_MEMORY" in info.collect()["host_memory"]["problem"]
 
 
 def test_the_default_is_a_share_of_what_is_free(monkeypatch):
     monkeypatch.setattr(limit, "_free", lambda: 6 << 30)
     assert HostDriver().memory_info() == (3 << 30, 3 << 30)
-    assert info.host_memory() == "3.0 GiB, simulated (1/2 of the free memory; HANDLEPOOL_HOST_MEMORY is not set)"
+    assert info.host_memory() == {"bytes": 3 << 30, "reason": "1/2 of the free memory; HANDLEPOOL_HOST_MEMORY is not set"}
 
 
 def test_a_machine_that_does_not_say_what_is_free_has_a_fixed_default(monkeypatch):

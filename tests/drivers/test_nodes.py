@@ -6,6 +6,7 @@ Below the rule of guarantee 18, which takes fewer graphs through `handlepool.gra
 import cudnn
 import numpy as np
 import pytest
+from harness.insides import cudnn_binding
 from harness.node_graphs import compiled_and_run, graph_of, placed
 from harness.node_references import (
     ACTIVATIONS,
@@ -181,7 +182,7 @@ def factors(count, data):
 @given(shape=shapes(), dtype=EXACT, data=st.data())
 def test_a_logical_reshape_keeps_the_order_of_indices(shape, dtype, data):
     array, x = draw_array(data, shape, dtype)
-    new, mode = factors(x.size, data), cudnn._pybind_module.reshape_mode.LOGICAL  # public nowhere
+    new, mode = factors(x.size, data), cudnn_binding().reshape_mode.LOGICAL  # public nowhere
     result = compiled_and_run(lambda g, x: g.reshape(x, reshape_mode=mode).set_dim(list(new)), array)
     assert (result == reshaped(x, new)).all()
 
@@ -247,7 +248,7 @@ def convolutions(draw):
 
 
 def options(windows):
-    modes = cudnn._pybind_module.convolution_mode  # public nowhere
+    modes = cudnn_binding().convolution_mode  # public nowhere
     return {
         "pre_padding": list(windows.before),
         "post_padding": list(windows.after),
@@ -288,7 +289,7 @@ def test_nodes_follow_each_other_through_tensors_that_no_array_holds():
     x, b = (
         placed(np.random.default_rng(seed).standard_normal(shape), np.float32) for seed, shape in ((0, (2, 3, 4)), (1, (2, 4, 3)))
     )
-    logical = cudnn._pybind_module.reshape_mode.LOGICAL
+    logical = cudnn_binding().reshape_mode.LOGICAL
 
     def softmax(g, x, b):
         largest = g.reduction(x, mode=cudnn.reduction_mode.MAX).set_dim([2, 3, 1])

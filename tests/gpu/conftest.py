@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.insides import cudnn_binding
 
 from handlepool import HandlePool, drivers
 
@@ -166,41 +167,41 @@ class Latch:
     It releases itself after a while, so that whatever blocks the host while it holds fails the test and does not hang it.
     """
 
-    _words = None
-    _next = 0
+    words = None
+    next = 0
 
     def __init__(self):
         import cupy
         from cuda.bindings import driver
 
-        if Latch._words is None:
-            Latch._words = cupy.cuda.alloc_pinned_memory(1 << 16)
+        if Latch.words is None:
+            Latch.words = cupy.cuda.alloc_pinned_memory(1 << 16)
         self._driver = driver
         self._current_stream = cupy.cuda.get_current_stream
-        self._address = Latch._words.ptr + 4 * Latch._next  # no word is used twice
-        Latch._next += 1
-        self._word = ctypes.c_uint32.from_address(self._address)
-        self._word.value = 0
-        self._timer = threading.Timer(LIMIT, self._expire)
-        self._timer.daemon = True
-        self._expired = False
+        self._address = Latch.words.ptr + 4 * Latch.next  # no word is used twice
+        Latch.next += 1
+        self.word = ctypes.c_uint32.from_address(self._address)
+        self.word.value = 0
+        self.timer = threading.Timer(LIMIT, self._expire)
+        self.timer.daemon = True
+        self.expired = False
 
     def hold(self):
         """Hold back what the current stream is given from now on."""
-        if not self._timer.is_alive():
-            self._timer.start()
+        if not self.timer.is_alive():
+            self.timer.start()
         (status,) = self._driver.cuStreamWaitValue32(self._current_stream().ptr, self._address, 1, 0)
         assert status == self._driver.CUresult.CUDA_SUCCESS, status
 
     def release(self):
         """Let go of every stream."""
-        self._word.value = 1
-        self._timer.cancel()
-        assert not self._expired, "the host was blocked until the latch released itself"
+        self.word.value = 1
+        self.timer.cancel()
+        assert not self.expired, "the host was blocked until the latch released itself"
 
     def _expire(self):
-        self._expired = True
-        self._word.value = 1
+        self.expired = True
+        self.word.value = 1
 
 
 @pytest.fixture
@@ -210,8 +211,8 @@ def latch(pool, stream, kernels):
     pool.prewarm(states=4, workspace=1 << 20)
     latch = Latch()
     yield latch
-    latch._timer.cancel()
-    latch._word.value = 1
+    latch.timer.cancel()
+    latch.word.value = 1
 
 
 @pytest.fixture
@@ -343,9 +344,8 @@ def random_array():
 @pytest.fixture
 def backend_stream():
     """The stream that cuDNN itself says a handle is bound to."""
-    import cudnn
 
-    return lambda handle: cudnn._pybind_module.get_stream(handle.backend_handle)
+    return lambda handle: cudnn_binding().get_stream(handle.backend_handle)
 
 
 @pytest.fixture

@@ -82,7 +82,6 @@ def test_eight_threads_that_ask_for_one_plan_build_it_once(pool, random_array, i
 def test_the_launch_path_uses_the_frontends_raw_entry(pool, stream, random_array):
     x, w = random_array((2, 16, 14, 14)), random_array((8, 16, 3, 3))
     executable = conv2d_plan(x, w, padding=1, pool=pool).executable
-    assert executable._raw is not None
     # (address of the pointers, their number, workspace, raw handle, plan index)
     signature = executable._raw.__doc__.splitlines()[0]
     assert re.fullmatch(r"_execute_with_raw_ptrs\(self, (\w+: int, ){4}\w+: int( = -1)?\) -> None", signature), signature

@@ -10,6 +10,7 @@ import weakref
 import cudnn
 import numpy as np
 import pytest
+from harness.insides import torch_sleep
 
 import handlepool
 from handlepool import DeviceMismatchError, ParallelStates
@@ -518,7 +519,7 @@ def wrong_of(rounds=30):
     gate, streams, wrong = torch.cuda.Stream(), [torch.cuda.Stream() for _ in images], 0
     for _ in range(rounds):
         with torch.cuda.stream(gate):
-            torch.cuda._sleep(10_000_000)  # all begin at once, however slow their launches are
+            torch_sleep(10_000_000)  # all begin at once, however slow their launches are
             begin = gate.record_event()
         outputs = []
         for stream, x in zip(streams, images, strict=True):

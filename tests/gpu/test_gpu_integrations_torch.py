@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from harness.insides import torch_sleep
 
 import handlepool
 from handlepool import ParallelStates
@@ -307,7 +308,7 @@ def late(torch):
             self.convolution, self.cycles = torch.nn.Conv2d(8, 8, 3, padding=1), cycles
 
         def forward(self, x):
-            torch.cuda._sleep(self.cycles)
+            torch_sleep(self.cycles)
             return self.convolution(x)
 
     def make(*arguments):
@@ -361,7 +362,7 @@ def test_g17_modules_that_share_a_normalization_in_training_run_one_after_the_ot
             self.norm, self.cycles = norm, cycles
 
         def forward(self, x):
-            torch.cuda._sleep(self.cycles)
+            torch_sleep(self.cycles)
             return self.norm(x)
 
     def run(call):

@@ -14,9 +14,9 @@ pytest.importorskip("scipy", reason="SciPy is not installed")
 
 
 @pytest.fixture(params=[True, False], ids=["large packs", "packs that leave threads enough"])
-def packs(request, monkeypatch):
+def packs(request, limits):
     if request.param:
-        monkeypatch.setattr("handlepool.drivers.cuda.kernels.PLENTY", 0)
+        limits(PLENTY=0)
 
 
 @pytest.mark.usefixtures("packs")

@@ -15,7 +15,6 @@ from harness.region_worlds import books_of
 
 import handlepool
 from handlepool import CaptureError, OutOfMemoryError, operation
-from handlepool.recording import lanes as books
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -77,8 +76,8 @@ def test_g17_random_programs_recorded_with_lanes_give_what_one_stream_gives_bit_
     assert lanes.stats()["handles_leased"] == 0
 
 
-def test_g17_control_lanes_without_needs_give_something_else(lanes, monkeypatch):
-    monkeypatch.setattr(books, "needs_of", lambda reads, writes: {})
+def test_g17_control_lanes_without_needs_give_something_else(lanes, without):
+    without("the needs of nodes")
     world = World()
     cases = [make_case(seed, CALLS, few=True) for seed in range(60)]
     assert sum(bool(world.wrong(case, 8)) for case in cases) >= 10
@@ -134,8 +133,8 @@ def test_parallel_convolutions_sorts_and_scans_are_the_same_at_every_replay(lane
     assert different_replays(*chains(WIDE)) == 0
 
 
-def test_control_without_needs_replays_differ(lanes, monkeypatch):
-    monkeypatch.setattr(books, "needs_of", lambda reads, writes: {})
+def test_control_without_needs_replays_differ(lanes, without):
+    without("the needs of nodes")
     # Of products: a sort whose scratch somebody else writes to writes anywhere.
     assert different_replays(*chains(WIDE, library=products), replays=50) > 0
 
@@ -255,10 +254,10 @@ def test_a_network_takes_at_most_half_as_much_again_as_on_one_lane(lanes, monkey
         assert max(size[which] for size in others) <= 1.5 * one[which], sizes
 
 
-def test_control_googlenet_with_all_memory_kept_takes_more_than_that(lanes, monkeypatch):
+def test_control_googlenet_with_all_memory_kept_takes_more_than_that(lanes, monkeypatch, without):
     function, p, x = network("googlenet", monkeypatch)
     ((_, one),) = sizes_of(function, p, x, (1,))
-    monkeypatch.setattr("handlepool.drivers.cuda.capture.CudaRecordingMemory.set_reuse_policy", lambda memory, *_: False)
+    without("the reuse of memory on a GPU")
     ((_, more),) = sizes_of(function, p, x, (WIDE,))
     assert more > 1.5 * one
 
@@ -321,8 +320,8 @@ def test_g8_memory_that_was_freed_goes_to_calls_that_come_after_its_readers(lane
     assert wrong_values(slow_readers(kernels), cupy.ones(1 << 16, np.float32)) == 0
 
 
-def test_g8_control_memory_that_goes_to_whoever_asks_is_overwritten(lanes, kernels, monkeypatch):
-    monkeypatch.setattr(books.Lanes, "may_have", lambda lanes, start, stop: True)
+def test_g8_control_memory_that_goes_to_whoever_asks_is_overwritten(lanes, kernels, without):
+    without("the last users of memory")
     assert wrong_values(slow_readers(kernels), cupy.ones(1 << 16, np.float32)) > 0
 
 

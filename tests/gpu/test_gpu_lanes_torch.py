@@ -9,12 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from harness.insides import torch_sleep
 from harness.process import as_default
 
 import handlepool
 from handlepool import CaptureError, ContractError, OutOfMemoryError, ParallelStates, operation
-from handlepool.recording import lanes as books
-from handlepool.recording.held import HeldTensors
 from handlepool.recording.lane import Lane, LeasedLanes
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
@@ -116,12 +115,12 @@ def late(torch, ops):
 
     @operation
     def soft(x):
-        torch.cuda._sleep(200_000)
+        torch_sleep(200_000)
         return ops.soft(x)
 
     @operation
     def mixed(x, y):
-        torch.cuda._sleep(200_000)
+        torch_sleep(200_000)
         return ops.mixed(x, y)
 
     return SimpleNamespace(**vars(calm(ops)) | {"soft": soft, "mixed": mixed})
@@ -184,8 +183,8 @@ def test_g17_random_programs_of_torch_give_what_one_stream_gives_bit_for_bit(def
     assert default.stats()["handles_leased"] == 0
 
 
-def test_g17_control_random_programs_of_torch_without_needs_give_something_else(default, torch, monkeypatch):
-    monkeypatch.setattr(books, "needs_of", lambda reads, writes: {})
+def test_g17_control_random_programs_of_torch_without_needs_give_something_else(default, torch, without):
+    without("the needs of nodes")
     ops, arrays = calm(operations()), given(torch)
     assert sum(different(torch, random_program(seed, ops), arrays, 8, replays=5) > 0 for seed in range(40)) >= 5
 
@@ -201,8 +200,8 @@ def test_g8_random_programs_of_torch_with_late_readers_give_what_one_stream_give
 
 
 @pytest.mark.alone
-def test_g8_control_random_programs_of_torch_without_what_is_held_give_something_else(default, torch, monkeypatch):
-    monkeypatch.setattr(HeldTensors, "read", lambda *call: None)
+def test_g8_control_random_programs_of_torch_without_what_is_held_give_something_else(default, torch, without):
+    without("held tensors")
     assert wrong_with_late_readers(torch) >= 1
 
 
@@ -251,7 +250,7 @@ def crossing(torch):
 
     @operation(mutates=())
     def late(x):
-        torch.cuda._sleep(1_000_000)
+        torch_sleep(1_000_000)
         return x + 1
 
     @operation(mutates=())
@@ -275,8 +274,8 @@ def test_g8_a_block_that_another_lane_reads_is_given_out_after_that(default, tor
     assert different(torch, crossing(torch), [x], 32, replays=50) == 0
 
 
-def test_g8_control_a_block_that_is_given_out_at_once_is_overwritten(default, torch, monkeypatch):
-    monkeypatch.setattr(HeldTensors, "read", lambda *call: None)
+def test_g8_control_a_block_that_is_given_out_at_once_is_overwritten(default, torch, without):
+    without("held tensors")
     x = torch.ones(1 << 16, device="cuda")
     assert different(torch, crossing(torch), [x], 32, replays=50) > 0
 
@@ -320,9 +319,9 @@ def test_programs_that_run_at_once_share_no_workspace_of_torchs(default, torch):
     assert wrong_beside_each_other(torch) == 0
 
 
-def test_control_programs_that_were_recorded_on_the_same_streams_differ(default, torch, monkeypatch):
-    monkeypatch.setattr("handlepool.pool.side_streams.SideSlots.replace_stream", lambda sides, slot: None)
-    monkeypatch.setattr("handlepool.foreign.torch.RecordingPool._forget_workspaces", lambda pool: None)
+def test_control_programs_that_were_recorded_on_the_same_streams_differ(default, torch, monkeypatch, without):
+    without("new streams of side slots")
+    without("torch's forgotten workspaces")
     assert wrong_beside_each_other(torch) > 0
 
 
@@ -377,8 +376,8 @@ def test_closed_programs_leave_no_workspace(default, torch):
     assert left_by_programs(torch) <= 0
 
 
-def test_control_workspaces_that_torch_keeps_are_left(default, torch, monkeypatch):
-    monkeypatch.setattr("handlepool.foreign.torch.RecordingPool._forget_workspaces", lambda pool: None)
+def test_control_workspaces_that_torch_keeps_are_left(default, torch, without):
+    without("torch's forgotten workspaces")
     assert left_by_programs(torch) > 1 << 20
 
 

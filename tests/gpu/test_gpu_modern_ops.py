@@ -42,9 +42,9 @@ def put(values, dtype):
 
 
 @pytest.fixture(params=[True, False], ids=["large packs", "packs that leave threads enough"])
-def packs(request, monkeypatch):
+def packs(request, limits):
     if request.param:
-        monkeypatch.setattr("handlepool.drivers.cuda.kernels.PLENTY", 0)
+        limits(PLENTY=0)
     return request.param
 
 

@@ -330,7 +330,7 @@ def test_g7_a_convolution_finishes_while_its_sibling_is_held_back(pool, stream, 
     with states.fork() as fork:
         finished = branches(fork, latch.hold)
         assert comes_to_pass(finished)
-        assert not latch._expired
+        assert not latch.expired
         with reader:
             assert (free.get() == expected).all()
             assert (held.get() == 0).all()

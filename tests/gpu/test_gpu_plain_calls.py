@@ -7,8 +7,6 @@ from harness.insides import known_writes
 
 import handlepool
 from handlepool import ParallelStates
-from handlepool.order import plain_calls
-from handlepool.order.books import DataOrder
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -78,9 +76,8 @@ def test_g17_what_writes_in_place_waits_for_readers_whatever_others_returned(poo
 
 
 @pytest.mark.unmeasured
-def test_g17_control_where_all_are_taken_for_one_it_does_not(pool, stream, kernels, latch, comes_to_pass, monkeypatch):
-    monkeypatch.setattr(plain_calls, "_codes", lambda values: ())
-    monkeypatch.setattr(DataOrder, "waits_for_all", lambda *_: True)  # or it is warned of
+def test_g17_control_where_all_are_taken_for_one_it_does_not(pool, stream, kernels, latch, comes_to_pass, without):
+    without("the codes of functions")
     written = []
 
     def scale(y, by):

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 from harness.hidden import hidden
-from harness.insides import recording_of, replace_launch
+from harness.insides import recording_of, replace_launch, streams_of_programs
 
 import handlepool
 from handlepool import (
@@ -22,7 +22,6 @@ from handlepool import (
     PoolClosedError,
 )
 from handlepool.pool.deferred import deferred
-from handlepool.recording.program import Program
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -591,14 +590,14 @@ def test_a_program_and_an_open_fork_in_a_cycle_with_their_streams_are_given_back
                 self.fork.run(conv, images[1], weights)
                 self.stream.synchronize()
 
-    before = set(Program._streams)
+    before = set(streams_of_programs())
     model = Model()
     del model
     gc.collect()
     deferred.run(1000)
     cupy.cuda.Device().synchronize()
     deferred.run(1000)
-    assert set(Program._streams) == before
+    assert set(streams_of_programs()) == before
     stats = pool.stats()
     assert (stats["handles_leased"], stats["scratch_bytes_recorded"]) == (0, 0)
 

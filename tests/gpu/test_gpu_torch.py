@@ -1,6 +1,7 @@
 """Torch's streams as keys. Collected only where torch is installed."""
 
 import pytest
+from harness.insides import torch_sleep
 
 import handlepool
 from handlepool import ParallelStates
@@ -32,7 +33,7 @@ def test_g6_a_fork_over_a_torch_stream_is_ordered_with_torchs_work(pool, random_
         tensor = torch.zeros(2, 16, 14, 14, device="cuda")
         x = cupy.from_dlpack(tensor)
         stream.synchronize()
-        torch.cuda._sleep(20_000_000)
+        torch_sleep(20_000_000)
         tensor.fill_(1)
         with ParallelStates(2, pool=pool).fork(stream=stream) as fork:
             y = fork.run(handlepool.conv2d, x, w)
@@ -51,7 +52,7 @@ def test_g17_an_operation_of_torch_in_the_body_is_ordered_with_branches_on_eithe
 
     @handlepool.operation(mutates="y")
     def add_late(y, value):
-        torch.cuda._sleep(20_000_000)
+        torch_sleep(20_000_000)
         y.add_(value)
 
     with torch.cuda.stream(theirs):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from harness.insides import leases_of, scratch_of, streams_of, take_memory
+from harness.insides import leases_of, queue_of, scratch_of, streams_of, take_memory
 
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.order import books
@@ -134,10 +134,10 @@ class Accounts:
             if slot.owner is None or slot.handle.stream is not slot.pointer or stream is None:
                 continue  # a hit would fail, and the handle be bound anew
             if slot.pointer not in (LEGACY_STREAM, PER_THREAD_STREAM):
-                assert slot.handle.queue is stream._queue, (slot, slot.handle.queue, stream)
+                assert slot.handle.queue is queue_of(stream), (slot, slot.handle.queue, stream)
         for slot in self.sides:
             if slot.handle.stream is not None:
-                assert slot.handle.queue is slot.side_stream._queue
+                assert slot.handle.queue is queue_of(slot.side_stream)
 
     def check_counts(self):
         """The statistics tell what is so, and created = live + idle + leased + captured + building + destroyed."""

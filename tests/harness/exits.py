@@ -16,6 +16,9 @@ import types
 import warnings
 from concurrent.futures import wait
 
+from harness.insides import loaded_drivers
+from harness.process import leave
+
 import handlepool
 from handlepool import ForkedProcessError, OwnershipError, ParallelStateExecutor, ParallelStates, PoolClosedError
 
@@ -358,7 +361,7 @@ def forked_among_locks():
     child = os.fork()
     drivers.import_module = load
     if child == 0:
-        assert drivers._loaded.inherited, "the fork did not wait for the driver"
+        assert loaded_drivers().inherited, "the fork did not wait for the driver"
         _new_pool()
         with handlepool.HandlePool(check=True) as pool:
             pool.get_handle()
@@ -412,7 +415,7 @@ def _child(function, *args):
             traceback.print_exc()
         finally:
             sys.stderr.flush()
-            os._exit(code)
+            leave(code)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status == 0, status
 

@@ -14,6 +14,7 @@ from handlepool import HandlePool, ParallelStates
 from handlepool.drivers.cuda.driver import CudaDriver
 from handlepool.drivers.cuda.executable import CudaExecutable
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
+from handlepool.drivers.cuda.prepared import prepared
 from handlepool.tensors import frontend
 
 
@@ -181,6 +182,8 @@ class NoGpuDriver(CudaDriver):
     def record_event(self, event, pointer):
         self.log.append(("record", pointer))
 
+    record_event_next = record_event
+
     def wait_event(self, pointer, event):
         self.log.append(("wait", pointer))
 
@@ -195,6 +198,9 @@ class NoGpuDriver(CudaDriver):
 
     def copy_run(self, target, source, pointer):
         self.log.append(("copy", pointer))
+
+    def prepared(self, copies):
+        return prepared(copies, self.copy, lambda _: 0, 2, None)
 
     def create_handle(self):
         return Handle(next(self._numbers))

@@ -1,9 +1,13 @@
 """State of the process that each test begins with anew: the default pool, and work that was left behind."""
 
 import contextlib
+import os
 
 from handlepool.pool import context, deferred, process_end
 from handlepool.pool import default as defaults
+
+leave = os._exit
+"""End a process at once, as a child of `os.fork` has to: without clean-up, and without the tests of its parent."""
 
 
 def set_default(pool):

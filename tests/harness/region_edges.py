@@ -15,7 +15,9 @@ from harness.region_cases import Call, Case, Look, Map, Record, Replay, Step, Up
 from harness.region_functions import FUNCTIONS, RECORDED
 
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.order.books import DataOrder
+from handlepool.order import books, track
+from handlepool.order import operation as operations_module
+from handlepool.regions import fork
 
 Touched = dict[int, int]
 """By array, the bits of the elements."""
@@ -165,21 +167,23 @@ class Trace:
             wait_on_host(operation, purpose)
             self._host |= self._bits([operation])
 
-        follow = DataOrder.follow
+        follow, callers = track.follow, (books, operations_module, fork)
 
-        def noted_follow(order: DataOrder, track: Any, needs: Any) -> None:
+        def noted_follow(*args: Any) -> None:
             self._by_data += 1
             try:
-                follow(order, track, needs)
+                follow(*args)
             finally:
                 self._by_data -= 1
 
         scheduler.submit, streams.wait, streams.wait_on_host = noted_submit, noted_wait, noted_host_wait  # type: ignore[method-assign]
-        DataOrder.follow = noted_follow  # type: ignore[method-assign]
+        for module in callers:
+            module.follow = noted_follow
         try:
             yield
         finally:
-            DataOrder.follow = follow  # type: ignore[method-assign]
+            for module in callers:
+                module.follow = follow
             del scheduler.submit, streams.wait, streams.wait_on_host
 
     def _step_of(self, operation: Any) -> int:

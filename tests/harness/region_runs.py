@@ -35,6 +35,7 @@ from harness.region_functions import FORKED, FUNCTIONS, RECORDED, TOKENS, Branch
 
 import handlepool
 from handlepool import HandlePool, ParallelStateExecutor, ParallelStates
+from handlepool.pool.context import thread as this_thread
 
 Values = dict[tuple[str, int], Any]
 """What a run gives: what arrays have in the end, the arrays of tokens, and what the host has read in between."""
@@ -441,7 +442,7 @@ class Regional(Sequential):
                 # A program belongs to a thread: to the worker until its result is there, and then to this thread again.
                 program.hand_over()
                 self.tasks().submit(method, *args).result(TIMEOUT)
-                program._take_over()
+                program._user = this_thread.token
             else:
                 method(*args)
 

@@ -15,7 +15,7 @@ from harness.region_runs import Regional, Sequential, Values, values_of
 
 from handlepool import ContractError, HandlePool
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.order import books, uses
+from handlepool.order import track, uses
 from handlepool.pool import deferred
 from handlepool.pool.context import active
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
@@ -154,13 +154,13 @@ class World:
 @contextlib.contextmanager
 def books_of(case: Case) -> Iterator[None]:
     """Let the books be as they are, or, where the case says so, keep so little that they soon count several as one."""
-    former = books.MOST_MARKS, uses.MOST_NEIGHBOURS
+    former = track.MOST_MARKS, uses.MOST_NEIGHBOURS
     if case.small:
-        books.MOST_MARKS, uses.MOST_NEIGHBOURS = 2, 4
+        track.MOST_MARKS, uses.MOST_NEIGHBOURS = 2, 4
     try:
         yield
     finally:
-        books.MOST_MARKS, uses.MOST_NEIGHBOURS = former
+        track.MOST_MARKS, uses.MOST_NEIGHBOURS = former
 
 
 def expected_of(case: Case) -> Values:

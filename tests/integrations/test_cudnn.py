@@ -12,6 +12,7 @@ from unittest import mock
 import cudnn
 import pytest
 from cudnn import wrapper
+from harness.insides import cudnn_binding, lowered
 from harness.process import as_default
 
 import handlepool
@@ -50,7 +51,7 @@ def binding(monkeypatch):
         "_raw_set_stream": lambda handle, stream: told.append(("bound", handle, stream)),
         "_raw_destroy_handle": lambda handle: told.append(("destroyed", handle)),
     }.items():
-        monkeypatch.setattr(cudnn._pybind_module, name, function)
+        monkeypatch.setattr(cudnn_binding(), name, function)
     return told
 
 
@@ -144,8 +145,10 @@ def test_another_version_that_passes_the_self_test_is_warned_of_and_works(pool, 
         shim.install()
     assert [warning.filename for warning in caught] == [__file__]
     assert cudnn.create_handle().backend_handle == handlepool.get_handle().backend_handle
-    found = info.collect()["integrations"]["cudnn"]
-    assert found == f"installed; nvidia-cudnn-frontend {version} is not known, and passed the self-test"
+    found = info.collect()
+    expected = {"installed": True, "frontend": version, "known": False, "known_versions": ["1.32"], "broken": None}
+    assert found["integrations"]["cudnn"] == expected
+    assert f"{version} is not known, and passed the self-test" in info.render(found)
     shim.uninstall()
     with pytest.warns(RuntimeWarning, match="it passed a self-test"), shim.pooled_handles():  # over methods that have stayed
         assert isinstance(cudnn.create_handle(), shim.PooledHandle)
@@ -249,7 +252,10 @@ def test_another_version_of_which_an_assumption_does_not_hold_is_refused_with_th
         shim.install()
     assert [getattr(cudnn, name) for name in NAMES] == before
     assert not shim.is_installed()
-    assert "not installed; nvidia-cudnn-frontend 1.33.0 is not known, and failed" in info.collect()["integrations"]["cudnn"]
+    found = info.collect()
+    assert not found["integrations"]["cudnn"]["installed"]
+    assert assumption in found["integrations"]["cudnn"]["broken"]
+    assert "not installed; nvidia-cudnn-frontend 1.33.0 is not known, and failed" in info.render(found)
 
 
 def test_the_self_test_is_refused_nothing_by_the_version_that_is_known_and_changes_nothing(pool, binding):
@@ -628,12 +634,12 @@ def test_a_graph_runs_with_what_it_is_given_else_its_own_else_the_current_stream
     with stream:
         alone.execute({}, 88)
         mine = handlepool.get_handle().backend_handle
-    first, second, third, fourth = graph._lowered_graph.launches
+    first, second, third, fourth = lowered(graph).launches
     assert first == (handle.backend_handle, None)
     assert second == (other.backend_handle, None)
     assert third[0] not in (None, first[0])
     assert fourth == (handle.backend_handle, 77)
-    assert alone._lowered_graph.launches == [(mine, 88)]
+    assert lowered(alone).launches == [(mine, 88)]
 
 
 def test_a_graph_that_was_read_runs_on_the_current_stream_or_with_what_execute_is_given(installed, monkeypatch):
@@ -644,19 +650,19 @@ def test_a_graph_that_was_read_runs_on_the_current_stream_or_with_what_execute_i
         def deserialize(self, *given):
             self.given = given
 
-    monkeypatch.setattr(cudnn._pybind_module, "backend_graph", Read)
+    monkeypatch.setattr(cudnn_binding(), "backend_graph", Read)
     handle, stream, other = cudnn.create_handle(), installed.driver.create_stream(), installed.driver.create_stream()
     cudnn.set_stream(handle, stream.ptr)
     graph = cudnn.pygraph()
     graph.deserialize(handle, b"a plan")
-    assert graph._lowered_graph.given == (handle.backend_handle, b"a plan")
+    assert lowered(graph).given == (handle.backend_handle, b"a plan")
     graph._normalize = lambda *_: None
     graph._native_var_pack = lambda tensors, workspace: ({}, workspace)
     with other:
         graph.execute({})
         graph.execute({}, None, handle)
         mine = handlepool.get_handle().backend_handle
-    assert graph._lowered_graph.launches == [(mine, None), (handle.backend_handle, None)]
+    assert lowered(graph).launches == [(mine, None), (handle.backend_handle, None)]
     assert mine != handle.backend_handle
 
 
@@ -667,7 +673,7 @@ def test_a_graph_that_was_made_meanwhile_goes_on_with_the_pool(installed):
     shim.uninstall()
     graph.execute({})
     alone.execute({})
-    assert graph._lowered_graph.launches == alone._lowered_graph.launches == [(handle.backend_handle, None)]
+    assert lowered(graph).launches == lowered(alone).launches == [(handle.backend_handle, None)]
 
 
 def test_a_graph_of_the_frontends_own_handles_is_left_to_it(pool, binding):
@@ -676,7 +682,7 @@ def test_a_graph_of_the_frontends_own_handles_is_left_to_it(pool, binding):
         graph, lowers_with = built(handle)
         graph.execute({}, None, handle)
     assert lowers_with == handle.backend_handle
-    assert graph._lowered_graph.launches == [(handle.backend_handle, None)]
+    assert lowered(graph).launches == [(handle.backend_handle, None)]
 
 
 def test_a_graph_is_not_launched_with_a_destroyed_handle(installed):
@@ -685,7 +691,7 @@ def test_a_graph_is_not_launched_with_a_destroyed_handle(installed):
     cudnn.destroy_handle(handle)
     with pytest.raises(OwnershipError, match=r"was given to cudnn\.destroy_handle"):
         graph.execute({})
-    assert graph._lowered_graph.launches == []
+    assert lowered(graph).launches == []
 
 
 def wrapped(graph, handle="auto", workspace=None):
@@ -710,7 +716,7 @@ def built_wrapped(monkeypatch):
             setattr(made, f"_Graph__{name}", [])
         made._Graph__heuristics, made._Graph__node_count = [], {}
         wrapper.Graph.__exit__(made, None, None, None)
-        return made, graph._lowered_graph.launches
+        return made, lowered(graph).launches
 
     allocated = []
     torch = SimpleNamespace(empty=lambda size, **_: allocated.append(size) or 4242, uint8=None)
@@ -774,9 +780,9 @@ def test_a_wrapped_graph_takes_the_callers_handle_and_workspace(installed, torch
 
 
 def test_info_says_whether_it_is_installed(pool):
-    assert info.collect()["integrations"] == {"cudnn": "not installed; for nvidia-cudnn-frontend 1.32.*"}
+    assert "not installed; for nvidia-cudnn-frontend 1.32.*" in info.render(info.collect())
     with shim.pooled_handles():
-        assert info.collect()["integrations"] == {"cudnn": "installed; for nvidia-cudnn-frontend 1.32.*"}
+        assert info.collect()["integrations"]["cudnn"]["installed"]
 
 
 def test_importing_handlepool_imports_no_integration():

@@ -24,7 +24,7 @@ def test_the_example_gives_what_one_process_gives(make_pool, monkeypatch, make_d
     random = np.random.default_rng(1)
     images = [random.standard_normal((1, 4, 9, 9 + index % 2)).astype("float32") for index in range(9)]
     weights = random.standard_normal((4, 4, 3, 3)).astype("float32")
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    _, block = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     names = {"__name__": "__main__", "images": images, "weights": weights, "network": network}
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's processes have no such module
     ray.init(num_gpus=2, include_dashboard=False, log_to_driver=False)

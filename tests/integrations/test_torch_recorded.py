@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
 
-from harness.torch_host import QueuedHost  # noqa: E402 - it needs torch
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
@@ -19,8 +18,7 @@ SCALE = 2.0
 
 
 @pytest.fixture(autouse=True)
-def place(pool, monkeypatch):
-    monkeypatch.setattr(places, "_host", QueuedHost)
+def place(pool, torch_host):
     torch.manual_seed(0)
     with torch.no_grad(), warnings.catch_warnings():
         # Torch's own export warns of its own use of trees.
@@ -146,6 +144,21 @@ POINTWISE = {
 }
 
 
+@pytest.mark.parametrize("gate", [nn.Sigmoid, nn.Hardsigmoid])
+@pytest.mark.parametrize("inner", [nn.ReLU, nn.SiLU, nn.Identity])
+def test_gates_of_channels_are_one_kernel(gate, inner):
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 2, 1), inner(), nn.Conv2d(2, 8, 1), gate())
+
+        def forward(self, x):
+            return x * self.layers(x) + 1
+
+    ours = check(Gated().eval(), (images(),))
+    assert report(ours)[0].kernels == {"squeeze_excite": 1, "add": 1}
+
+
 class Function(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -233,6 +246,27 @@ def test_g19_another_weight_is_recorded_anew(block):
     same(ours(x), block(x))
     block.load_state_dict(Block().state_dict())
     same(ours(x), block(x))
+
+
+def test_g19_an_equal_weight_of_one_element_is_another_weight():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([2.0]))
+
+        def forward(self, x):
+            return x * self.scale
+
+    model, x = Scaled().eval(), torch.randn(3)
+    ours = recorded(model, strict=True)
+    same(ours(x), x * 2)
+    model.scale = nn.Parameter(torch.tensor([2.0]))
+    same(ours(x), x * 2)
+    model.scale.add_(1)
+    same(ours(x), x * 3)
+    model.scale = nn.Parameter(torch.tensor([2.0]))
+    model.scale.add_(3)
+    same(ours(x), x * 5)
 
 
 def test_g19_a_weight_whose_memory_was_replaced_is_recorded_anew(block):

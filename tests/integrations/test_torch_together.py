@@ -7,16 +7,14 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
 
-from harness.torch_host import QueuedHost  # noqa: E402 - it needs torch
 from torch import nn  # noqa: E402
 
 from handlepool import ArgumentError, CaptureError  # noqa: E402
-from handlepool.integrations.torch import places, report, together  # noqa: E402
+from handlepool.integrations.torch import report, together  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def place(pool, monkeypatch):
-    monkeypatch.setattr(places, "_host", QueuedHost)
+def place(pool, torch_host):
     torch.manual_seed(0)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)

@@ -7,9 +7,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
 
 from harness import torch_zoo  # noqa: E402 - it needs torch
-from harness.torch_host import QueuedHost  # noqa: E402
 
-from handlepool.integrations.torch import places, recorded, report  # noqa: E402
+from handlepool.integrations.torch import recorded, report  # noqa: E402
 
 leaves = torch.utils._pytree.tree_leaves
 
@@ -17,8 +16,7 @@ leaves = torch.utils._pytree.tree_leaves
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [*torch_zoo.TORCHVISION, *torch_zoo.TIMM])
-def test_a_model_gives_its_own_values(name, pool, monkeypatch):
-    monkeypatch.setattr(places, "_host", QueuedHost)
+def test_a_model_gives_its_own_values(name, pool, torch_host):
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         made = torch_zoo.made(name)

@@ -28,8 +28,8 @@ def given(arrays, shape=(2, 16, 5, 6), squeezed=3, filters=False):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("gate", ["sigmoid", "hardsigmoid"])
 @pytest.mark.parametrize("most", [0, gating.MOST_ANEW], ids=["a launch for each", "two launches"])
-def test_it_is_the_reference_and_lies_as_its_input(each_pool, monkeypatch, most, gate, dtype, layout):
-    monkeypatch.setattr(gating, "MOST_ANEW", most)
+def test_it_is_the_reference_and_lies_as_its_input(each_pool, limits, most, gate, dtype, layout):
+    limits(MOST_ANEW=most)
     arrays = Arrays(each_pool, dtype, layout)
     for activation in ACTIVATIONS:
         xs = given(arrays, filters=activation == "relu")
@@ -59,8 +59,8 @@ def test_generated_geometries(shape, squeezed, layouts, dtype):
 
 
 @pytest.mark.parametrize("most", [0, gating.MOST_ANEW], ids=["a launch for each", "two launches"])
-def test_the_result_may_be_the_images_and_no_weights(each_pool, monkeypatch, most):
-    monkeypatch.setattr(gating, "MOST_ANEW", most)
+def test_the_result_may_be_the_images_and_no_weights(each_pool, limits, most):
+    limits(MOST_ANEW=most)
     arrays = Arrays(each_pool)
     x, *layers = given(arrays)
     expected = reference.squeeze_excite(*map(arrays.take, (x, *layers)))
@@ -90,8 +90,8 @@ def test_images_without_a_batch_or_channels_give_an_empty_result(each_pool):
 
 
 @pytest.mark.parametrize("most", [0, gating.MOST_ANEW], ids=["a launch for each", "two launches"])
-def test_bad_input_is_a_typed_error_with_the_numbers(each_pool, monkeypatch, most):
-    monkeypatch.setattr(gating, "MOST_ANEW", most)
+def test_bad_input_is_a_typed_error_with_the_numbers(each_pool, limits, most):
+    limits(MOST_ANEW=most)
     arrays = Arrays(each_pool)
     x, w1, b1, w2, b2 = given(arrays)
     for match, call in {
@@ -134,8 +134,8 @@ def test_g17_control_without_order_it_goes_wrong():
 
 @pytest.mark.parametrize("lanes", [1, 4])
 @pytest.mark.parametrize(("most", "nodes"), [(0, 4), (gating.MOST_ANEW, 3)])
-def test_g17_a_recording_has_nodes_that_follow_their_data(each_pool, monkeypatch, most, nodes, lanes):
-    monkeypatch.setattr(gating, "MOST_ANEW", most)
+def test_g17_a_recording_has_nodes_that_follow_their_data(each_pool, limits, most, nodes, lanes):
+    limits(MOST_ANEW=most)
     arrays = Arrays(each_pool)
     xs = given(arrays)
     program = handlepool.record(lambda x, *layers: ops.add(squeeze_excite(x, *layers), x), *xs, lanes=lanes)

@@ -1,4 +1,4 @@
-"""A module as ``python -m handlepool plans build`` takes it."""
+"""A module as ``handlepool plans build`` takes it."""
 
 import handlepool
 from handlepool import ArraySpec

@@ -21,6 +21,11 @@ def captured(pool):
     return stats["captures_met"], stats["scratch_bytes_captured"], stats["scratch_bytes"]
 
 
+def capturing(pool):
+    """The slots that take part in captures, by capture."""
+    return pool.internals.device(0).scratch._capturing
+
+
 def test_g9_a_capture_keeps_its_scratch_and_trim_leaves_it_alone(make_pool):
     pool = make_pool()
     stream = pool.driver.create_stream()
@@ -182,7 +187,7 @@ def test_g9_trim_captured_knows_that_a_capture_is_over_whose_threads_have_all_en
     assert captured(pool) == (3, 1536, 1536)
     pool.trim(captured=True)
     assert captured(pool) == (3, 0, 0)
-    assert not pool.internals.device(0).scratch._capturing
+    assert not capturing(pool)
 
 
 def test_g11_a_capture_that_was_given_no_bytes_is_forgotten_with_the_thread_that_took_part(make_pool, in_thread):
@@ -190,9 +195,9 @@ def test_g11_a_capture_that_was_given_no_bytes_is_forgotten_with_the_thread_that
     stream = pool.driver.create_stream()
     stream.begin_capture("relaxed")
     in_thread(pool.get_workspace, 0, stream)
-    assert pool.internals.device(0).scratch._capturing
+    assert capturing(pool)
     pool.internals.release_left()
-    assert not pool.internals.device(0).scratch._capturing
+    assert not capturing(pool)
     stream.end_capture()
 
 

@@ -18,7 +18,7 @@ import handlepool
 from handlepool import ContractError, HandlePool, ParallelStates, PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
-from handlepool.pool.slot import ClosedHandle, Slot
+from handlepool.pool.slot import ClosedHandle
 
 
 class Closing:
@@ -81,16 +81,6 @@ def launching(world, monkeypatch):
     return end
 
 
-def carelessly(withdraw):
-    """As `Slot.release_unless_busy`, of slots whose threads are in launches, too."""
-
-    def careless(slot, closed):
-        slot.busy = False
-        return withdraw(slot, closed)
-
-    return careless
-
-
 @pytest.mark.parametrize("check", [False, True])
 def test_g1_a_handle_in_use_is_left_to_its_thread_and_the_others_are_destroyed(monkeypatch, check):
     world = Closing(check=check)
@@ -110,9 +100,9 @@ def test_g1_a_handle_in_use_is_left_to_its_thread_and_the_others_are_destroyed(m
     assert world.driver.alive()["scratch_bytes"] == 0
 
 
-def test_g1_control_a_close_that_does_not_look_whether_a_handle_is_in_use(monkeypatch):
+def test_g1_control_a_close_that_does_not_look_whether_a_handle_is_in_use(monkeypatch, without):
     world = Closing()
-    monkeypatch.setattr(Slot, "release_unless_busy", carelessly(Slot.release_unless_busy))
+    without("a look at launches under way")
     end = launching(world, monkeypatch)
     with pytest.raises(ContractError, match="destroy_handle"):
         world.pool.close()
@@ -254,8 +244,8 @@ def test_g1_a_close_at_every_line_of_a_call_lets_it_be_right_or_refuses_it(monke
     assert {*values} == {36.0, None}
 
 
-def test_g1_control_a_close_at_every_line_that_does_not_look_whether_a_handle_is_in_use(monkeypatch):
-    monkeypatch.setattr(Slot, "release_unless_busy", carelessly(Slot.release_unless_busy))
+def test_g1_control_a_close_at_every_line_that_does_not_look_whether_a_handle_is_in_use(monkeypatch, without):
+    without("a look at launches under way")
     _, errors = at_every_line(monkeypatch, a_planned_call)
     assert any(isinstance(error, ContractError) for error in errors)
 

@@ -5,12 +5,12 @@ import threading
 import numpy as np
 import pytest
 from harness.arrays import Arrays
+from harness.insides import made_default
 from harness.scenes import TIMEOUT, Thread
 
 import handlepool
 from handlepool import ArgumentError, HandlePool, OwnershipError, ParallelStateExecutor, ParallelStates, PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.pool import default
 
 
 @pytest.mark.parametrize("close", [handlepool.close, lambda: handlepool.default_pool().close()])
@@ -64,7 +64,7 @@ def test_a_close_does_no_harm_to_threads_that_work(unused):
 
 def test_a_close_before_the_first_use_makes_nothing(unused):
     handlepool.close()
-    assert default._default is None
+    assert made_default() is None
 
 
 def test_a_pool_that_somebody_made_is_closed_for_good(unused):
@@ -105,7 +105,7 @@ def test_what_is_no_pool_or_a_closed_one_is_refused(unused, value):
     closed.close()
     with pytest.raises(PoolClosedError):
         handlepool.set_default_pool(closed)
-    assert default._default is None
+    assert made_default() is None
 
 
 def test_of_two_threads_that_choose_at_once_one_is_told(unused):

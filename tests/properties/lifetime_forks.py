@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 from harness.graphs import double, plus
-from harness.insides import mark_of, order_of, ordinal_of, stream_of
+from harness.insides import is_ordered, mark_of, order_of, ordinal_of, stream_of
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -106,7 +106,7 @@ class Body:
 
     def __init__(self, machine, fork, values, rest=(), hidden=(), key=0):
         self.machine, self.fork, self.values, self.rest, self.hidden, self.key = machine, fork, values, rest, hidden, key
-        self.ordered = fork._ordered
+        self.ordered = is_ordered(fork)
         self.made = []
 
     def step(self, kind, i, j, nbytes):
@@ -291,7 +291,7 @@ class Forks(RuleBasedStateMachine):
             stream.synchronize()
 
     def array(self, value):
-        self.driver.current_stream()._arrays = True
+        self.driver.current_stream().allocates = True
         with self.driver.relaxed():  # an allocation of a user's own, which harms the captures of others
             array = self.driver.empty((16,), (8,), np.dtype(np.float64))
         if self.driver.capture_id(pointer := self.driver.current_stream().ptr):
@@ -373,7 +373,7 @@ class Forks(RuleBasedStateMachine):
         values = actor.values.setdefault(device, [])
 
         def go_on():
-            body = Body(self, fork, list(values), rest[0] if rest else (), (), fork._pointer)
+            body = Body(self, fork, list(values), rest[0] if rest else (), (), stream_of(fork).ptr)
             for step in steps:
                 body.step(*step)
             return body
@@ -383,8 +383,8 @@ class Forks(RuleBasedStateMachine):
             for value in values:
                 value.expected = None
             return
-        self.forget(values, [value for value in values if value not in body.values] if fork._ordered else ())
-        if fork._ordered:
+        self.forget(values, [value for value in values if value not in body.values] if is_ordered(fork) else ())
+        if is_ordered(fork):
             values += body.made
         else:  # they are nobody's before the join
             actor.later.setdefault(mark_of(fork), []).extend(body.made)
@@ -400,7 +400,7 @@ class Forks(RuleBasedStateMachine):
     @rule(f=INDEX)
     def a_fork_is_left(self, f):
         actor, fork = self.open_fork(f)
-        device, key = ordinal_of(fork), fork._pointer
+        device, key = ordinal_of(fork), stream_of(fork).ptr
         order = order_of(fork)
         values = actor.values.setdefault(device, [])
         later = actor.later.pop(mark_of(fork), [])

@@ -16,8 +16,8 @@ from harness.accounts import (
     streams_of_books,
     waiting,
 )
-from harness.insides import abandoned, finish_queues, scratch_of, squeeze, stream_of, take_memory
-from harness.process import set_default
+from harness.insides import abandoned, finish_queues, queue_of, scratch_of, squeeze, stream_of, take_memory
+from harness.process import leave, set_default
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from lifetime_forks import INDEX, SIZES, TIMEOUT, Forks, Oops
@@ -84,7 +84,7 @@ class Actor:
 
 def count_streams(streams):
     """How many of them there are and are not destroyed."""
-    return len({id(stream) for stream in streams if stream is not None and stream._queue is not None})
+    return len({id(stream) for stream in streams if stream is not None and queue_of(stream) is not None})
 
 
 class Recording:
@@ -193,11 +193,11 @@ class Lifetimes(Forks):
         if pointer in (0, 2):
             identity = (device, pointer)
         elif form in ("current", "object"):
-            identity = ("object", getattr(stream, "_serial", None))
+            identity = ("object", getattr(stream, "serial", None))
             watch = weakref.ref(stream)
         else:
             recording = self.recording(stream, device)
-            identity = ("pointer", stream._serial) if recording is None else ("capture", recording.serial)
+            identity = ("pointer", stream.serial) if recording is None else ("capture", recording.serial)
             if recording is not None:
                 recording.foreign = True
         key = (actor, identity)
@@ -261,8 +261,8 @@ class Lifetimes(Forks):
     def a_stream_comes(self, device):
         with self.driver.device(device), self.driver.relaxed():
             stream = self.driver.create_stream()
-        stream._serial = self.serial = self.serial + 1
-        stream._arrays = False
+        stream.serial = self.serial = self.serial + 1
+        stream.allocates = False
         self.streams.append((stream, device))
         self.watches.append(weakref.ref(stream))
 
@@ -273,7 +273,9 @@ class Lifetimes(Forks):
         forks = [*(fork for actor in self.actors for fork in actor.forks), *forgotten(self.pool)]
         if self.recording(stream, device) is None and not any(stream_of(fork) is stream for fork in forks):
             self.streams.remove((stream, device))
-            if stream._arrays:  # CuPy's arena goes to the next stream at the same pointer; scratch is what must be safe by itself
+            if (
+                stream.allocates
+            ):  # CuPy's arena goes to the next stream at the same pointer; scratch is what must be safe by itself
                 self.wait(stream)
 
     @rule(a=INDEX, s=INDEX, then=INDEX, form=FORMS, nbytes=SIZES)
@@ -345,7 +347,9 @@ class Lifetimes(Forks):
         forked = any(stream_of(fork) is stream for other in self.actors for fork in other.forks)
         if forked or self.recording(stream, device) is not None:
             return
-        if stream._arrays:  # the graph gets blocks of the stream's arena, and may be replayed on a stream that waits for nothing
+        if (
+            stream.allocates
+        ):  # the graph gets blocks of the stream's arena, and may be replayed on a stream that waits for nothing
             self.wait(stream)
         self.on(actor, device, stream, lambda: stream.begin_capture(mode))
         if stream.is_capturing():
@@ -458,7 +462,7 @@ class Lifetimes(Forks):
                     self.pool.close()
                     code = 0 if not self.driver.calls.keys() & {"destroy_handle", "free", "destroy_event"} else 2
             finally:
-                os._exit(code)
+                leave(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     # What holds after every step
@@ -472,7 +476,7 @@ class Lifetimes(Forks):
         assert not self.driver.order.found
         assert not self.wrong
         for recording in self.recordings:
-            capture = recording.stream._queue.capture
+            capture = queue_of(recording.stream).capture
             assert recording.broken or not capture.spoiled, capture.spoiled
         for device in accounts.devices:
             handles = sum(handle.device == device.device for handle in accounts.handles()) - (device.handles.builder is not None)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from harness.accounts import Accounts
 from harness.graphs import convolution
-from harness.insides import fault_by
+from harness.insides import fault_by, loaded_drivers
 from harness.lines import at_line, some_lines
 from harness.scenes import Scene, Thread
 from harness.uses import assert_usable
@@ -211,7 +211,7 @@ def test_g10_a_finaliser_may_ask_for_the_driver_while_it_is_loaded(monkeypatch):
             inside[0] = drivers.load("host")
         return load(name)
 
-    monkeypatch.setattr(drivers._loaded, "by_name", {})
+    monkeypatch.setattr(loaded_drivers(), "by_name", {})
     monkeypatch.setattr(drivers, "import_module", import_module)
     assert drivers.load("host") is inside[0] is drivers.load("host")
 

@@ -12,7 +12,6 @@ from harness.region_maker import make_case
 from harness.region_worlds import World
 
 from handlepool import ArgumentError
-from handlepool.recording import tuning
 
 PROGRAMS = int(os.environ.get("PROGRAMS", "80"))
 FIRST = int(os.environ.get("FIRST", "0"))
@@ -73,13 +72,11 @@ def test_g17_schedules_by_random_times_give_what_one_stream_gives_and_most_lost_
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a branch waits since")
 @pytest.mark.parametrize("restores", [True, False], ids=["", "control"])
-def test_programs_that_were_tuned_give_what_one_stream_gives_and_not_all_do_where_nothing_is_restored(
-    restores, monkeypatch, limits
-):
+def test_programs_that_were_tuned_give_what_one_stream_gives_and_not_all_do_where_nothing_is_restored(restores, without, limits):
     world, counts = World(), Counter()
     limits(MOST_ROUNDS=1)
     if not restores:
-        monkeypatch.setattr(tuning.Outside, "restore", lambda outside: None)
+        without("restoring after a tuning")
 
     def tuned(program):
         try:

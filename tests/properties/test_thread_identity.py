@@ -9,6 +9,7 @@ import threading
 import weakref
 
 import pytest
+from harness.process import leave
 from harness.scenes import Scene, Thread
 
 from handlepool import OwnershipError, ParallelStates
@@ -72,7 +73,7 @@ def test_a_token_is_the_same_in_a_forked_child():
     token = thread.token
     child = os.fork()
     if not child:
-        os._exit(0 if thread.token is token and not token.over else 1)
+        leave(0 if thread.token is token and not token.over else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 

@@ -530,7 +530,7 @@ def test_a_lane_that_could_not_be_begun_is_none_and_what_was_to_be_on_it_is_miss
     made, former = [], type(scene.driver).wait_event
 
     def wait_event(driver, pointer, event):
-        if thread.recording is not None and pointer != thread.recording.lanes._main.pointer:
+        if thread.recording is not None and pointer != thread.recording.lanes.main.pointer:
             made.append(pointer)
             if len(made) == 2:
                 raise ZeroDivisionError
@@ -597,8 +597,8 @@ def test_g17_what_was_there_before_and_is_given_back_is_overwritten_after_all_wh
     assert after == [(), (), (), (0, 1, 2), (0, 1)]
 
 
-def test_g17_control_what_is_given_back_without_its_readers_is_caught(scene, monkeypatch):
-    monkeypatch.setattr(books.Lanes, "_users_of", lambda *_: [])
+def test_g17_control_what_is_given_back_without_its_readers_is_caught(scene, without):
+    without("users of returned memory")
     with pytest.raises(ContractError, match="not ordered"):
         overwritten_where_it_was_given_back(scene)
     scene.driver.order.found.clear()

@@ -12,7 +12,6 @@ import handlepool
 from handlepool import CaptureError, ContractError, OutOfMemoryError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.drivers.host.graphs import RecordingMemory
-from handlepool.recording.lanes import Lanes
 from handlepool.recording.memory import Unwritten
 
 LANES = (1, 2, 3, 8)
@@ -88,8 +87,8 @@ def test_g8_chains_beside_each_other_have_memory_of_their_own(scene, lanes):
     assert sizes[1] <= sizes[0] * used * 1.1
 
 
-def test_g8_control_memory_that_goes_to_whoever_asks_is_caught(scene, monkeypatch):
-    monkeypatch.setattr(Lanes, "may_have", lambda lanes, start, stop: True)
+def test_g8_control_memory_that_goes_to_whoever_asks_is_caught(scene, without):
+    without("the last users of memory")
     program = handlepool.record(beside, scene, scene.array(1), lanes=8)
     with pytest.raises(ContractError, match="not ordered"):
         program.replay()

@@ -15,7 +15,6 @@ import handlepool
 from handlepool import ContractError, OutOfMemoryError
 from handlepool._util.reachable import leaves
 from handlepool.drivers.host.array import HostArray, owner_of
-from handlepool.recording.held import HeldTensors
 
 LANES = (1, 2, 3, 8)
 
@@ -137,8 +136,8 @@ def test_g8_a_block_that_another_lane_reads_is_given_out_after_that(scene, lanes
     assert leased(scene) == 0
 
 
-def test_g8_control_a_block_that_is_given_out_at_once_is_caught(scene, monkeypatch):
-    monkeypatch.setattr(HeldTensors, "read", lambda *call: None)
+def test_g8_control_a_block_that_is_given_out_at_once_is_caught(scene, without):
+    without("held tensors")
     program = handlepool.record(crossing, scene, scene.array(1), lanes=8)
     with pytest.raises(ContractError, match="not ordered"):
         program.replay()
@@ -152,10 +151,10 @@ def blocks(scene, lanes):
         return len(scene.torch.streams)
 
 
-def test_a_block_is_given_out_again_where_its_lane_comes_after_its_readers(scene, monkeypatch):
+def test_a_block_is_given_out_again_where_its_lane_comes_after_its_readers(scene, without):
     one, several = blocks(scene, 1), blocks(scene, 3)
     assert several <= 3 * one
-    monkeypatch.setattr(HeldTensors, "follow", lambda *call: None)
+    without("followed readers")
     assert blocks(scene, 3) > several  # control: all is held to the end
 
 

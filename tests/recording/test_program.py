@@ -15,7 +15,6 @@ import handlepool
 from handlepool import ArgumentError, ContractError, ParallelStates
 from handlepool.drivers.host.array import raw_view
 from handlepool.pool.deferred import deferred
-from handlepool.pool.workspace import DeviceScratch
 
 
 class Sharing(CarelessDriver):
@@ -521,8 +520,8 @@ def test_scratch_of_a_program_is_its_own_until_it_is_closed(scene):
     assert scene.driver.alive()["scratch_bytes"] == scene.pool.stats()["scratch_bytes"]
 
 
-def test_control_scratch_that_the_program_does_not_keep_is_freed_under_it(scene, monkeypatch):
-    monkeypatch.setattr(DeviceScratch, "keep_recorded", lambda self, capture: None)
+def test_control_scratch_that_the_program_does_not_keep_is_freed_under_it(scene, without):
+    without("scratch of programs")
     program, _ = workspaces(scene)
     scene.pool.trim(captured=True)
     program.replay()

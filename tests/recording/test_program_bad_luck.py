@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 from harness.accounts import RESTORES
-from harness.insides import is_free, recording_of
+from harness.insides import inputs_of, is_free, recording_of
 from harness.lines import at_line, interrupt, line_of, some_lines
 from harness.scenes import Scene
 
@@ -30,8 +30,8 @@ STREAMS = {
 USES = {
     "replay": lambda program, x: program.replay(),
     "update": lambda program, x: program.update(x, x),
-    "swap": lambda program, x: program.update(*reversed(program._inputs._positional)),
-    "call": lambda program, x: program(x, x, out=program._inputs._positional[1]),
+    "swap": lambda program, x: program.update(*reversed(inputs_of(program))),
+    "call": lambda program, x: program(x, x, out=inputs_of(program)[1]),
     "close": lambda program, x: program.close(),
 }
 SPARED = (  # where only a tracer can interrupt: nothing is called before, or a lock is freed
@@ -155,8 +155,8 @@ def test_g6_control_a_use_whose_end_is_marked_only_where_it_succeeds_is_caught(m
         test_g6_after_any_call_of_a_use_that_fails_the_next_one_is_ordered("own", "per-thread", "update")
 
 
-def test_g6_control_a_close_that_leaves_nothing_behind_when_it_is_interrupted_is_caught(monkeypatch):
-    monkeypatch.setattr("handlepool.recording.program.defer", lambda step: None)
+def test_g6_control_a_close_that_leaves_nothing_behind_when_it_is_interrupted_is_caught(without):
+    without("deferred ends of programs")
     with pytest.raises(AssertionError):
         test_g6_after_an_interrupt_at_any_line_of_a_use_the_next_one_is_ordered("own", "own", "close")
 

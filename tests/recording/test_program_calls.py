@@ -22,7 +22,6 @@ from handlepool import (
     ops,
 )
 from handlepool._util.names import kind_of
-from handlepool.recording.update import Inputs
 
 Pair = namedtuple("Pair", "first second")
 
@@ -341,8 +340,8 @@ def test_other_parts_of_an_array_whose_part_was_recorded_are_taken(scene):
             program(whole[:, 0])
 
 
-def test_control_where_nobody_tells_a_call_gives_another_ones_result(scene, monkeypatch):
-    monkeypatch.setattr(Inputs, "copied", lambda *_: None)
+def test_control_where_nobody_tells_a_call_gives_another_ones_result(scene, without):
+    without("copies of inputs")
     images = [scene.array(value) for value in range(3)]
     with handlepool.record(body(scene), images[0]) as program:
         assert [scene.read(program(x)) for _ in range(2) for x in images] == [110, 111, 112, 112, 111, 112]

@@ -9,7 +9,7 @@ import pytest
 from harness.accounts import RESTORES
 from harness.graphs import double
 from harness.hidden import hidden
-from harness.insides import abandoned
+from harness.insides import abandoned, streams_of_programs
 from harness.scenes import TIMEOUT, Scene, Thread, over_seeds, without_joins, without_waits_of_the_last
 from harness.uses import ON_A_SIDE_STREAM, in_a_branch
 
@@ -214,7 +214,7 @@ class Model:
 
 def test_a_program_in_a_cycle_with_its_stream_is_given_back(make_driver):
     with Scene(make_driver(scheduler="adversarial")) as scene:
-        before = len(abandoned()), set(Program._streams)
+        before = len(abandoned()), set(streams_of_programs())
         stream = scene.driver.create_stream()
         with stream:
             program = handlepool.record(lambda x: scene.plus(x, 10), scene.array(1), pool=scene.pool)
@@ -228,7 +228,7 @@ def test_a_program_in_a_cycle_with_its_stream_is_given_back(make_driver):
         deferred.run(1000)
         gc.collect()
         assert gone() is None
-        assert (len(abandoned()), set(Program._streams)) == before
+        assert (len(abandoned()), set(streams_of_programs())) == before
 
 
 def test_a_fork_in_a_cycle_with_its_stream_gives_its_states_back(make_driver):

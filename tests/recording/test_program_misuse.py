@@ -16,6 +16,7 @@ from harness.graphs import double
 from harness.hidden import hidden
 from harness.insides import lock_of
 from harness.lines import at_line
+from harness.process import leave
 from harness.scenes import TIMEOUT, Scene, Thread
 from harness.uses import Foreign, assert_usable
 
@@ -420,7 +421,7 @@ def test_g13_a_child_forked_inside_a_recording_may_use_a_new_pool(scene):
                         program.replay()
                 status = 0
             finally:
-                os._exit(status)
+                leave(status)
         assert os.waitpid(child, 0)[1] == 0
 
     handlepool.record(second(scene, in_a_child), scene.array(1)).close()
@@ -698,7 +699,7 @@ def test_g13_a_forked_child_is_told_and_touches_nothing():
                 touched = scene.driver.calls.keys() - {"current_device", "current_stream"}
                 code = 0 if told == 2 and not touched else 2
             finally:
-                os._exit(code)
+                leave(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         lock_of(program).release()
         program.replay()

@@ -9,7 +9,6 @@ from harness.scenes import TIMEOUT, Thread
 
 import handlepool
 from handlepool import OwnershipError, PoolClosedError
-from handlepool.recording.program import Program
 
 USES = {
     "update": lambda program, scene: program.update(scene.array(7)),
@@ -114,8 +113,8 @@ def test_two_threads_mix_no_values(scene, program):
     assert len(refused) == 1
 
 
-def test_control_two_threads_mix_values_where_none_is_refused(scene, program, monkeypatch):
-    monkeypatch.setattr(Program, "_check_owner", lambda self: None)
+def test_control_two_threads_mix_values_where_none_is_refused(scene, program, without):
+    without("owners of programs")
     wrong, refused = two_threads(scene, program)
     assert wrong
     assert not refused

@@ -10,6 +10,7 @@ import warnings
 
 import numpy as np
 import pytest
+from harness.process import leave
 from harness.scenes import TIMEOUT, Thread
 
 import handlepool
@@ -321,7 +322,7 @@ def test_g13_after_a_fork_the_child_is_told_and_may_have_a_pool_of_its_own(array
                     y = pool.driver.asarray(np.full((1, 4, 3, 4), 3, np.float32))
                     status = 0 if [value_of(network(y)) for _ in range(3)] == [6, 6, 6] else 2
         finally:
-            os._exit(status)
+            leave(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert value_of(network(x)) == 2
 
@@ -391,6 +392,78 @@ def test_g15_clear_while_calls_are_under_way_loses_none():
         assert not wrong
         network.clear()
     assert driver.alive()["handles"] == 0
+
+
+@pytest.mark.parametrize("submits", [False, True], ids=["calls", "requests"])
+def test_g15_close_while_calls_are_under_way_is_right_or_a_typed_error(make_default, submits):
+    driver = HostDriver()
+    pool = HandlePool(driver=driver)
+    make_default(pool)
+    network, wrong, ended, gate = handlepool.recorded(doubled, instances=2), [], [], threading.Barrier(5)
+
+    def work(number):
+        with driver.create_stream():
+            gate.wait(TIMEOUT)
+            for each in itertools.count():
+                x = driver.asarray(np.full((1, 4, 3, 4), number + each, np.float32))
+                try:
+                    y = network.submit(x).result() if submits else network(x)
+                except PoolClosedError:
+                    ended.append(number)
+                    return
+                if not np.all(y.get() == 2 * (number + each)):
+                    wrong.append((number, each))
+
+    threads = [Thread(work, number) for number in range(4)]
+    gate.wait(TIMEOUT)
+    pool.close()
+    for thread in threads:
+        thread.finish()
+    assert not wrong
+    assert len(ended) == 4
+    network.clear()
+    gc.collect()
+    deferred.deferred.run_all()
+    assert driver.alive()["handles"] == driver.alive()["scratch_bytes"] == 0
+
+
+def test_g13_a_request_in_a_forked_child_is_a_typed_error(array):
+    network = handlepool.recorded(doubled)
+    executor = handlepool.ParallelStateExecutor(1)
+    for _ in range(3):
+        assert value_of(executor.submit(network, array(1)).result()) == 2
+        assert value_of(network.submit(array(1)).result()) == 2
+    x = array(1)
+    child = os.fork()
+    if not child:
+        try:
+            for submit in (network.submit, lambda x: executor.submit(network, x)):
+                with pytest.raises(ForkedProcessError):
+                    submit(x)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert value_of(network.submit(array(2)).result()) == 4
+    executor.shutdown()
+
+
+def test_work_that_fails_on_the_device_surfaces_at_a_later_wait_and_calls_go_on():
+    driver = HostDriver()
+    with HandlePool(driver=driver) as pool, substitute_default(pool), driver.create_stream() as stream:
+        network = handlepool.recorded(doubled)
+        x = driver.asarray(np.ones((1, 4, 3, 4), np.float32))
+        for _ in range(3):
+            network(x)
+
+        def fail(_):
+            raise LookupError("on the device")
+
+        driver.enqueue(stream.ptr, fail, writes=[driver.asarray(np.ones(4, np.float32))])
+        with pytest.raises(LookupError, match="on the device"):
+            [network(x) for _ in range(3)][-1].get()
+        assert value_of(network(x)) == 2
+        network.clear()
 
 
 def test_g15_while_one_thread_records_the_others_run_eagerly(array, driver):

@@ -13,7 +13,7 @@ from harness.hidden import hidden
 
 import handlepool
 from handlepool.errors import CaptureError
-from handlepool.recording import host_copies, rehearsal, state
+from handlepool.recording import state
 
 SHAPE = (1, 4, 3, 4)
 LANES = pytest.mark.parametrize("lanes", [None, 4])
@@ -113,8 +113,8 @@ def test_g19_state_that_the_walk_does_not_see_is_found_by_its_memory(asarray, la
         handlepool.record(step, full(asarray, 1), lanes=lanes)
 
 
-def test_control_without_the_comparison_by_memory_it_is_recorded(asarray, monkeypatch):
-    monkeypatch.setattr(rehearsal, "share", lambda *_: False)
+def test_control_without_the_comparison_by_memory_it_is_recorded(asarray, without):
+    without("comparison by memory")
     kept = hidden([full(asarray, 1)])
 
     def step(x):
@@ -353,8 +353,8 @@ def test_g19_a_constant_that_the_first_call_left_in_an_argument_or_in_a_cycle_is
         assert program(full(asarray, 3)).get().flat[0] == 8
 
 
-def test_control_a_constant_that_is_not_copied_adds_up(asarray, monkeypatch):
-    monkeypatch.setattr(host_copies.HostCopies, "_copied", lambda _, constant: constant)
+def test_control_a_constant_that_is_not_copied_adds_up(asarray, without):
+    without("copies of constants")
 
     def step(x):
         total = asarray(np.ones(SHAPE, np.float32))

@@ -192,8 +192,8 @@ def test_progress_that_cannot_be_shown_changes_nothing(scene, monkeypatch, kind)
         assert scene.read(x) == before
 
 
-def test_where_the_driver_gives_one_lane_that_is_what_the_refusal_says(scene, monkeypatch):
-    monkeypatch.setattr(HostDriver, "dependencies", lambda driver, pointer: None)
+def test_where_the_driver_gives_one_lane_that_is_what_the_refusal_says(scene, without):
+    without("exact dependencies")
     with handlepool.record(wide, scene, scene.array(1), lanes=8) as program:
         for use in (program.tune, partial(program.explain, measure=True)):
             with pytest.raises(ArgumentError, match="a single lane"):
@@ -270,8 +270,8 @@ def test_arrays_are_found_wherever_a_function_has_them(scene, where):
         assert scene.read(y) == 2
 
 
-def test_control_without_restoring_it_is_changed(scene, monkeypatch):
-    monkeypatch.setattr(tuning.Outside, "restore", lambda outside: None)
+def test_control_without_restoring_it_is_changed(scene, without):
+    without("restoring after a tuning")
     x = scene.array(1)
     with handlepool.record(in_place, scene, x, lanes=8) as program:
         program.tune((1, 2), seconds=0.01)

@@ -1,7 +1,5 @@
 """Other weights and other plans: what replays see of them, and that no graph is made for new values."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from harness.graphs import convolution as conv
@@ -31,10 +29,8 @@ def read(scene, program):
 @pytest.fixture
 def made(scene, monkeypatch):
     """How often the driver was asked for what makes graphs."""
-    calls = Counter()
-    note = scene.driver._note
-    scene.driver._note = lambda call, *args: calls.update([call]) or note(call, *args)
-    return calls
+    scene.driver.calls.clear()
+    return scene.driver.calls
 
 
 def as_an_argument(scene, program, w, new):

@@ -8,6 +8,7 @@ from concurrent.futures.thread import BrokenThreadPool
 
 import pytest
 from harness.insides import workers_of
+from harness.process import leave
 from harness.scenes import TIMEOUT, over_seeds
 from harness.submitting import TaskError, busy, returned
 
@@ -224,7 +225,7 @@ def test_g13_a_forked_child_is_told_when_it_asks_for_a_result(scene):
             except ForkedProcessError:
                 code = 0
             finally:
-                os._exit(code)
+                leave(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         latches[0].release()
 

@@ -14,7 +14,6 @@ from harness.uses import assert_usable
 
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
-from handlepool.regions.memory import Region
 
 FAILING = ["record_event", "wait_event", "current_device"]  # of the join; after the last, nothing of it was done
 
@@ -71,8 +70,8 @@ def test_g8_what_a_branch_reads_that_could_not_be_joined_is_not_reused_after_the
 
 @pytest.mark.parametrize("method", FAILING)
 @pytest.mark.unmeasured
-def test_g8_control_where_an_inner_fork_lets_its_region_go_on_the_block_is_reused(monkeypatch, method):
-    monkeypatch.setattr(Region, "abandon", lambda region: None)
+def test_g8_control_where_an_inner_fork_lets_its_region_go_on_the_block_is_reused(without, method):
+    without("the abandoning of regions")
     assert 101 in over_seeds(an_inner_join_that_fails(method), control=True)
 
 

@@ -7,23 +7,16 @@ import warnings
 import numpy as np
 import pytest
 from harness import measuring
+from harness.insides import leases_of
 from harness.scenes import BranchError, CarelessDriver, Scene, Thread, over_seeds
 
 import handlepool
 from handlepool import ContractError, HandlePool, ParallelStates
 from handlepool._util import reachable
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.order import assumed, measured, plain_calls
-from handlepool.order.books import DataOrder
+from handlepool.order import measured, plain_calls
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* returned new arrays and wrote")
-
-
-@pytest.fixture(autouse=True)
-def known(monkeypatch):
-    """What is known of functions: nothing at first."""
-    monkeypatch.setattr(assumed, "_warned", set())
-    monkeypatch.setattr(plain_calls, "_may_write", {})
+pytestmark = [pytest.mark.filterwarnings("ignore:.* returned new arrays and wrote"), pytest.mark.usefixtures("known")]
 
 
 def adds(scene, h, x):
@@ -162,7 +155,7 @@ def are_apart(scene, x):
     with scene.states.fork() as fork:
         for function in (plain, other):
             fork.run(function, scene, x)
-        return scene.driver.calls["wait_event"] == 2 and len(fork._leases.slots) == 2
+        return scene.driver.calls["wait_event"] == 2 and len(leases_of(fork).slots) == 2
 
 
 def test_g7_functions_that_only_read_wait_for_each_other_until_the_answer_is_there_and_never_after(scene):
@@ -513,9 +506,8 @@ def test_g17_an_opaque_argument_comes_after_all_before_it_and_before_all_after_i
 
 
 @pytest.mark.parametrize("form", [form for form in OPAQUE if form != "many"])
-def test_g17_control_where_it_is_no_barrier(form, monkeypatch):
-    monkeypatch.setattr(DataOrder, "behind_barrier", lambda _, needs: needs)
-    monkeypatch.setattr(DataOrder, "all_calls", lambda _: {})
+def test_g17_control_where_it_is_no_barrier(form, without):
+    without("barriers")
     assert {*over_seeds(lambda scene: reads_opaque(scene, form, "argument"), seeds=range(30), control=True)} != {(11, 100)}
 
 
@@ -534,8 +526,8 @@ def test_g17_wait_for_an_opaque_object_waits_for_all_branches(form):
 
 
 @pytest.mark.parametrize("form", ["items", "in a list"])
-def test_g17_control_where_wait_takes_it_for_empty(form, monkeypatch):
-    monkeypatch.setattr(DataOrder, "all_calls", lambda _: {})
+def test_g17_control_where_wait_takes_it_for_empty(form, without):
+    without("all calls so far")
     assert {*over_seeds(lambda scene: waits_for_opaque(scene, form), seeds=range(30), control=True)} != {11}
 
 

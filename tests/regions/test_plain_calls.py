@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from harness import measuring
-from harness.insides import known_writes
+from harness.insides import known_writes, leases_of
 from harness.scenes import BranchError, Scene, over_seeds
 
 import handlepool
@@ -72,9 +72,9 @@ def test_g17_the_first_call_of_a_function_waits_for_readers_of_what_it_may_write
 
 
 @pytest.mark.unmeasured
-def test_g17_control_a_function_that_is_taken_to_write_nothing_does_not(monkeypatch):
+def test_g17_control_a_function_that_is_taken_to_write_nothing_does_not(monkeypatch, without):
     monkeypatch.setattr(plain_calls, "_may_write", Pure())
-    monkeypatch.setattr(DataOrder, "waits_for_all", lambda *_: True)  # or it is an error that this was found too late
+    without("the errors of late writes")
     assert {*over_seeds(lambda scene: read_and_overwritten(scene, tenfold), control=True)} != {(10, 2)}
 
 
@@ -86,7 +86,7 @@ def test_g7_a_function_that_returned_new_arrays_waits_for_no_other_reader_from_i
         with scene.states.fork() as fork:
             for function in (new, other):
                 fork.run(function, scene, x)
-            ordered.append(len(fork._leases.slots) == 1)  # the second goes on where the first has run
+            ordered.append(len(leases_of(fork).slots) == 1)  # the second goes on where the first has run
     assert ordered == [True, False, False]
 
 
@@ -149,8 +149,8 @@ def test_g17_one_that_raises_for_once_may_have_written_what_it_was_given():
 
 
 @pytest.mark.unmeasured
-def test_g17_control_one_that_raises_and_is_taken_to_have_read_alone_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(PlainCall, "failed", lambda *_: ([], []))
+def test_g17_control_one_that_raises_and_is_taken_to_have_read_alone_is_not_waited_for(without):
+    without("writes of failed calls")
     assert {*over_seeds(raised, control=True)} != {11}
     assert {*over_seeds(raised_for_once, control=True)} != {11}
 
@@ -295,8 +295,8 @@ def test_g17_whatever_kind_of_object_it_is(kind):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.unmeasured
-def test_g17_control_where_objects_are_not_looked_into(way, monkeypatch):
-    monkeypatch.setattr("handlepool.order.reached.attribute_leaves", lambda _: [])
+def test_g17_control_where_objects_are_not_looked_into(way, without):
+    without("arrays of attributes")
     assert {*over_seeds(lambda scene: reads_an_attribute(scene, way), control=True)} != {11}
 
 
@@ -818,9 +818,8 @@ def test_g17_what_a_function_does_says_nothing_of_calls_with_more_arguments(make
 
 
 @pytest.mark.unmeasured
-def test_g17_control_where_all_of_them_are_one_function_a_branch_does_not_wait(make_pool, monkeypatch, make_default):
-    monkeypatch.setattr(plain_calls, "_codes", lambda values: ())
-    monkeypatch.setattr(DataOrder, "waits_for_all", lambda *_: True)
+def test_g17_control_where_all_of_them_are_one_function_a_branch_does_not_wait(make_pool, without, make_default):
+    without("the codes of functions")
     found = []
     for seed in range(20):
         known_writes().clear()

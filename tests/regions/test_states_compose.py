@@ -216,9 +216,8 @@ def test_g8_work_of_a_branch_on_another_stream_has_memory_of_that_stream(run, wo
 
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.unmeasured
-def test_g8_control_memory_of_the_outer_regions_is_handed_on_while_that_stream_uses_it(monkeypatch, work):
-    monkeypatch.setattr("handlepool.regions.fork.inherited", lambda *_: context.thread.region)
-    monkeypatch.setattr("handlepool.regions.memory._allocator_of", lambda _: context.thread.region.allocator)
+def test_g8_control_memory_of_the_outer_regions_is_handed_on_while_that_stream_uses_it(without, work):
+    without("streams of regions")
     values = set(over_seeds(on_a_stream_of_its_own(in_a_branch, work), control=True, seeds=range(40)))
     assert values - {(5,) * 6}
 
@@ -279,8 +278,8 @@ def test_g8_a_branchs_own_stream_is_its_own_by_whatever_name(name, run):
     assert set(over_seeds(over_its_own_stream(name, run), seeds=range(30))) == {12}
 
 
-def test_g8_control_memory_of_a_region_over_a_side_stream_is_handed_on_with_it(monkeypatch):
-    monkeypatch.setattr("handlepool.regions.fork.inherited", lambda *_: None)
+def test_g8_control_memory_of_a_region_over_a_side_stream_is_handed_on_with_it(without):
+    without("inherited regions")
     assert set(over_seeds(over_its_own_stream("itself", in_a_branch), control=True, seeds=range(30))) - {12}
 
 
@@ -368,8 +367,8 @@ def test_g8_a_region_inside_a_region_of_a_pool_that_checks_is_a_part_of_it(check
     assert set(over_seeds(in_two_pools(checks[1]), seeds=range(30), check=checks[0])) == {(11, 12)}
 
 
-def test_g8_control_a_region_that_is_no_part_of_the_outer_one_lets_go_too_early(monkeypatch):
-    monkeypatch.setattr("handlepool.regions.memory.unchecked", lambda driver: driver)
+def test_g8_control_a_region_that_is_no_part_of_the_outer_one_lets_go_too_early(without):
+    without("checked drivers of one device")
     with pytest.raises(ContractError, match="not ordered"):
         over_seeds(in_two_pools(True), control=True, seeds=range(30), check=True)
 

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 from harness.graphs import double
+from harness.process import leave
 from harness.scenes import TIMEOUT, Scene, Thread, leased, over_seeds, works
 
 import handlepool
@@ -307,7 +308,7 @@ def test_g13_a_child_that_is_forked_inside_a_fork_ends_it_without_a_driver_call(
                 handlepool.pool.deferred.deferred.run(1000)
                 code = 2 if scene.driver.calls.keys() - {"current_device", "current_stream"} else 0
             finally:
-                os._exit(code)
+                leave(code)
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
         assert fork.run(lambda: "the parent is unaffected")
         fork.__exit__(None, None, None)

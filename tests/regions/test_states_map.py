@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from harness.accounts import Accounts
 from harness.graphs import both, double, plus
+from harness.insides import fault_by, leases_of
 from harness.lines import at_line, some_lines
 from harness.scenes import TIMEOUT, Scene, Thread, leased, over_seeds, without_joins, without_starts
 
@@ -380,18 +381,16 @@ def filled_by_a_generator(scene):
 def filled_between(scene, form):
     """The caller's stream is given the next item's values while a branch is launched."""
     xs, left = arrays(scene, [None] * 8), []
-    note = scene.driver._note
 
     def fill():
         value = len(xs) - len(left)
         scene.put(left.pop(0), lambda: value)
 
     def noting(name):
-        note(name)
         if name == "launch" and left:
             fill()
 
-    scene.driver._note = noting
+    fault_by(scene.driver, noting)
     warm(scene)
     left[:] = xs
     fill()
@@ -456,8 +455,8 @@ def test_g8_control_an_edge_before_the_outputs_of_a_map_are_allocated(number, mo
         def late(event, pointer):
             driver.record_event = record
 
-        fork._leases.start_together(6)
-        fork._leases.end_together()
+        leases_of(fork).start_together(6)
+        leases_of(fork).end_together()
         driver.record_event = late
         return run(fork, *args)
 
@@ -584,7 +583,7 @@ def arguments_are_dropped(scene, keeps=True):
     scene.states.map(double, arrays(scene, range(6)), out=outs)
     with scene.states.fork(ordered=keeps) as fork:
         if not keeps:
-            fork._leases.keep = lambda _: None
+            leases_of(fork).keep = lambda _: None
         fork.map(double, arrays(scene, range(6)), out=outs)
         arrays(scene, [100] * 6)
     return tuple(read(scene, outs))
@@ -655,7 +654,7 @@ def test_a_map_with_a_wrong_item_loses_nothing(scene, place, given):
                 fork.map(plus, xs, ys, out=outs)
             y = fork.run(double, xs[1])
         assert scene.read(y) == 2
-        assert not fork._leases.kept
+        assert not leases_of(fork).kept
         assert in_order(scene)
 
 
@@ -797,8 +796,8 @@ def test_a_fork_maps_in_its_own_thread_and_while_it_is_open(scene):
         with pytest.raises(OwnershipError, match="belongs to the thread"):
             Thread(fork.map, double, xs).finish()
         assert len(fork.map(double, xs)) == len(xs)
-        assert fork._leases.kept
-    assert not fork._leases.kept
+        assert leases_of(fork).kept
+    assert not leases_of(fork).kept
     with pytest.raises(PoolClosedError, match="was left"):
         fork.map(double, xs)
     assert in_order(scene)

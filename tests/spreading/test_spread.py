@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from harness.aliases import ALIASES, base, in_place
+from harness.hidden import hidden
 from harness.insides import device_workers_of
 from harness.lines import at_line, interrupt, some_lines
 from harness.process import as_default
@@ -132,16 +133,17 @@ def test_results_stay_as_they_are_while_others_are_made(pool):
 
 
 def test_the_function_is_recorded_once_for_each_geometry_and_device(pool):
-    called = []
+    log, called = hidden([]), []
 
     def counted(x, w):
-        called.append((x.shape, pool.driver.current_device()))
+        log().append((x.shape, pool.driver.current_device()))
         return conv(x, w)
 
     small, large = images(4), images(2, 9)
     given = [*small[:2], *large, *small[2:], *images(6)]
     got = [*handlepool.spread(counted, given, shared=(WEIGHTS,), devices=[0, 2], to="host")]
     assert same(got, expected(pool, given=given))
+    called += log()
     assert max(called.count(call) for call in called) == 2  # for real, and captured
     assert {device for _, device in called} == {0, 2}
 
@@ -153,17 +155,17 @@ def test_more_geometries_than_are_kept_come_out_right(pool):
 
 
 def test_the_program_that_was_used_least_recently_makes_way(pool):
-    called = []
+    log = hidden([])
 
     def counted(x, w):
-        called.append(x.shape[-1])
+        log().append(x.shape[-1])
         return conv(x, w)
 
     sizes = [*range(4, 12), 4, 12, 4, 5]  # eight, the first again, one more that takes the second's place
     given = [x for size in sizes for x in images(1, size)]
     got = [*handlepool.spread(counted, given, shared=(WEIGHTS,), devices=[0], to="host")]
     assert same(got, expected(pool, given=given))
-    assert [called.count(size) for size in (4, 5, 6, 12)] == [2, 4, 2, 2]
+    assert [log().count(size) for size in (4, 5, 6, 12)] == [2, 4, 2, 2]
 
 
 class Pair(NamedTuple):
@@ -1052,6 +1054,7 @@ def test_masks_are_not_lost_but_refused(pool):
         [*handlepool.spread(conv, [masked], shared=(WEIGHTS,))]
 
 
+@pytest.mark.filterwarnings("ignore:spread.*run eagerly:RuntimeWarning")
 def test_a_container_that_contains_itself_is_refused_in_plain_words(pool):
     def endless():
         item = images(1)
@@ -1325,7 +1328,7 @@ def test_nothing_is_left_running_whichever_call_of_the_driver_fails(make_driver,
             assert [np.unique(driver.asnumpy(y)).tolist() for y in got] == [[value] for value in RIGHT[: len(got)]]
             assert next(results, "ended") == "ended"
             del results
-            error.__traceback__ = None
+            error.__traceback__ = error.__context__ = None  # whose frames hold outputs
             gc.collect()
             deferred.deferred.run(100)
             assert streams(pool) == before, k
@@ -1479,9 +1482,8 @@ def test_one_list_in_two_places_is_right_among_items_of_its_geometry(pool, kind)
     assert [[y.tolist() for y in ys] for ys in got] == [[y.tolist() for y in ys] for ys in expected]
 
 
-def test_control_copies_of_their_own_lose_what_arrays_share(pool, monkeypatch):
-    monkeypatch.setattr(worker, "copier", lambda driver, value, copy: copy)
-    monkeypatch.setattr(worker, "relation", lambda driver, value: ())
+def test_control_copies_of_their_own_lose_what_arrays_share(pool, without):
+    without("relations of arrays")
     items, expected = aliased(pool.driver, "one twice", "numpy", range(3))
     got = [*handlepool.spread(in_place, items, devices=[0], to="host")]
     assert [[y.tolist() for y in ys] for ys in got] != [[y.tolist() for y in ys] for ys in expected]
@@ -1585,15 +1587,21 @@ def test_the_short_way_gives_what_the_general_one_does_at_random(monkeypatch, se
         with current(driver) as pool, monkeypatch.context() as patch:
             if not short:
                 patch.setattr(worker.DeviceWorker, "_learn", lambda *_: None)
+            went = []
+            patch.setattr(worker.DeviceWorker, "_give_by", noted(went, worker.DeviceWorker._give_by))
             item = sorts(random, driver)
             few = [item() for _ in range(6)]
             given = [few[place] for place in random.integers(0, 6, 40)]
             driver.calls.clear()
             got = [*handlepool.spread(of_any, given, to=to, in_flight=int(random.integers(1, 4)), lanes=None)]
-            assert bool(driver.calls["copy_run"]) == short
+            assert bool(went) == short
             assert [values(on_host(pool, each)) for each in got] == [values(of_any(on_host(pool, each))) for each in given]
             found.append([alike(each) for each in got])
     assert found[0] == found[1]
+
+
+def noted(went, function):
+    return lambda *args: went.append(1) or function(*args)
 
 
 def general(monkeypatch, function, given, **options):
@@ -1639,7 +1647,7 @@ def test_a_page_locked_item_goes_the_general_way(pool, monkeypatch):
 def test_copies_of_items_are_made_for_as_many_as_are_in_flight(pool):
     with handlepool.spread(add, ARRAYS * 4, shared=(SHIFT,), devices=[0], lanes=None, in_flight=3, to="host") as results:
         for _ in results:
-            made = [way.spare for way in device_workers_of(results).all[0]._programs.values()]
+            made = [way.spare for way in device_workers_of(results).all[0]._copy_plans.values()]
     assert len(made) == 1
     assert 1 <= len(made[0]) <= 3
 
@@ -1789,12 +1797,12 @@ class Freeing(HostDriver):
 
 
 @pytest.mark.parametrize("short", [True, False])
-def test_memory_of_the_host_is_kept_to_the_end_of_its_copy_also_where_the_next_one_fails(monkeypatch, short):
+def test_memory_of_the_host_is_kept_to_the_end_of_its_copy_also_where_the_next_one_fails(without, short):
     def two(x):
         return x + 1, x * 2
 
     if not short:
-        monkeypatch.setattr(worker.DeviceWorker, "_learn", lambda *_: None)
+        without("known items of spreads")
     driver = Freeing(devices=1)
     with current(driver):
         results = handlepool.spread(two, ARRAYS, to="host", in_flight=1, lanes=None)

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from harness.insides import loaded_drivers
 
 import handlepool
 from handlepool import drivers
@@ -247,10 +248,10 @@ def test_the_guard_sees_a_gpu_that_another_library_opened(monkeypatch):
 
 
 def test_the_guard_gives_the_driver_back(monkeypatch):
-    monkeypatch.setattr(drivers._loaded, "by_name", {})
+    monkeypatch.setattr(loaded_drivers(), "by_name", {})
     with pytest.raises(AssertionError, match="something asked"), pools.no_gpu():
         handlepool.HandlePool(driver="cuda").get_handle()
-    assert drivers._loaded.by_name == {}
+    assert loaded_drivers().by_name == {}
 
 
 def test_a_pool_that_was_on_a_gpu_before_the_guard_is_guarded_as_well(unused, monkeypatch):

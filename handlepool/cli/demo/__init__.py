@@ -1,16 +1,16 @@
-"""Run ``python -m handlepool demo``.
+"""Run ``handlepool demo``.
 
 The demo applies filters to a photograph on side streams. It also records a small network, then checks and draws the results.
 """
 
 import os
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 from handlepool import drivers
 from handlepool.cli import info
 from handlepool.cli.demo.filters import builtin_filters, load_filters
+from handlepool.cli.terminal import Progress, complain, tell
 from handlepool.errors import ArgumentError, DriverNotAvailableError, HandlePoolError
 
 _MOST_STATES = 32
@@ -33,11 +33,11 @@ def main(options: Namespace) -> int:
     try:
         return _run(options)
     except MemoryError as error:
-        _complain(f"{error}; pass a smaller --size, smaller filters or fewer --states")
+        complain("demo", f"{error}; pass a smaller --size, smaller filters or fewer --states")
     except HandlePoolError as error:
-        _complain(error)
+        complain("demo", error)
     except ImportError as error:
-        _complain(f"{error}; install the extra: pip install 'handlepool[demo]'")
+        complain("demo", f"{error}; install the extra: pip install 'handlepool[demo]'")
     return 2
 
 
@@ -62,14 +62,12 @@ def _check_out(out: Path, image: Path | None, filters: Path | None) -> None:
     if out.is_dir() or not out.parent.is_dir():
         what = "is a folder" if out.is_dir() else "lies in a folder that does not exist"
         raise ArgumentError(f"{str(out)!r} {what}; pass the path of the PNG to write as --out")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise ArgumentError(f"{str(out)!r} may not be written by this user; pass another path as --out")
     # A user may swap two paths. The demo would then overwrite its own input.
     for what, given in (("photograph", image), ("file of filters", filters)):
         if given is not None and out.exists() and given.exists() and out.samefile(given):
             raise ArgumentError(f"--out {str(out)!r} is the {what} itself; pass another file")
-
-
-def _complain(error: object) -> None:
-    print(f"handlepool demo: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def _run(options: Namespace) -> int:
@@ -88,19 +86,22 @@ def _run(options: Namespace) -> int:
     driver, reason = choose_driver(options.driver)
     height, width = photograph.shape[:2]
     device = info.device_name() if driver == "cuda" else "NumPy on the CPU"
-    print(f"driver   {driver} ({reason}), {device}")
-    print(f"picture  {path.name}, {width} x {height} pixels; {len(filters)} filters and a chain over {options.states} states")
+    tell(f"driver   {driver} ({reason}), {device}")
+    tell(f"picture  {path.name}, {width} x {height} pixels; {len(filters)} filters and a chain over {options.states} states")
 
+    progress = Progress("handlepool demo")
     # The demo leaves the default pool alone, which may be of another driver.
     pool = HandlePool(driver=driver)
     try:
-        report = measure(photograph, filters, states=options.states, pool=pool)
+        report = measure(photograph, filters, states=options.states, pool=pool, progress=progress)
+        progress("drawing")
+        draw(report, photograph, f"{path.name} on the {driver} driver, {device}", options.out)
     finally:
         pool.close()
-    print()
-    print(render(report))
-    draw(report, photograph, f"{path.name} on the {driver} driver, {device}", options.out)
-    print(f"\nwrote {options.out}")
+        progress.clear()
+    tell()
+    tell(render(report))
+    tell(f"\nwrote {options.out}")
     if report.wrong:
-        _complain(f"further than 2e-3 from the float64 reference: {', '.join(report.wrong)}")
+        complain("demo", f"further than 2e-3 from the float64 reference: {', '.join(report.wrong)}")
     return 1 if report.wrong else 0

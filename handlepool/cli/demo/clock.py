@@ -1,6 +1,6 @@
 """Measure times by events on the caller's stream."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from handlepool.drivers.protocol import Driver
@@ -9,30 +9,20 @@ _FEWEST, _MOST = 3, 31
 """Bound the number of repeats."""
 
 
-def timing_events(driver: Driver, count: int) -> list[Any]:
-    """Make events that record times."""
-    # Another thread may be capturing, and this call must not end its capture (guarantee 9).
-    with driver.relaxed():
-        return [driver.create_event(timing=True) for _ in range(count)]
-
-
-def destroy(driver: Driver, events: Sequence[Any]) -> None:
-    """Destroy timing events."""
-    with driver.relaxed():
-        for event in events:
-            driver.destroy_event(event)
-
-
 def time(driver: Driver, work: Callable[[], Any]) -> float:
     """Return the milliseconds of some work on the caller's stream."""
-    events = timing_events(driver, 2)
+    # Another thread may be capturing, and these calls must not end its capture (guarantee 9).
+    with driver.relaxed():
+        start, end = driver.create_event(timing=True), driver.create_event(timing=True)
     caller = driver.current_stream().ptr
-    driver.record_event(events[0], caller)
+    driver.record_event(start, caller)
     work()
-    driver.record_event(events[1], caller)
+    driver.record_event(end, caller)
     driver.synchronize_stream(caller)
-    elapsed = driver.elapsed(*events)
-    destroy(driver, events)
+    elapsed = driver.elapsed(start, end)
+    with driver.relaxed():
+        driver.destroy_event(start)
+        driver.destroy_event(end)
     return elapsed
 
 

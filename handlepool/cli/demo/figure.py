@@ -1,6 +1,6 @@
 """Draw the demo's picture.
 
-The picture shows the photograph, the result of each filter, and a time line of the filters on the side streams.
+The picture shows the photograph, the result of each filter, and a time line of the recorded filters on their lanes.
 """
 
 import math
@@ -17,8 +17,24 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from handlepool.cli.demo import network_figure
-from handlepool.cli.demo.measure import CHAIN, DRAWN, Report, Result, Span, counted, milliseconds
-from handlepool.cli.demo.page import INK, MARGIN, PALE, PAPER, WIDTH, Box, axes_at, bare, write
+from handlepool.cli.demo.measure import DRAWN, Report, Result, Span, counted, milliseconds
+from handlepool.cli.demo.page import (
+    INK,
+    MARGIN,
+    PALE,
+    PAPER,
+    SMALL,
+    TEXT,
+    TITLE,
+    WIDTH,
+    Box,
+    axes_at,
+    bare,
+    fits,
+    fitted,
+    unit_of,
+    write,
+)
 from handlepool.errors import ArgumentError
 
 # Lengths are in inches, the resolution is in dots per inch.
@@ -55,19 +71,25 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
     rows = math.ceil(tiles / columns)
     tile_width = (WIDTH - 2 * MARGIN - (columns - 1) * _GAP) / columns
     tile_height = tile_width * aspect
-    streams = list(dict.fromkeys(span.stream for span in report.spans))
-    line_height = _ROW * len(streams)
+    lanes = max(span.lane for span in report.spans) + 1
+    line_height = _ROW * lanes
     over_tiles = _HEADER + network_figure.HEIGHT
     total = over_tiles + rows * (tile_height + _CAPTION + _GAP) + 0.65 + line_height + 0.62
 
     figure = Figure(figsize=(WIDTH, total), dpi=_DPI, facecolor=PAPER)
     # The canvas writes a PNG without a display. `pyplot` would choose a back end and keep the figure.
     FigureCanvasAgg(figure)
-    says_nothing = "" if report.driver == "cuda" else "; the host driver's times say nothing about a GPU"
-    write(figure, MARGIN, total - 0.3, network_figure.claim(report.network), size=15, weight="bold")
-    write(figure, MARGIN, total - 0.62, f"{title}{says_nothing}", size=10.5, color=PALE)
-    network_figure.draw_network(figure, report.network, report.states, total - _HEADER)
-    write(figure, MARGIN, total - over_tiles + 0.16, _subtitle(report), size=11.5)
+    timed = report.driver == "cuda"
+    says_nothing = "" if timed else "; the host driver shows order and results, and its times say nothing about a GPU"
+    write(figure, MARGIN, total - 0.3, network_figure.claim(report), size=TITLE, weight="bold")
+    write(figure, MARGIN, total - 0.62, f"{title}{says_nothing}", color=PALE)
+    network_figure.draw_network(figure, report.network, report.states, total - _HEADER, timed=timed)
+    write(
+        figure,
+        MARGIN,
+        total - over_tiles + 0.16,
+        _subtitle(report) if timed else f"{len(report.results)} filters of the photograph",
+    )
 
     colours = _colours(len(report.results))
     for index in range(tiles):
@@ -82,10 +104,10 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
         else:
             result = report.results[index - 1]
             shown, note = _displayable(result)
-            note = ", ".join(_by(size, size) for size in result.sizes) + note
+            note = ", ".join(_by(size, size) for size in dict.fromkeys(result.sizes)) + note
             _tile(figure, box, shown, f"{index}  {result.name}", note, colours[index - 1])
-    axes = axes_at(figure, (1.55, 0.62, WIDTH - 1.55 - MARGIN, line_height))
-    _time_line(axes, report, streams, colours)
+    axes = axes_at(figure, (1.0, 0.62, WIDTH - 1.0 - MARGIN, line_height))
+    _time_line(axes, report, lanes, colours)
     with warnings.catch_warnings():
         # A filter's name may use any script, and the font may lack its letters.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
@@ -125,7 +147,7 @@ def _displayable(result: Result) -> tuple[NDArray[np.float32], str]:
     pixels, weight = result.pixels, result.weight
     if abs(weight) <= 1e-3 * result.absolute_weight:
         peak = float(np.percentile(np.abs(pixels), 98.0)) or 1.0
-        return np.clip(0.5 + pixels / (2 * peak), 0, 1), f", grey is 0, white {peak:.2g}"
+        return np.clip(0.5 + pixels / (2 * peak), 0, 1), f", grey 0, white {peak:.2g}"
     if abs(weight - 1.0) <= 1e-3:
         return np.clip(pixels, 0, 1), ""
     low, high = (float(value) for value in np.percentile(pixels, (0.5, 99.5)))
@@ -142,36 +164,33 @@ def _tile(figure: Figure, box: Box, pixels: NDArray[np.float32], caption: str, n
     strip = axes_at(figure, (left, bottom + height + 0.03, width, 0.035))
     strip.set_axis_off()
     strip.add_patch(Rectangle((0, 0), 1, 1, color=colour, linewidth=0))
-    # The size is in points, for letters of average width.
-    fitting = max(width * 72 / (0.62 * len(caption)), 5.0)
-    write(figure, left, bottom + height + 0.34, caption, size=min(10.5, fitting))
-    write(figure, left, bottom + height + 0.16, note, size=8.5, color=PALE)
+    write(figure, left, bottom + height + 0.34, fitted(caption, width * 72, TEXT))
+    write(figure, left, bottom + height + 0.16, fitted(note, width * 72, SMALL), size=SMALL, color=PALE)
 
 
-def _time_line(axes: Axes, report: Report, streams: Sequence[int], colours: Sequence[_Colour]) -> None:
-    end = max(report.region, max(span.end for span in report.spans))
+def _time_line(axes: Axes, report: Report, lanes: int, colours: Sequence[_Colour]) -> None:
+    unit, factor = unit_of(max(span.end for span in report.spans))
+    end = max(span.end for span in report.spans) * factor
     points = axes.get_position().width * WIDTH * 72
     for span in report.spans:
-        row, colour = streams.index(span.stream), colours[span.result]
-        axes.barh(row, span.end - span.start, left=span.start, height=0.72, color=colour, edgecolor=PAPER, linewidth=0.8)
-        label = _fitting_label(span, span.result + 1, (span.end - span.start) / end * points)
+        start, taken, colour = span.start * factor, (span.end - span.start) * factor, colours[span.result]
+        axes.barh(span.lane, taken, left=start, height=0.72, color=colour, edgecolor=PAPER, linewidth=0.8)
+        label = _fitting_label(span, span.result + 1, taken / end * points)
         # The eye sees green best and blue worst. Weighted so, the text stays readable on any colour.
         ink = INK if sum(np.multiply(colour, (0.299, 0.587, 0.114))) > 0.55 else "white"
-        text = axes.text((span.start + span.end) / 2, row, label, size=9, color=ink, ha="center", va="center")
+        text = axes.text(start + taken / 2, span.lane, label, size=SMALL, color=ink, ha="center", va="center")
         # A filter's name is literal text. A dollar sign in it would start a formula.
         text.set(parse_math=False, clip_on=True)
     axes.set_xlim(0, end * 1.005)
-    axes.set_ylim(len(streams) - 0.45, -0.55)
-    axes.set_yticks(range(len(streams)), [_stream_name(stream, report, streams) for stream in streams], size=9.5)
-    axes.axvline(report.region, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xlabel("milliseconds after the fork, from stream events; the broken line is the join", size=9.5, color=PALE)
+    axes.set_ylim(lanes - 0.45, -0.55)
+    axes.set_yticks(range(lanes), [f"lane {lane}" for lane in range(lanes)])
+    axes.set_xlabel(f"{unit} after the replay began", size=SMALL, color=PALE)
     bare(axes)
     axes.set_title(
-        f"{len(report.results)} is a chain, {CHAIN}\n"
-        f"which branch ran when: {counted(len(report.spans), 'branch', 'branches')} over "
-        f"{counted(len(streams), 'stream')}, {report.overlap:.1f} at a time on average",
+        f"the filters, recorded on {counted(report.states, 'lane')}, as they ran: {report.overlap:.1f} at a time; "
+        f"{len(report.results)} is a chain, whose second filter waits for its first",
         loc="left",
-        size=11.5,
+        size=TEXT,
         color=INK,
         pad=8,
     )
@@ -182,28 +201,18 @@ def _fitting_label(span: Span, number: int, points: float) -> str:
 
     The choices are the number with the name, the number alone, and an empty text.
     """
-    for text in (f"{number}  {span.name}", str(number)):
-        if len(text) * 5.6 + 4 <= points:
-            return text
-    return ""
+    return next((text for text in (f"{number}  {span.name}", str(number)) if fits(text, points, SMALL)), "")
 
 
 def _by(width: int, height: int) -> str:
     return f"{width} \N{MULTIPLICATION SIGN} {height}"
 
 
-def _stream_name(stream: int, report: Report, streams: Sequence[int]) -> str:
-    if stream == report.caller:
-        return "caller's stream"
-    return f"side stream {[other for other in streams if other != report.caller].index(stream) + 1}"
-
-
 def _subtitle(report: Report) -> str:
     times = report.times
     parts = (
-        f"{counted(len(report.spans), 'convolution')} forked over {counted(report.states, 'state')}: "
-        f"{milliseconds(times.forked)}",
-        f"on one stream: {milliseconds(times.single)}",
+        f"{counted(len(report.spans), 'filter')} on one stream: {milliseconds(times.single)}",
+        f"forked over {counted(report.states, 'state')}: {milliseconds(times.forked)}",
         f"same-size filters as one convolution: {milliseconds(times.stacked)}",
     )
     return "   \N{MIDDLE DOT}   ".join(parts)

@@ -5,7 +5,7 @@ A chain of two filters runs as well. The results are also rendered as text.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from handlepool.cli.demo import network
-from handlepool.cli.demo.clock import destroy, repeats_of, time, timing_events
+from handlepool.cli.demo.clock import repeats_of, time
 from handlepool.cli.demo.filters import Filter, chain_of
 from handlepool.drivers.protocol import Driver
 from handlepool.graphs.plan import Plan
 from handlepool.ops import conv2d, conv2d_plan
 from handlepool.pool.pool import HandlePool
+from handlepool.recording.record import record
 from handlepool.regions.states import ParallelStates
 from handlepool.tensors.graph_types import DeviceArray
 from handlepool.testing.reference import conv2d as reference_conv2d
@@ -73,15 +74,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Record when and where a branch ran.
+    """Record when and on which lane a recorded filter ran.
 
-    The times are in milliseconds after the fork. ``stream`` is the pointer of the branch's stream, and ``result`` is the
-    index of its result.
+    The times are in milliseconds from the beginning of the replay. ``result`` is the index of its result.
     """
 
     name: str
     result: int
-    stream: int
+    lane: int
     start: float
     end: float
 
@@ -105,15 +105,14 @@ class Times:
 class Report:
     """Hold all results of the demo.
 
-    ``region`` is the time in milliseconds from fork to join that ``spans`` belong to.
+    ``spans`` belong to a replay of the filters, recorded on ``states`` lanes.
     """
 
     driver: str
     states: int
     results: tuple[Result, ...]
     spans: tuple[Span, ...]
-    region: float
-    caller: int
+    differing: tuple[str, ...]
     times: Times
     network: network.NetworkReport
 
@@ -121,19 +120,13 @@ class Report:
     def wrong(self) -> list[str]:
         """Return the names of results outside the tolerance."""
         network_is = [] if self.network.right else ["the network"]
-        return [result.name for result in self.results if not result.right] + network_is
+        recorded = [f"{name}, recorded" for name in self.differing]
+        return [result.name for result in self.results if not result.right] + recorded + network_is
 
     @property
     def overlap(self) -> float:
-        """Return the mean number of branches that ran at a time.
-
-        The mean covers the time in which at least one branch ran.
-        """
-        busy, until = 0.0, 0.0
-        for span in sorted(self.spans, key=lambda span: span.start):
-            busy += max(0.0, span.end - max(span.start, until))
-            until = max(until, span.end)
-        return sum(span.end - span.start for span in self.spans) / busy if busy else 1.0
+        """Return the mean number of recorded filters at a time."""
+        return at_a_time([(span.start, span.end) for span in self.spans])
 
 
 class _Work:
@@ -192,56 +185,51 @@ class _Work:
         return [*made, chained]
 
     def single(self) -> list[Any]:
-        return self._one_by_one(self.weights)
+        return self.plain(self.x, self.weights, self.chain)
 
     def stacked(self) -> list[Any]:
-        return self._one_by_one(self.stacks)
+        return self.plain(self.x, self.stacks, self.chain)
 
-    def _one_by_one(self, weights: Sequence[Any]) -> list[Any]:
-        blur, edges = self.chain
-        return [*(self.convolve(self.x, w) for w in weights), self.convolve(self.convolve(self.x, blur), edges)]
+    def plain(self, x: DeviceArray, weights: Sequence[DeviceArray], chain: Sequence[DeviceArray]) -> list[Any]:
+        """Filter in plain code, one call after the other."""
+        blur, edges = chain
+        return [*(self.convolve(x, w) for w in weights), self.convolve(self.convolve(x, blur), edges)]
 
-    def trace(self, names: Sequence[str]) -> tuple[float, list[Span]]:
-        """Run the region once, with events around every branch.
+    def recorded(self, names: Sequence[str], results: Sequence[Result]) -> tuple[list[Span], list[str]]:
+        """Record the filters on lanes, and replay them once with times.
 
-        The last two branches belong to the chain.
+        Returns
+        -------
+        list of Span
+            The last two belong to the chain.
+        list of str
+            Names of results that differ from the forked ones.
         """
-        driver, count = self.driver, len(names)
-        events = timing_events(driver, 2 * count + 2)
-        starts, ends = events[:count], events[count : 2 * count]
-        fork_event, join_event = events[2 * count :]
-        caller = driver.current_stream().ptr
-
-        streams: list[int] = []
-
-        def branch(x: DeviceArray, w: DeviceArray, start: object, end: object) -> Any:
-            stream = driver.current_stream().ptr
-            streams.append(stream)
-            driver.record_event(start, stream)
-            y = self.convolve(x, w)
-            driver.record_event(end, stream)
-            return y
-
-        driver.record_event(fork_event, caller)
-        with self.states.fork() as fork:
-            *calls, first, then = zip([*self.weights, *self.chain], starts, ends, strict=True)
-            for call in calls:
-                fork.run(branch, self.x, *call)
-            fork.run(branch, fork.run(branch, self.x, *first), *then)
-        driver.record_event(join_event, caller)
-        driver.synchronize_stream(caller)
-        # Both branches of the chain belong to one result, so they share its colour.
-        results = [*range(count - 1), count - 2]
+        with record(self.plain, self.x, self.weights, self.chain, pool=self.pool, lanes=self.states.count) as program:
+            how = program.explain(measure=True)
+            wrong = [
+                result.name
+                for result, y in zip(results, program.outputs, strict=True)
+                if not np.allclose(drawn(self.driver.asnumpy(y)), result.pixels, rtol=0, atol=TOLERANCE * result.absolute_weight)
+            ]
+        ran = [(step.lane, *times) for step, times in zip(how.steps, how.ran, strict=True) if step.lane is not None]
+        # Both filters of the chain belong to one result, so they share its colour.
+        places = [*range(len(results)), len(results) - 1]
         spans = [
-            Span(name, result, stream, driver.elapsed(fork_event, start), driver.elapsed(fork_event, end))
-            for name, result, stream, start, end in zip(names, results, streams, starts, ends, strict=True)
+            Span(name, result, lane, start / 1e3, end / 1e3)
+            for name, result, (lane, start, end) in zip(names, places, ran, strict=True)
         ]
-        region = driver.elapsed(fork_event, join_event)
-        destroy(driver, events)
-        return region, spans
+        return spans, wrong
 
 
-def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, states: int, pool: HandlePool) -> Report:
+def measure(
+    photograph: NDArray[np.float32],
+    filters: Sequence[Filter],
+    *,
+    states: int,
+    pool: HandlePool,
+    progress: Callable[[str], None] = lambda step: None,
+) -> Report:
     """Apply all filters and a chain concurrently; check and time them.
 
     Parameters
@@ -254,30 +242,32 @@ def measure(photograph: NDArray[np.float32], filters: Sequence[Filter], *, state
         Number of side streams.
     pool : HandlePool
         Decides the driver; its current device and stream are used.
+    progress : callable
+        Called with the name of each step before the step begins.
     """
+    progress("planning and filtering")
     work = _Work(photograph, filters, states, pool)
     # The first run builds the plans and loads the kernels. Both may wait for the device, so this run is not timed.
     chain = chain_of(filters)
     given: list[tuple[Sequence[Filter], Sequence[Any]]] = [((f,), (w,)) for f, w in zip(filters, work.weights, strict=True)]
     outputs = zip([*given, (chain, work.chain)], work.forked(), strict=True)
-    results = tuple(_check(photograph, *each, work.driver.asnumpy(y), work) for each, y in outputs)
+    results = []
+    for number, (each, y) in enumerate(outputs, 1):
+        progress(f"comparing filter {number} of {len(given) + 1} with SciPy")
+        results.append(_check(photograph, *each, work.driver.asnumpy(y), work))
     # The outputs of all filters take as much memory as the next region needs.
-    del outputs
-    times = _times(work)
-    names = [filter.name for filter in (*filters, *chain)]
-    count = 5 if 5 * times.forked < _BUDGET else 1
-    # The picture shows the region of median length, so that one disturbed run does not decide it.
-    traces = sorted((work.trace(names) for _ in range(count)), key=lambda trace: trace[0])
-    region, spans = traces[count // 2]
+    del outputs, y
+    times = _times(work, progress)
+    progress("recording the filters")
+    spans, differing = work.recorded([filter.name for filter in (*filters, *chain)], results)
     return Report(
         driver=work.driver.name,
         states=states,
-        results=results,
+        results=tuple(results),
         spans=tuple(spans),
-        region=region,
-        caller=work.driver.current_stream().ptr,
+        differing=tuple(differing),
         times=times,
-        network=network.measure(photograph, states=states, pool=pool),
+        network=network.measure(photograph, states=states, pool=pool, progress=progress),
     )
 
 
@@ -295,11 +285,10 @@ def _check(
     # The difference overwrites the reference, which is the largest array of the check.
     error = np.subtract(y, expected, out=expected)
     wrong = float(np.linalg.norm(error))
-    step = -(-max(y.shape) // DRAWN)
     return Result(
         name=", then ".join(filter.name for filter in filters),
         sizes=tuple([filter.size for filter in filters]),
-        pixels=np.array(y[0, :, ::step, ::step].transpose(1, 2, 0), dtype=np.float32, order="C"),
+        pixels=drawn(y),
         weight=math.prod(float(filter.kernel.sum(dtype=np.float64)) for filter in filters),
         absolute_weight=math.prod(float(np.abs(filter.kernel).sum(dtype=np.float64)) for filter in filters),
         largest=float(max(error.max(), -error.min())),
@@ -309,7 +298,25 @@ def _check(
     )
 
 
-def _times(work: _Work) -> Times:
+def drawn(y: NDArray[Any]) -> NDArray[np.float32]:
+    """Return the pixels of a result that the drawing has room for."""
+    step = -(-max(y.shape) // DRAWN)
+    return np.array(y[0, :, ::step, ::step].transpose(1, 2, 0), dtype=np.float32, order="C")
+
+
+def at_a_time(intervals: Sequence[tuple[float, float]]) -> float:
+    """Return the mean number of intervals at a time.
+
+    The mean covers the time in which there is any interval.
+    """
+    busy, until = 0.0, 0.0
+    for start, end in sorted(intervals):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return sum(end - start for start, end in intervals) / busy if busy else 1.0
+
+
+def _times(work: _Work, progress: Callable[[str], None]) -> Times:
     """Return medians of interleaved repeats.
 
     Interleaving makes a change of the clock affect all three ways alike. If the warm-up took too long for even the fewest
@@ -317,12 +324,14 @@ def _times(work: _Work) -> Times:
     """
     ways = (work.forked, work.single, work.stacked)
     convolutions = len(work.stacks) + len(work.chain)
+    progress("warming up")
     warm_up = [time(work.driver, way) for way in ways]
     if sum(warm_up) > _ENDURED:
         return Times(warm_up[0], warm_up[1], warm_up[2], convolutions, 0)
     repeats = repeats_of(_BUDGET, sum(warm_up))
     samples: list[list[float]] = [[], [], []]
     for repeat in range(repeats):
+        progress(f"timing the filters, {repeat + 1} of {repeats}")
         for index in range(3):
             # The order rotates, so that each way takes each place.
             way = (index + repeat) % 3
@@ -363,7 +372,8 @@ def render(report: Report) -> str:
         f"the last is a chain, {CHAIN}",
         "",
         *_columns(clock, right=(1,)),
-        f"{samples}, from events on the caller's stream; {report.overlap:.1f} branches at a time",
+        f"{samples}, from events on the caller's stream",
+        f"recorded on {counted(report.states, 'lane')}: {report.overlap:.1f} filters at a time",
     ]
     lines += ["", *_network(report)]
     if report.driver != "cuda":

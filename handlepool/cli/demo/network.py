@@ -79,11 +79,6 @@ class NetworkReport:
         """Tell whether every way is within the tolerance."""
         return self.relative <= TOLERANCE
 
-    @property
-    def won(self) -> float:
-        """Return the speed-up of recorded lanes over one stream."""
-        return self.times[ONE_STREAM] / self.times[RECORDED]
-
 
 def network(x: Any, weights: Weights, ops: Any = library) -> Any:
     """Return a picture of half the size.
@@ -137,7 +132,9 @@ class _Reference:
         return reference.conv2d(x, w, **how)
 
 
-def measure(photograph: NDArray[np.float32], *, states: int, pool: HandlePool) -> NetworkReport:
+def measure(
+    photograph: NDArray[np.float32], *, states: int, pool: HandlePool, progress: Callable[[str], None] = lambda step: None
+) -> NetworkReport:
     """Run the network in four ways; check, time and trace it.
 
     Parameters
@@ -148,6 +145,8 @@ def measure(photograph: NDArray[np.float32], *, states: int, pool: HandlePool) -
         Number of side streams for the forks.
     pool : HandlePool
         Decides the driver; its current device and stream are used.
+    progress : callable
+        Called with the name of each step before the step begins.
     """
     step = -(-max(photograph.shape) // SIDE)
     picture = np.ascontiguousarray(photograph[np.newaxis, ::step, ::step])
@@ -177,6 +176,7 @@ def measure(photograph: NDArray[np.float32], *, states: int, pool: HandlePool) -
             y = network(x, weights, branch)
         return y
 
+    progress("recording the network")
     with (
         record(network, x, weights, pool=pool, lanes=1) as one,
         record(network, x, weights, pool=pool, lanes=LANES) as program,
@@ -185,9 +185,10 @@ def measure(photograph: NDArray[np.float32], *, states: int, pool: HandlePool) -
         ways |= {ONE_LANE: one.replay, RECORDED: program.replay}
         given = {name: way() for name, way in ways.items()} | {ONE_LANE: one.outputs, RECORDED: program.outputs}
         found = {name: driver.asnumpy(y) for name, y in given.items()}
+        progress("comparing the network with SciPy")
         expected = network(picture.transpose(0, 3, 1, 2).astype(np.float64), values, _Reference())
         relative = max(float(reference.relative_error(y, expected)) for y in found.values())
-        times, repeats = _times(ways, pool)
+        times, repeats = _times(ways, pool, progress)
         how = program.explain(measure=True)
         calls = [
             Ran(step.name.rpartition(".")[2], step.lane, start, end)
@@ -200,12 +201,15 @@ def measure(photograph: NDArray[np.float32], *, states: int, pool: HandlePool) -
     return NetworkReport((picture.shape[1], picture.shape[2]), pixels, relative, times, repeats, tuple(calls))
 
 
-def _times(ways: Mapping[str, Callable[[], Any]], pool: HandlePool) -> tuple[dict[str, float], int]:
+def _times(
+    ways: Mapping[str, Callable[[], Any]], pool: HandlePool, progress: Callable[[str], None]
+) -> tuple[dict[str, float], int]:
     """Return medians of interleaved repeats, and the number of repeats."""
     repeats = repeats_of(_BUDGET, sum(time(pool.driver, way) for way in ways.values()))
     samples: dict[str, list[float]] = {name: [] for name in ways}
     order: Sequence[str] = list(ways)
     for repeat in range(repeats):
+        progress(f"timing the network, {repeat + 1} of {repeats}")
         for index in range(len(order)):
             # The order rotates, so that each way takes each place.
             name = order[(index + repeat) % len(order)]

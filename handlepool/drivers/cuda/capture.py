@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from ctypes import c_void_p
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,10 @@ from cupy.cuda.memory import BaseMemory, MemoryPointer, OutOfMemoryError, Unowne
 
 from handlepool.drivers.captures import Edge
 from handlepool.drivers.cuda import early
+from handlepool.drivers.cuda.edges import libcuda
+from handlepool.drivers.cuda.locked import locked
 from handlepool.drivers.cuda.rewiring import Rewiring, are_many, ends
+from handlepool.drivers.cuda.status import check_all
 from handlepool.drivers.freed_blocks import FreedBlocks
 
 # CuPy's pool gives out no smaller blocks.
@@ -23,6 +27,9 @@ _rewiring = Rewiring(cu)
 def begins_early(graph: int) -> bool:
     """Return whether a node begins before its predecessor has ended."""
     return _rewiring.begins_early(graph)
+
+
+_launch = locked(libcuda(), "cuGraphLaunch", (c_void_p, c_void_p), runtime.graphLaunch)
 
 
 class CudaGraph:
@@ -50,9 +57,7 @@ class CudaGraph:
         self._executable = 0
         self.launch: Callable[[int], None] = _not_ready
         try:
-            status, _, self.nodes = cu.cuGraphGetNodes(pointer)
-            if status != cu.CUresult.CUDA_SUCCESS:
-                raise RuntimeError(f"CUDA driver error: {status.name}")
+            _, self.nodes = check_all(cu.cuGraphGetNodes(pointer))
             if captured:
                 self._edges = _rewiring.make_plain(pointer)
         except BaseException:
@@ -113,7 +118,7 @@ class CudaGraph:
             if error.status == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
                 raise MemoryError(str(error)) from error
             raise
-        self.launch = partial(runtime.graphLaunch, self._executable)
+        self.launch = partial(_launch, self._executable)
 
     def upload(self, pointer: int) -> None:
         runtime.graphUpload(self._executable, pointer)

@@ -2,9 +2,9 @@
 
 ``cuda.bindings.driver`` serves for calls that CuPy lacks.
 
-With `executable`, `kernel_executable`, `sums`, `fast_launch`, `early`, `capture` and `shared`, this is the only module that
-imports CuPy or launches with cuDNN's binding. The runtime half of cuda-bindings is never used, because it needs a driver as new
-as itself. cuDNN's rule for threads is that a handle is used by one thread at a time. The pool enforces that rule.
+With `executable`, `kernel_executable`, `sums`, `fast_launch`, `prepared`, `early`, `capture` and `shared`, this is the only
+module that imports CuPy or launches with cuDNN's binding. The runtime half of cuda-bindings is never used, because it needs a
+driver as new as itself. cuDNN's rule for threads is that a handle is used by one thread at a time. The pool enforces that rule.
 """
 
 import inspect
@@ -12,11 +12,11 @@ import threading
 from array import array as buffer
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from ctypes import byref, c_int
+from ctypes import c_void_p
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import cudnn
 import cupy
@@ -25,19 +25,25 @@ from cuda.bindings import driver as cu
 from cupy.cuda import runtime
 from cupy.cuda.memory import MemoryPointer, OutOfMemoryError, UnownedMemory
 
+from handlepool._util.causes import causes
 from handlepool.drivers.cuda import capture as recorded
-from handlepool.drivers.cuda import early, failures, fast_launch, planning, shared
+from handlepool.drivers.cuda import early, failures, planning, shared
+from handlepool.drivers.cuda.capture_mode import RELAXED, Relaxed, exchange
 from handlepool.drivers.cuda.edges import Dependencies, libcuda, with_edge_data
 from handlepool.drivers.cuda.executable import CudaExecutable, new_buffer
 from handlepool.drivers.cuda.kernel_executable import KernelExecutable
+from handlepool.drivers.cuda.locked import capture_query, locked
+from handlepool.drivers.cuda.prepared import prepared
+from handlepool.drivers.cuda.status import CudaDriverError, check, check_all
 from handlepool.drivers.cuda.sums import CudaSums, prepare
 from handlepool.drivers.cuda.throwaway import ThrowawayCapture
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.executable import OperandCopy, SavedPlan
 from handlepool.drivers.kernel import Kernel
+from handlepool.drivers.prepared import Copies, Run
 from handlepool.drivers.protocol import BeforeUntracked, Bring, ReadHost
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Handle, Stream
-from handlepool.errors import ArrayTypeError, CaptureError, DriverNotAvailableError
+from handlepool.errors import ArrayTypeError, CaptureError
 from handlepool.tensors import frontend
 from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import HOST, UNKNOWN, Layout, Piece, View, one_run, piece, span
@@ -46,9 +52,7 @@ from handlepool.tensors.layout import HOST, UNKNOWN, Layout, Piece, View, one_ru
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator  # noqa: SLF001
 _set_allocator: Callable[[Any], None] = cupy.cuda.memory._set_thread_local_allocator  # noqa: SLF001
 _capture_info = with_edge_data(cu, "cuStreamGetCaptureInfo")
-_libcuda = libcuda()
-_dependencies = Dependencies(_libcuda, lambda status: str(cu.CUresult(status).name))
-_RELAXED = int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+_dependencies = Dependencies(libcuda(), lambda status: str(cu.CUresult(status).name))
 # cudaErrorMemoryAllocation.
 _OUT_OF_MEMORY = 2
 # cudaErrorNotReady: the work has not run.
@@ -90,51 +94,6 @@ def unavailable() -> str | None:
 _POINTER = attrgetter("data.ptr")
 
 
-class CudaDriverError(RuntimeError):
-    """A status of the CUDA driver."""
-
-    def __init__(self, status: cu.CUresult) -> None:
-        super().__init__(f"CUDA driver error: {status.name}")
-        self.status = int(status)
-
-
-def _check(result: tuple[Any, ...]) -> Any:
-    """Check a status of the CUDA driver, here alone."""
-    status, *values = result
-    if status != cu.CUresult.CUDA_SUCCESS:
-        raise CudaDriverError(status)
-    return values[0] if values else None
-
-
-def _no_exchange(_: object) -> NoReturn:
-    raise DriverNotAvailableError("CUDA's driver library was not found: libcuda.so.1 comes with the GPU's driver")
-
-
-_exchange: Any = getattr(_libcuda, "cuThreadExchangeStreamCaptureMode", _no_exchange)
-"""Exchange the capture mode without cuda-bindings.
-
-The two enumerations of cuda-bindings take longer than the call, and every allocation makes the call.
-"""
-
-
-class _Relaxed:
-    """Set this thread's capture mode to *relaxed* inside.
-
-    Calls that are unsafe in other modes then harm no capture.
-    """
-
-    __slots__ = ("_mode",)
-
-    def __enter__(self) -> None:
-        self._mode = mode = c_int(_RELAXED)
-        if status := _exchange(byref(mode)):
-            _check((cu.CUresult(status),))
-
-    def __exit__(self, *_: object) -> None:
-        if status := _exchange(byref(self._mode)):
-            _check((cu.CUresult(status),))
-
-
 class _ForeignStream:
     """A pointer with its owner, in the form that ``Stream.from_external`` takes."""
 
@@ -159,12 +118,16 @@ class CudaDriver:
     current_device: Callable[[], int] = staticmethod(runtime.getDevice)
     current_stream: Callable[..., Stream] = staticmethod(cupy.cuda.get_current_stream)
     record_event: Callable[[Any, int], None] = staticmethod(runtime.eventRecord)
+    record_event_next: Callable[[Any, int], None] = staticmethod(
+        locked(libcuda(), "cuEventRecord", (c_void_p, c_void_p), runtime.eventRecord)
+    )
     wait_event: Callable[[int, Any], None] = staticmethod(runtime.streamWaitEvent)
     set_device: Callable[[int], None] = staticmethod(runtime.setDevice)
-    is_capturing: Callable[[int], bool] = staticmethod(runtime.streamIsCapturing)
+    is_capturing: Callable[[int], bool] = staticmethod(capture_query(libcuda()))
     free: Callable[[int], None] = staticmethod(runtime.free)
     destroy_event: Callable[[Any], None] = staticmethod(runtime.eventDestroy)
     device = staticmethod(cupy.cuda.Device)
+    array_pointer: Callable[[Any], int] = staticmethod(_POINTER)
 
     def __init__(self) -> None:
         # Events by device, for the edges of allocations in branches.
@@ -212,22 +175,22 @@ class CudaDriver:
         return type(stream) is cupy.cuda.Stream and getattr(stream, "_foreign_stream_ref", None) is None
 
     def stream_id(self, pointer: int) -> int:
-        return int(_check(cu.cuStreamGetId(pointer)))
+        return int(check(cu.cuStreamGetId(pointer)))
 
     def capture_id(self, pointer: int) -> int:
         # This query takes 0.1 µs, and the query of the id below takes ten times as long.
         if not runtime.streamIsCapturing(pointer):
             return 0
-        _status, identity, *_ = _check_all(_capture_info(pointer))
+        _status, identity, *_ = check_all(_capture_info(pointer))
         return int(identity)
 
     def stream_device(self, pointer: int) -> int:
-        context = _check(cu.cuStreamGetCtx(pointer))
-        _check(cu.cuCtxPushCurrent(context))
+        context = check(cu.cuStreamGetCtx(pointer))
+        check(cu.cuCtxPushCurrent(context))
         try:
-            return int(_check(cu.cuCtxGetDevice()))
+            return int(check(cu.cuCtxGetDevice()))
         finally:
-            _check(cu.cuCtxPopCurrent())
+            check(cu.cuCtxPopCurrent())
 
     def synchronize_stream(self, pointer: int) -> None:
         runtime.streamSynchronize(pointer)
@@ -332,7 +295,7 @@ class CudaDriver:
     # Captures
 
     def relaxed(self) -> AbstractContextManager[Any]:
-        return _Relaxed()
+        return Relaxed()
 
     def begin_capture(self, pointer: int) -> None:
         runtime.streamBeginCapture(pointer, runtime.streamCaptureModeThreadLocal)
@@ -352,20 +315,18 @@ class CudaDriver:
         return failures.failure(error)
 
     def recording_memory(self) -> recorded.CudaRecordingMemory:
-        return recorded.CudaRecordingMemory(_Relaxed)
+        return recorded.CudaRecordingMemory(Relaxed)
 
     # When something is wrong
 
     def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
-        cause = error
-        while cause is not None:
+        for cause in causes(error):
             if getattr(cause, "status", 0) in _STICKY:
                 return cause
-            cause = cause.__cause__ or cause.__context__
         # cuDNN's errors carry no status of CUDA's, so CUDA itself is asked after a RuntimeError or a MemoryError.
         if ask and (error is None or isinstance(error, (RuntimeError, MemoryError))):
             try:
-                with _Relaxed():
+                with Relaxed():
                     runtime.memGetInfo()
             except (runtime.CUDARuntimeError, CudaDriverError) as refusal:
                 return refusal if refusal.status in _STICKY else None
@@ -395,8 +356,8 @@ class CudaDriver:
         except OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
 
-    def empties(self, lies: Sequence[tuple[Sequence[int], Sequence[int], np.dtype[Any]]]) -> Callable[[], list[Any]]:
-        return fast_launch.empties(lies)
+    def prepared(self, copies: Copies) -> Run:
+        return prepared(copies, self.copy, exchange, RELAXED, lambda status: check((cu.CUresult(status),)))
 
     def asarray(self, values: object) -> Any:
         # Through pinned memory the copy is asynchronous; from pageable memory it has read `values` when it returns. Both are
@@ -476,9 +437,6 @@ class CudaDriver:
 
     def array_device(self, array: cupy.ndarray) -> int:
         return int(array.data.device_id)
-
-    def array_pointer(self, array: cupy.ndarray) -> int:
-        return int(array.data.ptr)
 
     def memory_of(self, array: cupy.ndarray) -> Piece:
         return piece(array.data.ptr, array.shape, array.strides, array.itemsize)
@@ -576,22 +534,22 @@ def _kind(ordinal: int) -> dict[str, Any]:
     See `handlepool.tensors.device_properties.DeviceProperties.kind`.
     """
     attributes = cu.CUdevice_attribute
-    (device,) = _check_all(cu.cuDeviceGet(ordinal))
+    (device,) = check_all(cu.cuDeviceGet(ordinal))
 
     def asked(attribute: object) -> int:
-        return int(_check_all(cu.cuDeviceGetAttribute(attribute, device))[0])
+        return int(check_all(cu.cuDeviceGetAttribute(attribute, device))[0])
 
     major = asked(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
     minor = asked(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-    (name,) = _check_all(cu.cuDeviceGetName(256, device))
+    (name,) = check_all(cu.cuDeviceGetName(256, device))
     return {
         "deviceName": bytes(name).partition(b"\0")[0].decode(),
         "deviceVer": 100 * major + 10 * minor,
-        "driverVer": int(_check_all(cu.cuDriverGetVersion())[0]),
+        "driverVer": int(check_all(cu.cuDriverGetVersion())[0]),
         "l2CacheSize": asked(attributes.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE),
         "maxSharedMemoryPerBlockOptin": asked(attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
         "multiProcessorCount": asked(attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
-        "totalGlobalMem": int(_check_all(cu.cuDeviceTotalMem(device))[0]),
+        "totalGlobalMem": int(check_all(cu.cuDeviceTotalMem(device))[0]),
     }
 
 
@@ -606,8 +564,3 @@ def _page_locked_like(array: DeviceArray) -> tuple[Any, np.ndarray[Any, Any]]:
 
 def _nothing() -> None:
     pass
-
-
-def _check_all(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    _check(result)
-    return result[1:]

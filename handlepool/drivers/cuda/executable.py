@@ -76,6 +76,7 @@ class CudaExecutable:
         else:
             location, count = addresses.buffer_info()
             raw(location, count, workspace, handle.backend_handle, self._index)
+        self.untried = False
         if self._copies:
             self._copy(handle, operands, workspace, True)
 

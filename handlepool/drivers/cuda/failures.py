@@ -1,5 +1,7 @@
 """Explain the errors of CUDA and CuPy under a capture."""
 
+from handlepool._util.causes import causes
+
 _MEANINGS = {
     900: "a call that a stream cannot take while it is recorded: to wait for the GPU, to read values, to allocate past CuPy",
     901: "an earlier call that a stream cannot take while it is recorded",
@@ -30,18 +32,17 @@ _INSTEAD = {
 
 def failure(error: BaseException | None) -> str | None:
     """See `handlepool.drivers.protocol.Driver.capture_failure`."""
-    while error is not None:
-        meaning = _MEANINGS.get(getattr(error, "status", 0))
+    for each in causes(error):
+        meaning = _MEANINGS.get(getattr(each, "status", 0))
         # CuPy checks for a capture itself before it calls CUDA, so such an error has a message and no status.
-        if meaning is None and isinstance(error, RuntimeError):
-            if "H2D transfers" in str(error):
+        if meaning is None and isinstance(each, RuntimeError):
+            if "H2D transfers" in str(each):
                 meaning = _FROM_HOST
-            elif "capturing" in str(error):
+            elif "capturing" in str(each):
                 meaning = _MEANINGS[900]
-            elif isinstance(error, NotImplementedError) and "during stream capture" in str(error):
+            elif isinstance(each, NotImplementedError) and "during stream capture" in str(each):
                 meaning = "a library's call that CuPy refuses while a stream is captured"
-                meaning += "".join(f": {instead}" for name, instead in _INSTEAD.items() if name in str(error))
+                meaning += "".join(f": {instead}" for name, instead in _INSTEAD.items() if name in str(each))
         if meaning is not None:
-            return f"{meaning} ({error})"
-        error = error.__cause__ or error.__context__
+            return f"{meaning} ({each})"
     return None

@@ -21,8 +21,8 @@ MOST_TOGETHER = 1 << 20
 Allocating one block takes three quarters of the time. The block lives as long as any of the outputs, so larger outputs, for which
 the time matters less, have blocks of their own.
 """
-# CuPy rounds sizes up to a multiple of this.
-_BLOCK = 512
+BLOCK = 512
+"""CuPy rounds sizes up to a multiple of this number of bytes."""
 
 _TEXT = """\
 def launch(begin, arrays, out, fresh=None):
@@ -130,7 +130,7 @@ def shortcut(
     if device is not None:
         differ = [f"current_device() != {device}", *differ, *(f"{a}.data.device_id != {device}" for a, _ in compared)]
     allocate = "; ".join(f"{b} = {_array(b, layouts[b], f'alloc({layouts[b].reach})')}" for b in ys)
-    offsets = list(accumulate((-(-layouts[b].reach // _BLOCK) * _BLOCK for b in ys), initial=0))
+    offsets = list(accumulate((-(-layouts[b].reach // BLOCK) * BLOCK for b in ys), initial=0))
     text = _TEXT.format(
         inputs=", ".join(xs),
         unwanted="None" if given else "not None",
@@ -168,37 +168,7 @@ def shortcut(
     return made
 
 
-def empties(lies: Sequence[tuple[Sequence[int], Sequence[int], Any]]) -> Callable[[], list[Any]]:
-    """Make a function that allocates arrays; see `Driver.empties`.
-
-    Small arrays share a block.
-    """
-    alloc, ndarray = cupy.cuda.alloc, cupy.ndarray
-    known = [(tuple(shape), dtype, tuple(strides), _reach(shape, strides, dtype.itemsize)) for shape, strides, dtype in lies]
-    total = sum(-(-reach // _BLOCK) * _BLOCK for *_, reach in known)
-    if len(known) < 2 or total > MOST_TOGETHER:
-
-        def make() -> list[Any]:
-            return [ndarray(shape, dtype, alloc(reach), strides) for shape, dtype, strides, reach in known]
-
-    else:
-        offsets = accumulate((-(-reach // _BLOCK) * _BLOCK for *_, reach in known), initial=0)
-        placed = [(*each[:3], at) for each, at in zip(known, offsets, strict=False)]
-
-        def make() -> list[Any]:
-            block = alloc(total)
-            return [ndarray(shape, dtype, block + at, strides) for shape, dtype, strides, at in placed]
-
-    def made() -> list[Any]:
-        try:
-            return make()
-        except cupy.cuda.memory.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
-
-    return made
-
-
-def _reach(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+def reach(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     """Return the bytes from an array's first element to its end.
 
     The strides are not negative.

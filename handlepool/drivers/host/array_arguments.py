@@ -1,16 +1,19 @@
 """Find host arrays among NumPy's arguments, and the shapes of results.
 
 The shape and type of a result are found without its values. The function is tried on arrays of the same types with one element
-(`ones`), or on arrays of the same shapes without memory (`dummy`).
+(`ones`), or on arrays of the same shapes without memory (`dummy`). The tables at the end say how NumPy's functions take their
+arguments.
 """
 
+import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from handlepool.drivers.host.array import HostArray, Raw, raw_view
+from handlepool.drivers.host.array import HostArray, Raw, getitem, raw_view, setitem
 
 
 def walk(value: object) -> Iterator[Any]:
@@ -173,3 +176,68 @@ def taken(index: object) -> Any:
     if isinstance(index, tuple):
         return tuple(map(taken, index))
     return np.array(index) if isinstance(index, (np.ndarray, list)) and not hosts(index) else index
+
+
+@cache
+def signature(function: object) -> inspect.Signature:
+    """Return the parameters of one of NumPy's functions."""
+    # Functions written in C have no signature in some versions of NumPy.
+    return inspect.signature(BUILT_IN.get(function, function))
+
+
+def named(names: str, place: object = np) -> list[Any]:
+    """Return the functions of some names that this NumPy has."""
+    return [found for name in names.split() if (found := getattr(place, name, None)) is not None]
+
+
+ARRAYS = frozenset({
+    "a", "ary", "arys", "args", "arrays", "tup", "array", "A", "b", "m", "x", "y", "z", "val", "condition", "indices", "prepend",
+    "append", "min", "max", "a_min", "a_max", "nan", "posinf", "neginf", "rtol", "atol", "where", "initial", "mean", "kwargs",
+    "constant_values", "fill_value", "prototype",
+})  # fmt: skip
+"""Parameters whose values are read when the work runs.
+
+The values of all other parameters decide a shape, so the call waits for them.
+"""
+
+OPERANDS = ARRAYS - {"indices", "nan", "posinf", "neginf", "initial", "kwargs", "constant_values", "fill_value"}
+"""Parameters in `ARRAYS` for which CuPy refuses lists."""
+
+SEVERAL = {"arys", "args", "arrays", "tup"}
+"""Parameters in `ARRAYS` that are lists of arrays."""
+
+INDEXING = {getitem: "an index", setitem: "an assignment"}
+"""Names of indexing in messages."""
+
+COPIED = frozenset(["set", "copyto", *INDEXING.values()])
+"""Names of work whose NumPy arrays CuPy copies every time."""
+
+BARE = {getitem, setitem, np.copyto, np.einsum}
+"""Functions whose rules take the arguments unchanged."""
+
+IN_PLACE = {*named("put place putmask fill_diagonal put_along_axis")}
+"""Functions that write to their first argument."""
+
+TAKE_PLAIN = {getitem, *named("take put compress array asarray asanyarray ascontiguousarray asfortranarray")}
+"""Functions that take NumPy's arrays even where CuPy is strict.
+
+They use the arrays as an index, or copy them to the device.
+"""
+
+COMPARISONS = {np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal}
+"""Functions that take NumPy's arrays without axes even in strict mode.
+
+NumPy itself makes such arrays of scalars.
+"""
+
+BUILT_IN: dict[Any, Any] = {
+    np.concatenate: lambda arrays, /, axis=0, out=None, *, dtype=None, casting="same_kind": None,
+    np.where: lambda condition, x=None, y=None, /: None,
+    np.dot: lambda a, b, out=None: None,
+    np.copyto: lambda dst, src, casting="same_kind", where=True: None,
+    np.empty_like: lambda prototype, /, dtype=None, order="K", subok=True, shape=None, *, device=None: None,
+}
+"""Parameters of functions that are not written in Python.
+
+Not every NumPy version reports their signatures.
+"""

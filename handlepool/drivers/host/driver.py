@@ -4,7 +4,7 @@
 
 - `scheduler`: the order in which operations run.
 - `streams`, `captures` and `graphs`: streams, events and programs.
-- `memory` and `array`: scratch, arenas and arrays.
+- `memory`, `array` and `copies`: scratch, arenas, arrays and their copies.
 - `contract`: handles, checks, counts and faults.
 - `executable` over `evaluator`: graphs.
 - `testing`: controls that tests need beside the protocol.
@@ -13,35 +13,37 @@
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from handlepool._util.causes import causes
 from handlepool._util.names import shown
 from handlepool.drivers.executable import OperandCopy, SavedPlan
 from handlepool.drivers.host import scheduler as schedulers
-from handlepool.drivers.host.array import Array, HostArray, address_of, check_type, owner_of, raw_view, view_of, work_of
-from handlepool.drivers.host.array_functions import ArrayWork
+from handlepool.drivers.host.array import Array, HostArray, address_of, check_type, owner_of, view_of
+from handlepool.drivers.host.array_functions import RULES
+from handlepool.drivers.host.array_work import ArrayWork
 from handlepool.drivers.host.captures import HostGraph
 from handlepool.drivers.host.contract import HandleUse, HostHandle, Relaxed
+from handlepool.drivers.host.copies import CopyWork, check_run
 from handlepool.drivers.host.executable import HostExecutable
 from handlepool.drivers.host.graphs import RecordedGraph, RecordingMemory
 from handlepool.drivers.host.limit import ADVICE, limit
 from handlepool.drivers.host.memory import Memory, Owner, RegionAllocator
-from handlepool.drivers.host.race_checker import Access
 from handlepool.drivers.host.streams import Device, Event, Latch, Stream, StreamTable
 from handlepool.drivers.host.sums import HostSums
 from handlepool.drivers.host.testing import Controls
 from handlepool.drivers.kernel import Kernel
 from handlepool.drivers.operands import check_operands, operand_name
+from handlepool.drivers.prepared import Copies, Run, prepared
 from handlepool.drivers.protocol import BeforeUntracked, Bring, ReadHost
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError, ContractError, GraphNotSupportedError
 from handlepool.tensors import frontend
 from handlepool.tensors.graph_types import DeviceArray
-from handlepool.tensors.layout import HOST, Layout, Piece, View, bytes_at, one_run, piece, span
+from handlepool.tensors.layout import HOST, Layout, Piece, View, bytes_at, piece, span
 
 __all__ = ["Event", "HostDriver", "HostExecutable", "HostHandle", "Latch", "Stream"]
 
@@ -110,7 +112,8 @@ class HostDriver(Controls):
             runner.watch()
         streams = StreamTable(devices, runner)
         super().__init__(streams, Memory(streams, memory), checks)
-        self._work = self._memory.work = ArrayWork(streams, self._memory, strict)
+        self._work = self._memory.work = ArrayWork(streams, self._memory, strict, RULES)
+        self._copies = CopyWork(streams, self._work)
         if strict:
             self.array_types = (HostArray,)
         self._name = f"{devices} devices, {scheduler}" + (f", seed {seed}" if scheduler == "adversarial" else "")
@@ -138,6 +141,8 @@ class HostDriver(Controls):
     def record_event(self, event: Event, pointer: int) -> None:
         self._note("record_event")
         self._streams.record(event, self._streams.resolve(pointer))
+
+    record_event_next = record_event
 
     def wait_event(self, pointer: int, event: Event) -> None:
         self._note("wait_event")
@@ -267,13 +272,7 @@ class HostDriver(Controls):
 
     def elapsed(self, start: Event, end: Event) -> float:
         self._note("elapsed")
-        times = []
-        for event in (start, end):
-            operation = self._streams.operation_of(event, "elapsed")
-            if not event.timing or event.moment is None or not operation.done:
-                raise ContractError(f"elapsed: {event!r} is no timing event that was recorded and has passed")
-            times.append(operation.time)
-        return (times[1] - times[0]) * 1e3
+        return self._streams.elapsed(start, end)
 
     # Handles
 
@@ -309,10 +308,7 @@ class HostDriver(Controls):
         With ``ask``, return the error even if no call has failed yet.
         """
         lost = self.lost
-        while error is not None and error is not lost:
-            # Python chains the original error behind the errors that other code raised for it.
-            error = error.__cause__ or error.__context__
-        return lost if ask or error is not None else None
+        return lost if ask or (lost is not None and any(each is lost for each in causes(error))) else None
 
     def before_untracked_access(self, before: BeforeUntracked) -> None:
         self._work.before = before
@@ -419,13 +415,7 @@ class HostDriver(Controls):
         self._streams.captures.set_dependencies(self._streams.resolve(pointer), nodes)
 
     def capture_failure(self, error: BaseException) -> str | None:
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, CaptureError):
-                return str(cause)
-            # Python chains the original error behind the errors that other code raised for it.
-            cause = cause.__cause__ or cause.__context__
-        return None
+        return next((str(cause) for cause in causes(error) if isinstance(cause, CaptureError)), None)
 
     def recording_memory(self) -> RecordingMemory:
         self._note("recording_memory")
@@ -441,9 +431,9 @@ class HostDriver(Controls):
         self._note("empty")
         return self._memory.empty(shape, strides, check_type(np.dtype(dtype)))
 
-    def empties(self, lies: Sequence[tuple[Sequence[int], Sequence[int], np.dtype[Any]]]) -> Callable[[], list[HostArray]]:
-        self._note("empties")
-        return lambda: [self.empty(*lie) for lie in lies]
+    def prepared(self, copies: Copies) -> Run:
+        self._note("prepared")
+        return prepared(self, copies)
 
     def asarray(self, values: Any) -> HostArray:
         """Return a copy on the current device, in the same layout.
@@ -451,16 +441,7 @@ class HostDriver(Controls):
         The current stream makes the copy from the values at the time of the call.
         """
         self._note("asarray")
-        ours = isinstance(values, HostArray) and work_of(values) is self._work
-        source = values if ours else np.array(values, order="K")
-
-        def copy() -> HostArray:
-            array = self._work.like(source.shape, source.dtype, raw_view(source)[0])
-            self._enqueue(self._current_queue(), np.copyto, (array,), (source,), "copy to the device")
-            return array
-
-        watched = self._thread.host_data
-        return copy() if ours or watched is None else watched[0](source, copy)
+        return self._copies.to_device(values)
 
     def asnumpy(self, array: Array) -> np.ndarray[Any, Any]:
         """Return a copy on the host.
@@ -468,60 +449,32 @@ class HostDriver(Controls):
         The copy follows all work on the current stream of the array's device.
         """
         self._note("asnumpy")
-        home: AbstractContextManager[object] = nullcontext()
-        if isinstance(array, HostArray):
-            self._work.check(array, "asnumpy")
-            home = self._work.home(array, "asnumpy")
-        with home:
-            self._streams.synchronize(self._current_queue())
-        raw, block = raw_view(array)
-        # NumPy's arrays have no block, so the checker has nothing to compare.
-        if self.order is not None and block is not None:
-            self.order.host_reads(block, raw, "copy to the host")
-        return np.array(raw, order="K")
+        return self._copies.to_host(array)
 
     def read_unordered(self, array: DeviceArray) -> np.ndarray[Any, Any] | None:
         self._note("read_unordered")
-        if isinstance(array, HostArray):
-            return self._work.read_unordered(array)
-        queue = self._current_queue()
-        if queue.capture is not None:
-            return None
-        self._streams.scheduler.reach(queue.tail, f"the work of {queue!r}, to compare an array")
-        return np.array(array)
+        return self._copies.unordered(array)
 
     def copy(self, target: Array, source: Array) -> None:
         self._note("copy")
-        queue = self._current_queue()
-        if isinstance(source, np.ndarray) and not isinstance(source, HostArray) and queue.capture is None:
-            # The caller may overwrite NumPy's memory as soon as this call returns, so the work reads a copy of its values.
-            source = np.array(source, order="K")
-        self._enqueue(queue, np.copyto, (target,), (source,), "copy")
-        # A reader of NumPy's memory has no stream to wait for, so this call waits for the copy.
-        if raw_view(target)[1] is None and queue.capture is None:
-            self._streams.wait_on_host(queue.tail, "a copy to NumPy's memory")
+        self._copies.between(target, source)
 
     def copy_run(self, target: Array, source: Array, pointer: int) -> None:
         self._note("copy_run")
-        self._check_run(target, source, "copy_run")
-        self._enqueue(self._streams.resolve(pointer), np.copyto, (target,), (source,), "copy")
+        check_run(target, source, "copy_run")
+        self._copies.queue(self._streams.resolve(pointer), target, source, "copy")
 
     def copy_from_device(self, target: Array, source: Array, pointer: int) -> None:
         self._note("copy_from_device")
-        self._enqueue(self._streams.resolve(pointer), np.copyto, (target,), (source,), "copy from another device")
+        self._copies.queue(self._streams.resolve(pointer), target, source, "copy from another device")
 
     def copy_from_host(self, target: Array, values: np.ndarray[Any, Any], pointer: int) -> object:
         self._note("copy_from_host")
-        # The caller may overwrite its array before the work runs, so the work reads a copy.
-        read = np.array(values)
-        self._enqueue(self._streams.resolve(pointer), np.copyto, (target,), (read,), "copy from the host")
-        return read
+        return self._copies.from_host(target, values, self._streams.resolve(pointer))
 
     def copy_to_host(self, array: Array, pointer: int) -> np.ndarray[Any, Any]:
         self._note("copy_to_host")
-        host = np.empty_like(raw_view(array)[0])
-        self._enqueue(self._streams.resolve(pointer), np.copyto, (host,), (array,), "copy to the host")
-        return host
+        return self._copies.onto_host(array, self._streams.resolve(pointer))
 
     def prepare_checksums(self) -> None:
         self._note("prepare_checksums")
@@ -531,23 +484,7 @@ class HostDriver(Controls):
         self._forbid("checksums")
         queue = self._streams.resolve(pointer)
         self._streams.captures.refuse(queue, "checksums")
-        views = [raw_view(array) for array in arrays]
-        sums = HostSums(partial(self._streams.wait_on_host, purpose="checksums"))
-        raw = [view for view, _ in views]
-        # Freed memory waits for these reads, but the checker ignores their order.
-        reads = [Access(block, view, False, checked=False) for view, block in views if block is not None]
-        self._streams.give(queue, lambda: sums.compute(*raw), reads, "checksums")
-        sums.queued(queue.tail)
-        return sums
-
-    def _check_run(self, target: Array, source: Array, call: str) -> None:
-        """Refuse operands that a GPU would copy wrongly.
-
-        A GPU copies the same number of bytes regardless of types and strides.
-        """
-        one, other = ((array.shape, array.dtype) for array in (target, source))
-        if one != other or not one_run(target.shape, target.strides, source.strides, target.dtype.itemsize):
-            raise ContractError(f"{call}: {shown(target)} of strides {target.strides}, {shown(source)} of {source.strides}")
+        return self._copies.checksums(queue, arrays)
 
     def page_locked(self, values: np.ndarray[Any, Any]) -> bool:
         self._note("page_locked")

@@ -135,6 +135,7 @@ class HostExecutable:
                 reads, writes = ([index for index in indices if index not in copied] for indices in (step.reads, step.writes))
                 give(partial(step.run, arrays, space), reads, writes, step.name)
             copy_all(True)
+        self.untried = False
         # A reader of NumPy's memory has no stream to wait for, so this call waits for the work.
         if plain is not None:
             self._streams.wait_on_host(queue.tail, f"{self.name}, which writes NumPy's memory")

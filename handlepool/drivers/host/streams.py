@@ -294,6 +294,11 @@ class StreamTable:
         """Return the number of streams, without the default streams."""
         return sum(queue.alive for queue in list(self._queues.values()))
 
+    def current_queue(self) -> Queue:
+        """Return the queue of this thread's current stream."""
+        thread = self.thread
+        return self.resolve(thread.current[thread.device].ptr)
+
     def resolve(self, pointer: int) -> Queue:
         """Return the queue that a pointer names for the calling thread.
 
@@ -431,6 +436,17 @@ class StreamTable:
         """Raise if an event was destroyed."""
         if event.destroyed:
             raise ContractError(f"{event!r} is used after it was destroyed")
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        """Return the milliseconds between two timing events that have passed."""
+        times = []
+        for event in (start, end):
+            operation = self.operation_of(event, "elapsed")
+            # CUDA refuses such events as well, so code that passes here passes on a GPU.
+            if not event.timing or event.moment is None or not operation.done:
+                raise ContractError(f"elapsed: {event!r} is no timing event that was recorded and has passed")
+            times.append(operation.time)
+        return (times[1] - times[0]) * 1e3
 
     def operation_of(self, event: Event, call: str) -> QueuedOperation:
         """Return the operation of an event, for a call on the host."""

@@ -6,11 +6,12 @@ package above the drivers may use them.
 
 from collections.abc import Callable, Container, Sequence
 
-from handlepool.drivers.host.array import Array, raw_view
+from handlepool.drivers.host.array import Array
 from handlepool.drivers.host.contract import CallLog, HandleUse, HostHandle
-from handlepool.drivers.host.memory import Memory, accesses
+from handlepool.drivers.host.copies import enqueue
+from handlepool.drivers.host.memory import Memory
 from handlepool.drivers.host.race_checker import Order
-from handlepool.drivers.host.streams import Event, Latch, Queue, Stream, StreamTable
+from handlepool.drivers.host.streams import Event, Latch, Stream, StreamTable
 
 _ASKS = ("current_device", "current_stream", "owns_stream", "wrap_stream", "set_device", "device_count", "array_device")
 """Calls that ask the host alone, and succeed without a device."""
@@ -94,7 +95,7 @@ class Controls:
         label : str
             Name of the work in errors.
         """
-        self._enqueue(self._streams.resolve(pointer), function, writes, reads, label)
+        enqueue(self._streams, self._streams.resolve(pointer), function, writes, reads, label)
 
     def use_handle(self, handle: HostHandle, function: Callable[..., object], *arrays: Array, label: str = "use_handle") -> None:
         """Queue ``function(*arrays)`` on a handle's stream.
@@ -103,7 +104,7 @@ class Controls:
         """
         use = HandleUse(self._streams, handle, label, self.checks)
         with use:
-            self._enqueue(use.bound_queue(), function, arrays, (), label)
+            enqueue(self._streams, use.bound_queue(), function, arrays, (), label)
 
     def latch(self, pointer: int) -> Latch:
         """Block a stream at this place until the latch is released."""
@@ -155,19 +156,3 @@ class Controls:
                 raise RuntimeError(f"device {device} was taken away")
 
         self._log.fail_by(fault)
-
-    def _current_queue(self) -> Queue:
-        thread = self._thread
-        return self._streams.resolve(thread.current[thread.device].ptr)
-
-    def _enqueue(
-        self, queue: Queue, function: Callable[..., object], writes: Sequence[Array], reads: Sequence[Array], label: str
-    ) -> None:
-        written = [raw_view(array) for array in writes]
-        read = [raw_view(array) for array in reads]
-        raw = [view for view, _ in (*written, *read)]
-        touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
-        # A listener may remove itself during the loop, so the loop runs over a copy.
-        for report in self._streams.watchers[:]:
-            report(label or getattr(function, "__name__", "work"))
-        self._streams.give(queue, lambda: function(*raw), touched, label)

@@ -18,8 +18,7 @@ from handlepool.integrations.torch.door import RecordedModel, Settings
 _made: "weakref.WeakSet[Graph]" = weakref.WeakSet()
 """All graphs of this process, for reports.
 
-The references are weak, so that a graph lives no longer than the code that torch compiled for it.
-"""
+The references are weak, so a graph ends with the code that torch compiled."""
 
 
 class _Bound(nn.Module):  # type: ignore[misc]
@@ -91,7 +90,7 @@ def _is_weight(value: object) -> bool:
 def handlepool(
     graph: Any, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile a graph from Dynamo.
+    """Compile a graph of dynamo's.
 
     This is the back end of ``torch.compile(model, backend="handlepool")``.
 

@@ -1,4 +1,4 @@
-"""Drop needless operations of a functional graph, and recognize views."""
+"""Drop operations that a functional graph does not need."""
 
 import operator
 from collections.abc import Callable
@@ -84,16 +84,13 @@ _FILLED: dict[Any, Callable[[list[Any]], Any]] = {
     aten.fill.Scalar: lambda args: args[1],
     aten.fill.Tensor: lambda args: args[1],
 }
-"""Operations that read only the form of a tensor.
-
-The form is shape, type and device. Each entry returns the number that the operation writes, from the operation's arguments.
-"""
+"""Operations that fill the form of a tensor with a number."""
 
 
 def free_of_values(graph: fx.Graph) -> None:
-    """Replace operations that read only a tensor's form by constants.
+    """Make fillings of a tensor's form constants.
 
-    The form is known from tracing, so the replacement reads no tensor.
+    They read the form of the tensor and none of its values.
     """
     for node in [*graph.nodes]:
         number = _FILLED.get(node.target)
@@ -123,10 +120,7 @@ def _active(node: fx.Node) -> bool:
 
 
 def _copies_in_vain(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Return whether a copy is needless.
-
-    Such a copy has the form of its source, and no caller gets its memory.
-    """
+    """Return whether a copy has its source's form, for no caller."""
     source: Any = node.args[0] if node.args else None
     if node.target is aten.clone.default:
         form = node.kwargs.get("memory_format")

@@ -28,6 +28,8 @@ ACTIVATIONS = {
     aten.tanh.default: "tanh",
     aten.silu.default: "swish",
     aten.gelu.default: "gelu",
+    aten.hardswish.default: "hardswish",
+    aten.hardsigmoid.default: "hardsigmoid",
 }
 PLAIN: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
@@ -36,14 +38,22 @@ PLAIN: dict[str | None, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "swish": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
+    "hardswish": torch.nn.functional.hardswish,
+    "hardsigmoid": torch.nn.functional.hardsigmoid,
 }
-ALONE = {name: getattr(handlepool.ops, name) for name in PLAIN if name}
+ALONE: dict[str, Callable[..., Any]] = {
+    "sigmoid": handlepool.math.sigmoid,
+    "tanh": handlepool.math.tanh,
+    "swish": handlepool.math.silu,
+    "gelu": handlepool.math.gelu,
+}
+"""Activations that may take a launch of their own.
+
+cuDNN has few plans of convolutions with these activations.
+"""
 _OVER_ELEMENTS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 Steps = tuple[Any, ...]
-"""The kinds of the operations that scale or shift channels, in order.
-
-Each kind is ("norm", epsilon), "mul" or "add".
-"""
+"""Scales and shifts of channels: ("norm", epsilon), "mul" or "add"."""
 
 
 def lower_convolutions(lowering: Lowering) -> None:
@@ -93,8 +103,8 @@ def _kernel(biased: bool, added: bool, activation: str | None, options: dict[str
         y = torch.conv2d(x, w, given.get("bias"), **options)
         return PLAIN[activation](y + given["add"] if added else y)
 
-    # For activations other than relu, cuDNN has few plans, and these are slow. So a separate launch is tried first there.
-    ways = {"fused": fused} if activation in (None, "relu") else {"apart": apart, "fused": fused}
+    # cuDNN has few plans with another activation than relu, and these are slow.
+    ways = {"apart": apart, "fused": fused} if activation in ALONE else {"fused": fused}
     kind = "conv2d" if options["groups"] == 1 else "grouped"
     name = "_".join([kind, *(["add"] if added else []), *([activation] if activation else [])])
     return Kernel(name, ways, plain, (biased, *options.values(), *settings.values()))
@@ -123,9 +133,9 @@ def _transposed(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias:
 
 
 def _scaling(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, Steps, list[Any]]:
-    """Follow the operations after a node that scale or shift channels.
+    """Find the constant scales and shifts of channels behind a node.
 
-    Return the last of these operations, their kinds, and their constants. An operation counts only if its factors are constant.
+    Return the last node, with the kinds and the constants.
     """
     steps: list[Any] = []
     parts: list[Any] = []
@@ -173,11 +183,7 @@ def _addend(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, fx.Node | None]
     if addend is node or not is_tensor(addend, 4) or lowering.constant(addend):
         return node, None
     same = value_of(addend).shape == value_of(node).shape and value_of(addend).dtype == value_of(node).dtype
-    # cuDNN fuses a residual only if relu or no activation follows.
-    after = sole_user(user)
-    if not same or (after is not None and after.target in ACTIVATIONS and after.target is not aten.relu.default):
-        return node, None
-    return user, addend
+    return (user, addend) if same else (node, None)
 
 
 def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import handlepool
 from handlepool import ArgumentError, CaptureError, HandlePoolError
 from handlepool.integrations.torch.capture import captured
+from handlepool.integrations.torch.inductor import elsewhere
 from handlepool.integrations.torch.modes import modes
 from handlepool.integrations.torch.places import place_for
 from handlepool.integrations.torch.program import Program
@@ -30,11 +31,9 @@ _making = threading.RLock()
 
 
 MOST_RENEWED = 8
-"""The maximum number of renewals of a recorded model.
+"""The most times that a model's weights may be bound anew.
 
-A renewal forgets all programs, because weights or attributes were replaced by other objects. After the last renewal, torch runs
-the model as long as any of these objects differs.
-"""
+After that torch runs the model while its weights are others than the recorded weights."""
 
 
 class RecordedModel:
@@ -94,6 +93,9 @@ class RecordedModel:
         ):
             raise NotTaken("it needs gradients: call it under torch.no_grad()")
         kind = self._kind or next((each.device.type for each in leaves if isinstance(each, Tensor)), "cpu")
+        if kind == "cuda" and torch.cuda.is_current_stream_capturing():
+            # The model's own kernels become a part of the caller's graph.
+            return self._model(*args, **kwargs)
         key = modes(kind), structure, tuple([_part(each) for each in leaves])
         program = self._programs.get(key)
         if isinstance(program, Program) and not program.writes:
@@ -111,7 +113,12 @@ class RecordedModel:
             self._renew()
             program = None
         elif not self._weights.versions.same():
-            self.refresh()
+            if not _making.acquire(blocking=False):
+                return self._model(*args, **kwargs)
+            try:
+                self.refresh()
+            finally:
+                _making.release()
         if program is None:
             program = self._made(key, leaves, args, kwargs)
             if program is None:
@@ -128,7 +135,7 @@ class RecordedModel:
     def _called(self, key: Any, program: Program, leaves: Sequence[Any]) -> Any:
         """Call a program.
 
-        If it cannot be recorded, torch runs all later calls of its key.
+        A key that cannot be recorded is left to torch from then on.
         """
         try:
             return program(leaves)
@@ -139,12 +146,14 @@ class RecordedModel:
             raise
 
     def _made(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together | str | None:
-        """Trace and lower the model for a key.
+        """Trace and lower the model for a geometry.
+
+        Return the reason where torch has to run it.
 
         Return the program, or the reason why there can be none. Return None if only this call has to run the model itself.
         """
         made: Program | Together | str | None
-        # A call inside a capture or a trace by torch becomes a part of it.
+        # A call inside of a trace or a transform becomes a part of that.
         if _inside(leaves) or not _making.acquire(blocking=False):
             return None
         try:
@@ -182,7 +191,12 @@ class RecordedModel:
             # Tuning needs a recorded program, and this call records it.
             made(leaves)
             made.tune(settings.seconds)
-            if settings.fallback == "inductor" and not kwargs and (peer := self._peer(args)) is not None:
+            if (
+                settings.fallback == "inductor"
+                and not kwargs
+                and not torch.is_autocast_enabled("cuda")
+                and (peer := self._peer(args)) is not None
+            ):
                 times = {"ours": microseconds(made, [leaves]), "inductor": microseconds(peer, [args])}
                 made.times = times
                 if times["inductor"] < times["ours"]:
@@ -197,9 +211,11 @@ class RecordedModel:
         """
         peer = together(self._model, kernels="inductor", **{**self._settings.options(), "lanes": 1})
         try:
-            for _ in range(3):
-                peer(args)
-        # A compiler may raise any error. The model then keeps the program made of this library's kernels.
+            # The device is waited for, because the other thread has another current stream.
+            torch.cuda.synchronize()
+            elsewhere(lambda: [peer(args) for _ in range(3)])
+            torch.cuda.synchronize()
+        # A compiler may raise any error. The model then stays with the program.
         except Exception:
             return None
         return peer if peer.recorded is not None and peer.recorded.stats().programs else None
@@ -221,14 +237,11 @@ class RecordedModel:
 
     @property
     def programs(self) -> list[Program | Together | str]:
-        """The program of each key, or the reason why there is none."""
+        """The program of each key, or the reason for torch."""
         return [*self._programs.values()]
 
     def _say(self, why: str) -> None:
-        """Warn, once for each reason, that torch runs the model.
-
-        With ``strict``, raise instead.
-        """
+        """Warn once for each reason; with ``strict`` raise."""
         if self._settings.strict:
             raise CaptureError(f"{self!r} has no program: {why}")
         if why not in self._said:
@@ -243,12 +256,13 @@ def _end(program: Program | Together | str) -> None:
 
 
 def _inside(leaves: Sequence[Any]) -> bool:
-    """Return whether torch captures, traces or transforms the call."""
+    """Return whether a call is a part of other work of torch's.
+
+    That is a trace, a transform or a call with tensors of other classes.
+    """
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         return True
-    if any(isinstance(each, Tensor) and type(each) not in (Tensor, nn.Parameter) for each in leaves):
-        return True
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return any(isinstance(each, Tensor) and type(each) not in (Tensor, nn.Parameter) for each in leaves)
 
 
 def device_of(values: list[Any]) -> torch.device:

@@ -4,7 +4,7 @@ from typing import Any
 
 
 class Held:
-    """Hold an object where the walk over arguments cannot find it.
+    """Hold an object that the walk does not enter.
 
     The walk over a call's arguments enters no objects of this package.
     """

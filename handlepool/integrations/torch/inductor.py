@@ -9,7 +9,9 @@ from torch import nn
 
 
 def compiled(model: nn.Module) -> Callable[..., Any]:
-    """Compile a module with Inductor, with the weights as constants.
+    """Return a module compiled by Inductor.
+
+    Its weights are built into the kernels.
 
     Each call compiles anew, because a compiled function does not see changed weights.
     """
@@ -25,16 +27,17 @@ def compiled(model: nn.Module) -> Callable[..., Any]:
 
 
 def elsewhere(make: Callable[[], Any]) -> Any:
-    """Call a function in a new thread, and return its value.
+    """Call a function in a thread of its own, without gradients.
 
-    Torch runs a compiled graph below autograd. There, torch's compiler cannot trace another graph in the same thread.
+    Torch's compiler compiles nothing inside of a call of its own, as of this back end.
     """
+    inference = torch.is_inference_mode_enabled()
     found: list[Any] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            with torch.no_grad():
+            with torch.inference_mode(inference), torch.no_grad():
                 found.append(make())
         except BaseException as error:
             failed.append(error)

@@ -9,10 +9,7 @@ from torch import Tensor, fx
 from handlepool.integrations.torch.constants import Constants
 
 Value = Any
-"""A value that a kernel reads or returns.
-
-It is a tensor, a driver's array in place of a tensor, or a traced value of an elementwise function.
-"""
+"""A tensor, an array of the driver's, or a traced value."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 aten = torch.ops.aten
 
@@ -79,9 +76,9 @@ class Lowering:
         return all(each is None or each in self.constants for each in nodes)
 
     def emit(self, kernel: Kernel, inputs: Iterable[fx.Node], last: fx.Node) -> fx.Node:
-        """Replace a node by a kernel.
+        """Put a kernel in the place of a node.
 
-        This also removes the operations whose values only that node needed.
+        Nodes that only led to that node go.
         """
         with self.graph.inserting_before(last):
             node = self.graph.call_function(kernel, tuple(inputs))
@@ -91,7 +88,7 @@ class Lowering:
         return node
 
     def remove(self, node: fx.Node) -> None:
-        """Erase a node, and the operations that only this node used."""
+        """Erase a node, and operations that only led to it."""
         left = [node]
         while left:
             each = left.pop()
@@ -115,13 +112,13 @@ def value_of(node: fx.Node) -> Any:
 
 
 def is_tensor(node: Any, rank: int | None = None, dtypes: tuple[Any, ...] = FLOATS) -> bool:
-    """Return whether a node's value is a non-empty tensor of given types."""
+    """Return whether a node is a tensor with elements of such types."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and value.dtype in dtypes and value.numel() > 0 and (rank is None or value.dim() == rank)
 
 
 def sole_user(node: fx.Node) -> fx.Node | None:
-    """Return the only operation that reads a node, else None."""
+    """Return the only operation that reads a node, or None."""
     (user,) = node.users if len(node.users) == 1 else (None,)
     return user if user is not None and user.op == "call_function" else None
 

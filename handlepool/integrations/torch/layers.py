@@ -15,10 +15,7 @@ from handlepool.integrations.torch.modes import deterministic, tf32
 
 MOST_PARTS = 32
 ALIGNED = 16
-"""Alignment in bytes.
-
-This library's kernels read only arrays whose address is a multiple of it.
-"""
+"""Bytes whose multiples are addresses for the library's kernels."""
 functional = torch.nn.functional
 
 
@@ -57,11 +54,20 @@ def _linear(lowering: Lowering, node: fx.Node) -> None:
     def run(x: Value, w: Value, *bias: Value) -> Any:
         return handlepool.linear(x, w, bias=bias[0] if bias else None, activation=activation, **settings)
 
+    def pixels(x: Value, w: Value, *bias: Value) -> Any:
+        # Rows of features are pixels of one image, and cuDNN has other plans for these.
+        image = x.reshape(-1, x.shape[-1]).T[None, :, :, None]
+        more: dict[str, Any] = {"bias": bias[0] if bias else None, "activation": activation}
+        return handlepool.conv2d(image, w[:, :, None, None], **more, **settings)[0, :, :, 0].T.reshape(*x.shape[:-1], -1)
+
     def plain(x: Value, w: Value, *bias: Value) -> Any:
         return PLAIN[activation](functional.linear(x, w, *bias))
 
     name = "linear" if activation is None else f"linear_{activation}"
-    kernel = Kernel(name, {"fused": run}, plain, (bias is None, *settings.values()))
+    ways: dict[str, Callable[..., Any]] = {"fused": run}
+    if value_of(x).dtype is not torch.float32 and value_of(x).is_contiguous():
+        ways["pixels"] = pixels
+    kernel = Kernel(name, ways, plain, (bias is None, *settings.values()))
     lowering.emit(kernel, [x, w, *([] if bias is None else [bias])], out)
 
 
@@ -197,9 +203,9 @@ def _upsample(lowering: Lowering, node: fx.Node) -> None:
 
 
 def _shuffle(lowering: Lowering, node: fx.Node) -> None:
-    """Replace the operations of a channel shuffle by one kernel.
+    """Lower the views that shuffle channels.
 
-    They are a view that splits the channels into two axes, a swap of these axes, and a view that merges them.
+    These are a view of five axes, a swap of its two for channels, and a view of four axes.
     """
     x, shape = node.args
     if not is_tensor(x, 4) or len(shape) != 5 or value_of(node).shape[2] * value_of(node).shape[1] != value_of(x).shape[1]:
@@ -223,10 +229,7 @@ def _shuffle(lowering: Lowering, node: fx.Node) -> None:
 
 
 def lower_slices(lowering: Lowering) -> None:
-    """Copy each slice of channels that begins at a misaligned address.
-
-    This library's kernels cannot read such a slice. The copy is one launch.
-    """
+    """Copy misaligned slices of channels, in one launch each."""
     for node in [*lowering.graph.nodes]:
         part = _slice(node) if lowering.varies(node) and is_tensor(node, 4) else None
         if part is None or not any(isinstance(user.target, Kernel) for user in node.users):
@@ -241,7 +244,7 @@ def lower_slices(lowering: Lowering) -> None:
 
 
 def _slice(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Return source, first and end channel of a slice, or None."""
+    """Return the source, begin and end of a slice of channels."""
     if node.target is aten.slice.Tensor:
         source, axis, start, _, step = arguments(node)
         if axis == 1 and step == 1 and is_tensor(source, 4):

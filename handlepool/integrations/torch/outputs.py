@@ -50,7 +50,7 @@ class Source:
 
 
 class Outputs:
-    """The sources of a graph's outputs and of its writes.
+    """The sources of a graph's outputs and writes.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ class Outputs:
         return self.returned.index(node)
 
     def _build(self, own: Sequence[Any], given: Sequence[Any]) -> Any:
-        """Make the model's writes, and return the model's value."""
+        """Write the model's writes, and return the model's value."""
         for source, target in self.writes:
             tensor = target if isinstance(target, Tensor) else given[target]
             tensor.copy_(source.value(own, given))
@@ -122,7 +122,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _views(base: fx.Node, node: fx.Node) -> tuple[View, ...]:
-    """Return the views that lead from a node to another node."""
+    """Return the views that lead from one node to another node."""
     found: list[View] = []
     while node is not base:
         found.append((node.target, node.args, node.kwargs))

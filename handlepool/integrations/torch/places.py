@@ -49,7 +49,7 @@ class Place(Protocol):
         """Return the address of a value."""
 
     def operation(self, name: str, function: Function) -> Function:
-        """Declare a torch function as an operation that changes no argument."""
+        """Return a function of torch's as a declared operation."""
 
 
 class Cuda:
@@ -127,10 +127,7 @@ class Host:
         return torch.empty_strided(value.shape, strides, dtype=found.dtype).copy_(found)
 
     def view(self, function: View, value: Any) -> Any:
-        """Return a view of an array.
-
-        Torch computes the view's geometry, on a tensor without memory that has the array's strides.
-        """
+        """Return a view of an array, by a function of tensors."""
         size, driver = value.dtype.itemsize, self._driver
         lie = torch.empty_strided(value.shape, [step // size for step in value.strides], dtype=torch.int8, device="meta")
         found = function(lie)
@@ -149,7 +146,8 @@ class Host:
 def _numpy(tensor: Tensor) -> Any:
     if tensor.dtype is not torch.bfloat16:
         return tensor.numpy()
-    import ml_dtypes  # optional: NumPy has no bfloat16 of its own
+    # NumPy has no bfloat16 of its own, and the package is optional.
+    import ml_dtypes
 
     return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
 

@@ -105,10 +105,9 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.where.self: _where,
     aten.masked_fill.Scalar: _filled,
 }
-"""The function of traced values for each operation of torch.
+"""Functions of traced values, by the operation.
 
-Its arguments and defaults are the operation's own.
-"""
+A function has the arguments and defaults of its operation."""
 _TYPED = (aten.to.dtype, aten._to_copy.default)
 
 
@@ -135,7 +134,7 @@ class _Tree:
 
 
 def is_pointwise(lowering: Lowering, node: fx.Node) -> bool:
-    """Return whether an elementwise kernel may contain an operation."""
+    """Return whether an operation may be in a kernel over elements."""
     if not lowering.varies(node) or not is_tensor(node, dtypes=(*FLOATS, torch.bool)):
         return False
     if any(not is_tensor(each, dtypes=(*FLOATS, torch.bool)) for each in node.all_input_nodes):

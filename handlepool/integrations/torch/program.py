@@ -21,6 +21,7 @@ from handlepool.integrations.torch.capture import Captured
 from handlepool.integrations.torch.cleaning import base_of, clean, free_of_values, is_view
 from handlepool.integrations.torch.constants import Constants
 from handlepool.integrations.torch.convolutions import lower_convolutions
+from handlepool.integrations.torch.gates import lower_gates
 from handlepool.integrations.torch.held import Held
 from handlepool.integrations.torch.kernel import Kernel, Lowering, Value, arguments, value_of
 from handlepool.integrations.torch.layers import ALIGNED, lower_layers, lower_slices
@@ -33,11 +34,10 @@ from handlepool.integrations.torch.ways import quickest
 aten = torch.ops.aten
 HANDLEPOOL, TORCH, VIEW, COPY = "handlepool", "torch", "view", "copy"
 _REFUSALS = (ArgumentError, ArrayTypeError, GraphNotSupportedError, TraceError, NotTaken)
+MOST_TIMED = 4096
+"""The most kernels whose quickest way is remembered."""
 _quickest: dict[Any, str] = {}
-"""The name of the quickest way of each timed kernel.
-
-The key is the kernel's name, its options, and the geometry of its arrays.
-"""
+"""The quickest way of each timed kernel, by name, options and geometry."""
 
 
 @dataclass(eq=False, slots=True)
@@ -114,7 +114,7 @@ class Program:
             self._constants.fold(graph.graph)
             lowering = Lowering(graph.graph, self._constants, place.kind)
             _bring_to_device(lowering, device)
-            for lower in (lower_convolutions, lower_layers, lower_norms, lower_pointwise, lower_slices):
+            for lower in (lower_gates, lower_convolutions, lower_layers, lower_norms, lower_pointwise, lower_slices):
                 lower(lowering)
         self.steps: list[Step] = []
         self._slots: dict[fx.Node, int] = {}
@@ -284,6 +284,8 @@ class Program:
         lies = tuple([(tuple(each.shape), _strides(each), each.dtype, each.data_ptr() % ALIGNED) for each in given])
         key = kernel.__name__, repr(kernel.key), lies
         if key not in _quickest:
+            if len(_quickest) >= MOST_TIMED:
+                _quickest.clear()
             _quickest[key] = quickest(ways, given)[0]
         return _quickest[key]
 
@@ -423,10 +425,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Return the node of the tensor that a view reads.
-
-    A split has several results, and such a node is passed over.
-    """
+    """Return the tensor of a view, through operations with several results."""
     source = node.all_input_nodes[0]
     return source if isinstance(value_of(source), Tensor) else _source(source)
 

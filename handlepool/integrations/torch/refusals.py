@@ -5,14 +5,11 @@ import warnings
 
 
 class NotTaken(Exception):
-    """A model, or a part of one model, is left to torch.
-
-    The text gives the reason.
-    """
+    """A model, or a part of one model, is left to torch."""
 
 
 class NotNow(NotTaken):
-    """A single call is left to torch; later calls may be recorded."""
+    """A single call is left to torch."""
 
 
 def warn(name: str, why: object) -> None:

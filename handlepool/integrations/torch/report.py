@@ -1,4 +1,4 @@
-"""Report the operations of a model: this library's, and torch's."""
+"""Report the kernels of a model."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -64,7 +64,7 @@ class Report(tuple[ProgramReport, ...]):
 
 
 def report(model: object) -> Report:
-    """Report which operations of a model run as this library's kernels.
+    """Return the kernels and the operations of a model.
 
     Parameters
     ----------

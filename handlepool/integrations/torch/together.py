@@ -70,6 +70,9 @@ class Together:
             The value of each model, in new tensors that are ready on torch's current stream.
         """
         args = self._split(given)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            # The models' own kernels become a part of the caller's graph.
+            return self._plain(args)
         shared = len(given) < len(self._models)
         try:
             if self._place is None:
@@ -168,7 +171,7 @@ class Together:
             raise _Untried
 
     def _try(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
-        """Run the models by torch, and detect writes to buffers or arguments."""
+        """Call the models by torch, and look for writes."""
         key = _geometry(self._given(args, shared))
         written = Versions([*self._weights.tensors, *_tensors(args)])
         values = self._plain(args)
@@ -215,10 +218,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _geometry(value: object) -> Any:
-    """Return a hashable form of a value.
-
-    Each array is replaced by its shape, strides and type.
-    """
+    """Return a value with geometries in place of its arrays."""
     leaves, spec = pytree.tree_flatten(value)
     return repr(spec), tuple([_part(each) for each in leaves])
 

@@ -12,14 +12,13 @@ _CYCLES = 2_000_000
 CALLS = 16
 ROUNDS = 3
 GAIN = 1.05
-"""The minimum speed-up of another way over the preferred way.
+"""Least ratio of the preferred way's time to a quicker way's time.
 
-With a smaller speed-up, the preferred way is kept.
-"""
+Below it the preferred way stays."""
 
 
 def microseconds(function: Callable[..., Any], given: Sequence[Any]) -> float:
-    """Return the device time of a call, without gaps between launches."""
+    """Return the device time of a call in a full queue."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     cycles, taken = _CYCLES, list[float]()
     function(*given)

@@ -42,7 +42,7 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _is_single(key: str, value: object) -> bool:
-    """Return whether an entry is a one-element tensor that matters.
+    """Return whether an entry is a tensor of one element.
 
     The counter of a batch norm does not: the layer reads it only in training.
     """
@@ -134,9 +134,9 @@ class Weights:
             return False
 
     def check(self) -> None:
-        """Raise for modules that a program cannot repeat.
+        """Raise for modules that no program repeats.
 
-        These are modules in training mode, modules with hooks, and modules with weights of unknown classes.
+        These run more code than their forward, or have weights of other classes.
 
         Raises
         ------
@@ -175,7 +175,7 @@ class Snapshot:
         self._dicts = [(each, dict(each)) for each in held if type(each) is dict]
 
     def restore(self) -> bool:
-        """Restore changed attributes; return whether any value differs.
+        """Restore the attributes; return whether a value changed.
 
         Torch's export may replace a tuple or a list by an equal object. That is restored, but does not count as a difference.
         """
@@ -207,10 +207,7 @@ def _alike(one: Any, other: object) -> bool:
 
 
 def _plain_places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the places of plain values that a module's code may read.
-
-    A place is a dictionary and a key.
-    """
+    """Yield the places of plain values that a module's code may read."""
     if type(module).__module__.startswith("torch."):
         return
     for key, value in module.__dict__.items():

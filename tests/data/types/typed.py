@@ -126,6 +126,7 @@ def ready_made(x: Half, w: Half) -> None:
     assert_type(handlepool.layer_norm(x, axis=[1], weight=w), Half)
     assert_type(handlepool.pad(x, (1, 1), mode="reflect"), Half)
     assert_type(handlepool.interpolate2d(x, scale_factor=(2, 1.5)), Half)
+    assert_type(handlepool.squeeze_excite(x, w, w, w, w, gate="hardsigmoid"), Half)
     assert_type(handlepool.conv_transpose2d(x, w, stride=2, bias=w), Half)
     assert_type(handlepool.conv1d(x, w, padding="same"), Half)
     assert_type(handlepool.scaled_dot_product_attention(x, x, x, is_causal=True), Half)

@@ -1,0 +1,42 @@
+"""Exchange the capture mode of a thread.
+
+In the mode *relaxed*, calls that would spoil a capture of another thread harm no capture (guarantee 9).
+"""
+
+from ctypes import byref, c_int
+from typing import Any, NoReturn
+
+from cuda.bindings import driver as cu
+
+from handlepool.drivers.cuda.edges import libcuda
+from handlepool.drivers.cuda.status import check
+from handlepool.errors import DriverNotAvailableError
+
+RELAXED = int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODERELAXED)
+
+
+def _no_exchange(_: object) -> NoReturn:
+    raise DriverNotAvailableError("CUDA's driver library was not found: libcuda.so.1 comes with the GPU's driver")
+
+
+exchange: Any = getattr(libcuda(), "cuThreadExchangeStreamCaptureMode", _no_exchange)
+"""Exchange the capture mode without cuda-bindings.
+
+The two enumerations of cuda-bindings take longer than the call, and every allocation makes the call.
+"""
+
+
+class Relaxed:
+    """Set this thread's capture mode to *relaxed* inside."""
+
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> None:
+        # The call writes the former mode there, and `__exit__` puts it back, so that blocks nest.
+        self._mode = mode = c_int(RELAXED)
+        if status := exchange(byref(mode)):
+            check((cu.CUresult(status),))
+
+    def __exit__(self, *_: object) -> None:
+        if status := exchange(byref(self._mode)):
+            check((cu.CUresult(status),))

@@ -1,0 +1,71 @@
+"""Call CUDA's driver and keep Python's lock.
+
+CuPy's functions of the runtime free the lock around each call. These calls return in microseconds. A thread that has freed the
+lock gets it back behind the other threads. So a call of a program would wait for the lock at each call of CUDA.
+
+A call may block where a stream's queue is full, until the GPU goes on. Work that waits for Python code on the host would then
+wait for this lock. So the first copy of a call frees the lock, and is the one that blocks.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_int, c_void_p
+from typing import Any
+
+from cupy.cuda import runtime
+
+
+def locked(library: Any, name: str, types: Sequence[Any], again: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the driver that keeps the lock.
+
+    Parameters
+    ----------
+    library : ctypes.PyDLL or None
+        CUDA's driver library; without it the value is ``again``.
+    name : str
+    types : sequence
+        Types of the arguments.
+    again : callable
+        The runtime's function with the same arguments. It is called after a failure. It makes the context current where that was
+        missing, and raises the error of any other failure.
+    """
+    if library is None:
+        return again
+    # Indexing makes an object of its own, so that the types and the check are of no other caller.
+    function = library[name]
+    function.argtypes, function.restype = types, c_int
+
+    def check(status: int, _: object, args: tuple[Any, ...]) -> None:
+        if status:
+            again(*args)
+
+    function.errcheck = check
+    made: Callable[..., Any] = function
+    return made
+
+
+class _Flag(threading.local):
+    """An output buffer of this thread.
+
+    Making a buffer takes longer than the call.
+    """
+
+    def __init__(self) -> None:
+        self.value = c_int()
+        self.place = byref(self.value)
+
+
+def capture_query(library: Any) -> Callable[[int], bool]:
+    """Return a function that tells whether a stream is being captured."""
+    if library is None:
+        return runtime.streamIsCapturing
+    query, flag = library["cuStreamIsCapturing"], _Flag()
+    query.argtypes, query.restype = (c_void_p, c_void_p), c_int
+
+    def is_capturing(pointer: int) -> bool:
+        if query(pointer, flag.place) or flag.value.value:
+            # The runtime raises the error of a failure, and of a capture that was spoiled.
+            return bool(runtime.streamIsCapturing(pointer))
+        return False
+
+    return is_capturing

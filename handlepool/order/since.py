@@ -1,0 +1,47 @@
+"""Ask the open books for calls since a moment, or beside.
+
+A call that wrote more than it declared asks these questions after its end.
+"""
+
+from collections.abc import Sequence
+
+from handlepool.order.books import open_order
+from handlepool.order.track import Needs, Track, last
+from handlepool.pool.internals import PoolInternals
+from handlepool.tensors.layout import Piece, Token
+
+
+def beside(pool: PoolInternals, writes: Sequence[Piece | Token]) -> bool:
+    """Return whether branches beside the current stream used written memory.
+
+    The current stream does not wait for these branches. ``writes`` is the memory that a call on the stream was found to write.
+    """
+    device = pool.current_device()
+    order = open_order(pool.driver, device)
+    if order is None:
+        return False
+    pointer = pool.driver.current_stream(device).ptr
+    # The caller may have chosen a stream that the books do not know. Such a stream waits for no branch.
+    track = order.tracks.get(pointer) or Track(pointer)
+    with order:
+        return not order.waits_for_all(track, writes)
+
+
+def calls_so_far(pool: PoolInternals) -> Needs | None:
+    """Return the last call of each stream in this thread's region.
+
+    The region is on the current device. Outside of any region the result is None.
+    """
+    order = open_order(pool.driver, pool.current_device())
+    return None if order is None else {track: track.count for track in order.tracks.values()}
+
+
+def written_since(pool: PoolInternals, memory: Piece, since: Needs) -> bool:
+    """Return whether a call after ``since`` wrote memory."""
+    order = open_order(pool.driver, pool.current_device())
+    if order is None:
+        return False
+    with order:
+        # A joined stream stands for its branches, so `last` names the call that ``since`` knows.
+        needs = [last(*each) for each in order.conflicts((memory,), ()).items()]
+        return any(call > since.get(track, 0) for track, call in needs)

@@ -1,0 +1,101 @@
+"""Write out the comparison of arrays with a program's inputs as text.
+
+A loop over arrays costs half as much again as the same code written out. So the functions are generated, as `dataclasses`
+generates an ``__init__``, with the compared values in their text.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from handlepool.drivers.protocol import Driver
+from handlepool.order.stream_order import integration
+from handlepool.recording.tensors import modes
+from handlepool.recording.tensors import piece_of as piece_of_tensor
+from handlepool.recording.update import piece_of
+
+_MATCH = """\
+def match(arrays):
+    try:
+        {names}, = arrays
+        if {differ}:
+            return False
+        {read}
+    except Exception:  # another number of arrays, or objects that are no arrays
+        return False
+    return not ({meet})
+"""
+
+
+def matcher(driver: Driver, arrays: Sequence[Any], device: int | None, edges: list[int]) -> Callable[[Sequence[Any]], bool]:
+    """Return a function that compares arrays with given arrays.
+
+    It tells whether layouts are the same, and the arrays share no memory with some pieces of memory.
+
+    Parameters
+    ----------
+    device : int or None
+        The ordinal to compare, where the machine has several devices.
+    edges : list of int
+        Begin and end of each piece, in order.
+    """
+    names = [f"x{place}" for place in range(len(arrays))]
+    differ, read, space = compared(driver, dict(zip(names, arrays, strict=True)), device)
+    meet = " or ".join(meets(name) for name in names)
+    text = _MATCH.format(names=", ".join(names), differ=" or ".join(differ), read="; ".join(read), meet=meet)
+    function: Callable[[Sequence[Any]], bool] = made(text, "match", space | {"edges": edges})
+    return function
+
+
+def compared(driver: Driver, arrays: dict[str, Any], device: int | None) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Return comparisons with named arrays, as text, and the names they use.
+
+    The second list finds the begin and the end of each array's memory.
+    """
+    differ, read, space = list[str](), list[str](), dict[str, Any]()
+    for name, array in arrays.items():
+        shape, strides = (tuple([int(each) for each in lie]) for lie in (array.shape, array.strides))
+        # The class comes first, because attributes of other classes may run code.
+        differ += [f"{name}.__class__ is not kind", f"{name}.shape != {shape}", f"{name}.strides != {strides}"]
+        differ.append(f"({name}.dtype is not d{name} and {name}.dtype != d{name})")
+        if device is not None:
+            differ.append(f"device_of({name}) != {device}")
+        space[f"d{name}"] = array.dtype
+        begin, end, _ = piece_of(driver, array)
+        offset = begin - driver.array_pointer(array)
+        read += [f"b{name} = address_of({name})" + (f" + {offset}" if offset else ""), f"e{name} = b{name} + {end - begin}"]
+    space |= {"kind": driver.array_types[0], "address_of": driver.array_pointer, "device_of": driver.array_device}
+    return differ, read, space | {"bisect_left": bisect_left, "bisect_right": bisect_right}
+
+
+def compared_tensors(tensors: dict[str, Any]) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Return comparisons with named tensors of torch's, as text.
+
+    The lists are those of `compared`. Torch's modes are those of now, and its current stream is the stream of the call.
+    """
+    torch = integration()
+    differ, read = ["modes() != mode", "derives()"], list[str]()
+    space: dict[str, Any] = {"modes": modes, "mode": modes(), "derives": torch.derives, "theirs": torch.current_stream}
+    for name, tensor in tensors.items():
+        shape, strides = (tuple([int(each) for each in lie]) for lie in (tensor.shape, tensor.stride()))
+        differ += [f"{name}.__class__ is not kind", f"{name}.shape != {shape}", f"{name}.stride() != {strides}"]
+        differ += [f"{name}.dtype is not d{name}", f"{name}.get_device() != {tensor.get_device()}", f"{name}.is_neg()"]
+        differ += [f"{name}.is_conj()", f"{name}.requires_grad is not {tensor.requires_grad}"]
+        space[f"d{name}"], space["kind"] = tensor.dtype, type(tensor)
+        begin, end, _ = piece_of_tensor(tensor)
+        offset = begin - tensor.data_ptr()
+        read += [f"b{name} = {name}.data_ptr()" + (f" + {offset}" if offset else ""), f"e{name} = b{name} + {end - begin}"]
+    return differ, read, space | {"bisect_left": bisect_left, "bisect_right": bisect_right}
+
+
+def meets(name: str) -> str:
+    """Return a text: whether an array shares memory with the pieces."""
+    # An odd place is inside a piece of memory. If the place at the array's end differs, a piece begins inside the array.
+    return f"((at := bisect_right(edges, b{name})) & 1 or bisect_left(edges, e{name}, at) != at)"
+
+
+def made(text: str, name: str, space: dict[str, Any]) -> Any:
+    """Return the function of a text."""
+    exec(compile(text, "<a prepared call>", "exec"), space)
+    # A namespace that holds its own function would be a cycle, and only the collector would end the programs.
+    return space.pop(name)

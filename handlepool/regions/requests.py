@@ -1,0 +1,182 @@
+"""Serve requests, which a client's own thread launches.
+
+The stream of a request stands for the client.
+
+A launch takes as long as the hand-over to another thread, and both hold Python's lock. So no thread of the executor launches a
+request. The executor's threads only wait for results on the host, for clients that await them.
+
+Each client, a thread or a task of asyncio, has one stream of the executor's. So the requests of a client keep their order, and
+requests of different clients overlap as far as there are streams.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from itertools import count
+from sys import modules
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from handlepool.drivers.streams import Stream
+from handlepool.pool.device import DeviceSlots
+from handlepool.pool.internals import PoolInternals
+from handlepool.regions.future import StreamFuture, Task
+
+T = TypeVar("T")
+
+
+class Requests:
+    """The streams and the limits of an executor's requests.
+
+    Parameters
+    ----------
+    threads : Executor
+        Threads that wait for results on the host.
+    pending : deque of Task
+        Tasks whose end the GPU may not have passed.
+    streams : int
+        Number of streams of each device.
+    most : int or None
+        The most pending tasks.
+    to : str or None
+        Where results go: "device", "host", or None for the place of the arguments.
+    """
+
+    def __init__(self, threads: Executor, pending: deque[Task], streams: int, most: int | None, to: str | None) -> None:
+        self.to = to
+        self._threads, self._pending, self._most = threads, pending, most
+        self._count = streams
+        self._streams: dict[DeviceSlots, list[Stream]] = {}
+        self._turn = count()
+        # The number of each client, a thread or a task of asyncio. The references are weak, because clients come and go.
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    def stream(self, pool: PoolInternals, device: DeviceSlots) -> Stream:
+        """Return the calling client's stream; called with the device current."""
+        streams = self._streams.get(device)
+        if streams is None:
+            for other in [known for known in self._streams if known.status.closed]:
+                self._streams.pop(other, None)
+            with pool.driver.relaxed():
+                made = [pool.driver.create_stream() for _ in range(self._count)]
+            # `setdefault` keeps a single list if two clients come here at the same time.
+            streams = self._streams.setdefault(device, made)
+        return streams[self._client() % self._count]
+
+    def _client(self) -> int:
+        client = _running_task() or threading.current_thread()
+        number = self._numbers.get(client)
+        if number is None:
+            number = self._numbers[client] = next(self._turn)
+        return number
+
+    def make_room(self) -> None:
+        """Wait on the host until fewer tasks than the limit are pending."""
+        while self._most is not None and len(self._pending) >= self._most:
+            try:
+                task = self._pending.popleft()
+            # Another thread has taken the last task.
+            except IndexError:
+                return
+            try:
+                task.synchronize()
+            finally:
+                # A task whose work failed keeps its memory, and would be waited for again.
+                if not task.settle():
+                    task.region.abandon()
+
+    def add(self, task: Task) -> None:
+        """Keep a task until the GPU has passed its end."""
+        self._pending.append(task)
+
+    def future(self, task: Task, value: Callable[[], T]) -> "HostFuture[T]":
+        """Return the future of a value on the host."""
+        return HostFuture(task, value, self._threads)
+
+
+def _running_task() -> Any:
+    """Return the task of asyncio that runs in this thread, or None."""
+    asyncio = modules.get("asyncio")
+    # `current_task` raises an error without a loop, which would cost a request of a thread a microsecond.
+    if asyncio is None or asyncio._get_running_loop() is None:  # noqa: SLF001 - asyncio exports it for this
+        return None
+    return asyncio.current_task()
+
+
+class HostFuture(StreamFuture[T]):
+    """A future with its result on the host.
+
+    A thread that asks for the result waits for the GPU itself. A thread of the executor waits for callbacks, on which an event
+    loop depends.
+    """
+
+    def __init__(self, task: Task, value: Callable[[], T], threads: Executor) -> None:
+        super().__init__(task)
+        self._value, self._threads = value, threads
+        # A single thread ends the future, and other threads wait for that. No code of the user's runs under this lock, except
+        # callbacks, which may ask for the result again: so it is reentrant.
+        self._ending = threading.RLock()
+        self._awaited = False
+        self.set_running_or_notify_cancel()
+
+    def _end(self) -> None:
+        """Wait for the GPU, and set the result."""
+        with self._ending:
+            if Future.done(self):
+                return
+            task = self._task
+            assert task is not None
+            try:
+                task.synchronize()
+                value = self._value()
+            except Exception as error:
+                task.device.status.diagnose(error)
+                self.set_exception(error)
+            else:
+                self.set_result(value)
+            finally:
+                del self._value
+
+    def _hand_over(self) -> None:
+        """Let a thread of the executor end the future."""
+        if not self._awaited and not Future.done(self):
+            self._awaited = True
+            self._threads.submit(self._end)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return the function's value in arrays on the host; see `StreamFuture.result`."""
+        if timeout is None:
+            self._end()
+        else:
+            self._hand_over()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error of the call, or None."""
+        if timeout is None:
+            self._end()
+        else:
+            self._hand_over()
+        return super().exception(timeout)
+
+    def done(self) -> bool:
+        """Return whether the result is on the host."""
+        if not super().done() and self._task is not None and self._task.passed:
+            self._end()
+        return super().done()
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """Call a function when the future is done, as `concurrent.futures.Future` does."""
+        self._hand_over()
+        super().add_done_callback(fn)
+
+    # `concurrent.futures.wait` puts its waiters here.
+    @property
+    def _waiters(self) -> list[Any]:
+        self._hand_over()
+        return self._waiting
+
+    @_waiters.setter
+    def _waiters(self, _: list[Any]) -> None:
+        self._waiting: list[Any] = []
