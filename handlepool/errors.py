@@ -56,9 +56,7 @@ class OwnershipError(HandlePoolError, RuntimeError):
 class StateBusyError(HandlePoolError, RuntimeError):
     """A thread that holds a state asked for a busy state.
 
-    The thread asked by index.
-
-    The thread does not wait for it, because waiting could deadlock.
+    The thread asked by index. It does not wait for the state, because waiting could deadlock.
     """
 
 

@@ -1,4 +1,4 @@
-"""The two drivers, and which of them is chosen."""
+"""Choose and load one of the two drivers."""
 
 import os
 import threading
@@ -14,9 +14,9 @@ VARIABLE = "HANDLEPOOL_DRIVER"
 
 
 class LoadedDrivers:
-    """Hold the drivers of this process, each made once.
+    """The drivers of this process, each of which is made once.
 
-    The events, streams and arenas of a driver belong together.
+    There is one object for each driver, because its events, streams and arenas belong together.
 
     The lock ensures that one thread makes a driver. The collector may run a finalizer while CuPy is imported, and that finalizer
     may ask for a driver. The same thread may therefore take the lock again. A fork waits for a driver that another thread loads.
@@ -26,14 +26,14 @@ class LoadedDrivers:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.by_name: dict[str, Driver] = {}
-        # The drivers of a forked child's parent: kept, and never used (guarantee 13).
+        # In a forked child, these are the parent's drivers. They are kept alive and never used (guarantee 13).
         self.inherited: dict[str, Driver] = {}
         self.forked = False
 
     def replace(self, name: str, driver: Driver | None) -> Driver | None:
         """Store a driver under a name, and return the former driver.
 
-        For None the name is removed.
+        The driver None removes the name.
         """
         with self.lock:
             before = self.by_name.pop(name, None)
@@ -56,7 +56,7 @@ _loaded = LoadedDrivers()
 
 
 def choose(name: str | None = None) -> tuple[str, str]:
-    """Say which driver will be used, and why.
+    """Return the name of the driver to use, and the reason.
 
     Parameters
     ----------
@@ -66,8 +66,8 @@ def choose(name: str | None = None) -> tuple[str, str]:
     Returns
     -------
     name, reason : str
-        The environment variable ``HANDLEPOOL_DRIVER`` decides where no name is given, and ``cuda`` where neither does: a
-        library never runs on the CPU without being told to.
+        If no name is given, the environment variable ``HANDLEPOOL_DRIVER`` decides. If it is not set, the driver is ``cuda``,
+        because a library should never run on the CPU without a request.
 
     Raises
     ------
@@ -86,10 +86,7 @@ def choose(name: str | None = None) -> tuple[str, str]:
 
 
 def available(name: str) -> str | None:
-    """Say in a sentence why a driver cannot run here.
-
-    Return None where the driver can run.
-    """
+    """Return the reason why a driver cannot run here, or None."""
     if name == "host":
         return None
     for module, package in (("cupy", "CuPy"), ("cudnn", "nvidia-cudnn-frontend"), ("cuda.bindings", "cuda-bindings")):

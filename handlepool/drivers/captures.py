@@ -1,4 +1,4 @@
-"""Type the captured graphs of drivers, and a recording's memory."""
+"""Define the types of captured graphs, and of a recording's memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -11,14 +11,14 @@ The second node waits until the first node has ended.
 
 
 class RecordedGraph(Protocol):
-    """Represent a captured graph for repeated launches, once it is ready.
+    """A captured graph, which can be launched repeatedly once it is ready.
 
     A graph never runs concurrently with itself.
     """
 
     @property
     def nodes(self) -> int:
-        """How many kernels, copies and the like are in it."""
+        """The number of kernels, copies and the like in the graph."""
 
     @property
     def launch(self) -> Callable[[int], None]:
@@ -48,7 +48,7 @@ class RecordedGraph(Protocol):
     def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
         """Return a graph of the same nodes with edges added and removed.
 
-        Returns the graph itself where there is nothing to do.
+        If there is nothing to add or remove, the method may return the graph itself.
 
         The driver may add nodes that make launches quicker. Called inside `Driver.relaxed`. Raises `CaptureError` for a graph
         that cannot be copied, and `MemoryError` like `instantiate`.
@@ -82,7 +82,7 @@ class RecordedGraph(Protocol):
 
 
 class MarkedGraph(RecordedGraph, Protocol):
-    """Represent a graph that takes times."""
+    """A graph that also measures times."""
 
     def times(self) -> list[float]:
         """Return each group's time in microseconds since the start of the launch.
@@ -98,7 +98,7 @@ class MarkedGraph(RecordedGraph, Protocol):
 
 
 class RecordingMemory(Protocol):
-    """Provide memory for the allocations of one recording, and for nothing else."""
+    """The memory for the allocations of one recording, and for nothing else."""
 
     @property
     def allocator(self) -> Any:
@@ -127,9 +127,9 @@ class RecordingMemory(Protocol):
     def set_reuse_policy(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
         """Let a function decide which freed blocks the next array may reuse.
 
-        None ends the policy. The function receives the addresses where a block begins and ends. Streams that are ``known``, by
-        their pointers, share memory. Memory of any other stream stays with that stream. Returns False where the driver has no
-        such policy, and then the driver reuses blocks as before.
+        ``may_have`` receives the addresses where a block begins and ends; None ends the policy. ``known`` receives a stream's
+        pointer. Streams for which it is true share memory, and memory of any other stream stays with that stream. The method
+        returns False if the driver has no such policy. Then the driver goes on to reuse blocks as before.
         """
 
     def holds(self, value: object) -> bool:

@@ -1,6 +1,6 @@
 """Compute checksums of arrays' bits.
 
-If a bit of an array changes, its checksum changes, except with a chance of 1 in 2^64.
+If an array changes, its checksum stays the same only with a probability of 1 in 2^64.
 
 Each driver computes checksums on a stream (`Driver.checksums`). An array is read as words, and each word is mixed with its
 position. The checksum is the sum of all mixed words. The mixing is reversible, so a change inside a single word always changes

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 from handlepool.drivers.streams import Handle
 
 ALIGNMENT = 256
-"""Bytes that scratch begins at multiples of."""
+"""The alignment of scratch, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperandCopy:
-    """Describe an operand that a launch copies through scratch.
+    """An operand that a launch copies through scratch.
 
     An input is copied into scratch before the launch. An output is copied out of scratch after it.
 
@@ -29,11 +29,11 @@ class OperandCopy:
     offset, nbytes : int
         Offset of the copy in the scratch of copies and its size, in bytes.
     first : int
-        Bytes from ``offset`` to the first element, where the operand is a part of cuDNN's tensor.
+        If the operand is only a part of cuDNN's tensor, the bytes from ``offset`` to its first element.
     steps : tuple of int
-        Strides in bytes in that case; empty where the operand is the whole dense tensor.
+        If the operand is only a part, its strides in bytes; empty if it is the whole dense tensor.
     zeros : bool
-        Whether each launch sets the rest of the copy to zero, since cuDNN reads it.
+        Whether each launch sets the rest of cuDNN's tensor to zero, because cuDNN reads it.
     """
 
     operand: int
@@ -49,19 +49,19 @@ class OperandCopy:
 
 @dataclass(frozen=True, slots=True)
 class AliasPair:
-    """Describe an output and an earlier operand that must not overlap it.
+    """An output, and an earlier operand that must not overlap it.
 
     Attributes
     ----------
     one, other : int
-        Indices among the operands, the output's first.
+        The output's index and the other operand's index.
     reach, others : int
         Size in bytes of the output's memory and of the other operand's memory, gaps included.
     same : int or None
         The byte distance at which an overlap is allowed, because each element is written where it was read.
     meet : callable or None
-        Return whether the pair shares an element, given the other operand's byte distance from the output. None where the byte
-        ranges decide alone.
+        Returns, for the other operand's distance in bytes from the output, whether the pair shares an element. None if a
+        comparison of the byte ranges is enough.
     """
 
     one: int
@@ -99,7 +99,7 @@ class SavedPlan:
 
 
 class Executable(Protocol):
-    """Represent a compiled graph, or our own kernel, on one device.
+    """A compiled graph, or a kernel of this package, on one device.
 
     Many threads may launch it, each with a handle and workspace.
 
@@ -114,9 +114,9 @@ class Executable(Protocol):
     untried: bool
 
     def save(self) -> SavedPlan | None:
-        """Return the data from which `Driver.compile` restores it in another process.
+        """Return the data to restore the executable in another process.
 
-        Returns None where the executable cannot be saved.
+        `Driver.compile` takes this data. Return None if the executable cannot be saved.
         """
 
     def launch(
@@ -128,10 +128,10 @@ class Executable(Protocol):
     ) -> None:
         """Enqueue the graph on the handle's stream.
 
-        Where an operand does not fit, it raises before it enqueues anything.
+        If an operand does not fit, the method raises before it enqueues anything.
 
-        Shapes, strides and types of the operands equal the plan's. Properties that differ from call to call are checked: see
-        `check_operands`.
+        The caller ensures that shapes, strides and types of the operands equal those of the plan. The method checks properties
+        that may differ from call to call: see `check_operands`.
 
         Parameters
         ----------
@@ -155,7 +155,7 @@ class Executable(Protocol):
     ) -> Callable[..., Any] | None:
         """Make a function that launches the graph on a fast path.
 
-        Returns None where the driver has no better launch than the general launch.
+        Return None if the driver has no faster launch than `launch`.
 
         The function is ``launch(begin, arrays, out, fresh=None)``. It returns the outputs, or ``NOT_CACHED`` where the arrays
         differ from the arrays it was made for, or must not be launched with. ``begin`` is None, or returns the slot to launch on

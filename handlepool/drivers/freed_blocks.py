@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 MOST_TRIED = 4
-"""Of the blocks of one size, from each end."""
+"""The maximum number of tried blocks of one size, from each end."""
 MOST_SIZES = 8
-"""Of the sizes that would do."""
+"""The maximum number of sufficient sizes that are tried."""
 MOST_TIMES = 2
 """Largest ratio of a reused block's size to the requested size."""
 

@@ -1,4 +1,4 @@
-"""Describe our own kernels by the computation they perform.
+"""Describe the computations of this package's kernels.
 
 Each driver implements every kernel (`Driver.kernel`).
 """
@@ -53,8 +53,8 @@ class Windows:
     counted : bool
         Whether padded pixels count in a mean.
     ceiling : bool
-        Whether there is a last window that exceeds the padded image, if it begins in the image or before it. Pixels beyond
-        the padded image never count.
+        Whether a last window may exceed the padded image. Such a window must begin in the image or before it. Pixels beyond the
+        padded image never count.
     """
 
     kind: Literal["max", "mean"]
@@ -67,7 +67,7 @@ class Windows:
     def count(self, height: int, width: int) -> tuple[int, int]:
         """Return the number of windows along an image's axes.
 
-        It is below 1 where a window exceeds the image.
+        A number below 1 means that a window exceeds the padded image.
         """
         rows, columns = (self._along(*axis) for axis in zip((height, width), self.padding, self.window, self.stride, strict=True))
         return rows, columns
@@ -84,8 +84,8 @@ class Windows:
 class Depthwise:
     """Convolve each channel of images with its own filter, in float32.
 
-    The filters are (C, 1, R, S), without gaps, or a single filter that repeats. A bias (C,) follows, if there is such, and an
-    activation.
+    The filters are (C, 1, R, S) without gaps, or a single filter repeated for all channels. An optional bias (C,) is added, and
+    an optional activation is applied.
 
     Attributes
     ----------
@@ -163,7 +163,8 @@ class Pad:
     Attributes
     ----------
     before : tuple of int
-        Elements before the first one along each axis; below 0, elements of x that are left out. The output says how many follow.
+        Number of elements added before the first element of each axis. A negative number leaves out elements of x. The output's
+        shape determines the number of elements added at the end.
     mode : {"constant", "reflect", "replicate"}
         "reflect" does not repeat the outermost element.
     bits : int
@@ -177,9 +178,10 @@ class Pad:
 
 @dataclass(frozen=True, slots=True)
 class Shuffle:
-    """Deal out the channels of an array of any type, axis 1.
+    """Interleave the channels of groups, for an array of any type.
 
-    The first channel of each group comes first, then the second channel of each group.
+    Axis 1 has the channels. The result begins with the first channel of each group, followed by the second channel of each
+    group, and so on.
     """
 
     groups: int
@@ -187,7 +189,7 @@ class Shuffle:
 
 @dataclass(frozen=True, slots=True)
 class Resample:
-    """Bring images (N, C, H, W) to another size, in float32.
+    """Resize images (N, C, H, W), in float32.
 
     Attributes
     ----------
@@ -195,7 +197,8 @@ class Resample:
     scale : (float, float)
         Input pixels per output pixel, along height and width, in float32.
     corners : bool
-        Whether pixels are points, the outermost ones of both images at the same places. Else they are squares.
+        Whether the centres of the corner pixels of both images coincide. Otherwise the outer edges of the corner pixels
+        coincide.
     """
 
     mode: Literal["nearest", "bilinear"]
@@ -259,7 +262,7 @@ class Excite:
 
 
 MOST_EXCITED, MOST_SQUEEZED = 8192, 1024
-"""Most channels, and numbers between the layers, of `Excite`."""
+"""The maximum of channels, and of numbers between layers, in `Excite`."""
 NetworkKernel = Normalise | Affine | Pad | Shuffle | Resample | Squeeze | Layer | Excite
 """Kernels of normalisations, and of copies to other places or sizes."""
 Kernel = Add | Concat | Windows | Depthwise | Elementwise | NetworkKernel

@@ -12,15 +12,15 @@ from handlepool.tensors.layout import View
 TENSOR_ALIGNMENT = 16
 """Alignment in bytes of every tensor's address.
 
-Our own kernels assume it, and cuDNN assumes it where a graph does not say otherwise. A misaligned address can end in a misaligned
-access, which no later call of the process survives.
+This package's kernels assume it, and so does cuDNN unless a graph declares another alignment. A misaligned access destroys the
+CUDA context, so every later call of the process fails.
 """
 
 
 def operand_name(index: int, inputs: int = sys.maxsize, outs: int = 0) -> str:
     """Return the name of an operand for messages.
 
-    The call has so many inputs, and so many outputs in its ``out``.
+    ``inputs`` is the number of inputs, and ``outs`` the number of arrays in ``out``.
     """
     if index < inputs:
         return f"argument {index}"
@@ -70,7 +70,7 @@ def check_operands(
                 f"{name}: {operand(index)} is on device {found} and the current device is {device}; make device {found} "
                 f"current, or copy the array"
             )
-        # An operand that is copied into scratch needs the alignment of its elements alone.
+        # An operand that is copied into scratch needs only the alignment of its elements.
         alignment = array.dtype.itemsize if index in copied else TENSOR_ALIGNMENT
         if array.size and (address := driver.array_pointer(array) % alignment):
             raise ArgumentError(

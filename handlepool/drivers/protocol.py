@@ -34,7 +34,7 @@ ReadHost = Callable[[np.ndarray[Any, Any], str, bool], None]
 BeforeUntracked = Callable[[int, Sequence[Piece], Sequence[Piece]], None]
 """Receive a stream, and the memory that its next work accesses.
 
-The first pieces are read and the second pieces are written.
+The first sequence of pieces is read, and the second is written.
 """
 
 
@@ -43,9 +43,9 @@ class Driver(Protocol):
 
     name: str
     array_types: tuple[type, ...]
-    """Array types that the driver takes unchanged; it makes the first type."""
+    """Array types that the driver accepts unchanged; it makes the first type."""
     block_type: type
-    """Type of the blocks of the array library's pool.
+    """Type of the memory blocks of the array library's pool.
 
     Two live blocks share no byte.
     """
@@ -55,7 +55,8 @@ class Driver(Protocol):
     It names the setting for the amount of memory, if there is such a setting.
     """
 
-    # Hot, and called by position only, so that a driver can hand out the array library's own C functions.
+    # These methods are on hot paths. They are called by position only, so that a driver can use the array library's C functions
+    # for them.
     def current_device(self) -> int:
         """Return this thread's device."""
 
@@ -81,7 +82,7 @@ class Driver(Protocol):
     def is_capturing(self, pointer: int, /) -> bool:
         """Return whether a stream takes part in a capture.
 
-        The stream is not the legacy default stream.
+        The stream must not be the legacy default stream.
         """
 
     # Devices and streams
@@ -89,7 +90,7 @@ class Driver(Protocol):
         """Return the number of visible devices."""
 
     def device(self, ordinal: int) -> AbstractContextManager[Any]:
-        """Make a device current, and the one before current again on leaving."""
+        """Make a device current, and restore the former device on leaving."""
 
     def create_stream(self) -> Stream:
         """Return a new non-blocking stream of the current device.
@@ -100,8 +101,8 @@ class Driver(Protocol):
     def wrap_stream(self, pointer: int, owner: object) -> Stream:
         """Wrap the pointer of a stream of the current device.
 
-        The owner of the stream is kept alive. For a default stream's pointer, the driver returns the same lasting object each
-        time.
+        The returned object keeps ``owner`` alive. For the pointer of a default stream, the driver returns the same permanent
+        object each time.
         """
 
     def push_stream(self, stream: Stream) -> None:
@@ -111,7 +112,7 @@ class Driver(Protocol):
         """
 
     def pop_stream(self, stream: Stream, previous: Stream) -> None:
-        """End `push_stream`; ``previous`` was current before."""
+        """Undo `push_stream`; ``previous`` was current before."""
 
     def owns_stream(self, stream: object) -> bool:
         """Return whether this object of the array library owns its stream.
@@ -120,7 +121,7 @@ class Driver(Protocol):
         """
 
     def stream_id(self, pointer: int) -> int:
-        """Return the driver's id of a stream, unique for the process's life.
+        """Return the driver's id of a stream, which is never reused.
 
         Must not be called for a capturing stream.
         """
@@ -142,12 +143,12 @@ class Driver(Protocol):
         """Return a new event on the current device."""
 
     def destroy_event(self, event: Any) -> None:
-        """Give an event back; its pending work goes on."""
+        """Destroy an event; the work that it marks goes on."""
 
     def event_done(self, event: Any, failures: bool = False) -> bool:
         """Return whether the work that an event marks has run.
 
-        The event may be of any device. With ``failures``, raise as a wait does.
+        The event may belong to any device. With ``failures``, the method raises the errors that a wait would raise.
         """
 
     def synchronize_event(self, event: Any) -> None:
@@ -166,23 +167,23 @@ class Driver(Protocol):
     def bind_handle(self, handle: Handle, pointer: int) -> None:
         """Bind a handle to a stream.
 
-        The handle is also bound where it remembers the same pointer.
+        The handle is bound again even if it remembers the same pointer, because another stream may have that pointer now.
 
         Afterwards ``handle.stream is pointer``.
         """
 
     def destroy_handle(self, handle: Handle) -> None:
-        """Destroy a handle; harmless when that was done already."""
+        """Destroy a handle, unless it is already destroyed."""
 
     # Memory
     def allocate(self, nbytes: int) -> int:
-        """Allocate device memory of the driver's own; 256-byte aligned.
+        """Allocate device memory, aligned to 256 bytes.
 
-        It does not come from the array library's pool. Raises MemoryError.
+        The memory does not come from the array library's pool. The method raises MemoryError.
         """
 
     def free(self, pointer: int) -> None:
-        """Give `allocate`'s memory back; waits for work that may still use it."""
+        """Free memory from `allocate`, after the work that may still use it."""
 
     def memory_info(self) -> tuple[int, int]:
         """Return the free and the total bytes of the current device."""
@@ -202,36 +203,37 @@ class Driver(Protocol):
     def end_scratch(self, array: Any, why: str) -> None:
         """Refuse later uses of a scratch array and its views.
 
-        The driver refuses only the uses that it can see. A destructor may call this method.
+        A driver refuses only uses that it can detect. A destructor may call this method.
         """
 
     def region_allocator(self, stream: Stream, keep: Callable[[object], None], of: Callable[[int], Any]) -> Any:
         """Return an allocator for branches of a region forked from ``stream``.
 
-        Its memory comes from the arena of ``stream``. A block that is freed after the join is therefore reused in the order of
-        that stream. Each block is passed to ``keep``. An edge from ``stream`` to the stream that is current at that time follows.
-        Work that was queued on ``stream`` before another thread freed the block has thus run before the branch writes to it.
+        Its memory comes from the arena of ``stream``. So a block that is freed after the join is reused in the order of that
+        stream. After each allocation, the allocator passes the block to ``keep``, and lets the current stream wait for
+        ``stream``. So earlier work of ``stream`` that used the same memory ends before the branch writes to the block. Another
+        thread may have freed the block meanwhile.
 
-        For another stream than ``stream``, ``of(pointer)`` returns the allocator to use. It is this allocator, or another
-        region's allocator where a branch of that region runs there. None means a stream that the branch chose itself: the memory
-        then comes from that stream's own arena, since no join waits for work there.
+        If the current stream is not ``stream``, ``of(pointer)`` returns the allocator to use. It is this allocator, or that of
+        another region if a branch of that region runs on the current stream. None means that the branch itself chose the
+        stream. No join waits for work there, so the memory comes from the chosen stream's own arena.
         """
 
     def block_range(self, block: Any) -> tuple[int, int]:
         """Return the addresses where an allocated block begins and ends.
 
-        The block was reported by the allocator of a region or of a recording.
+        The block comes from the allocator of a region or of a recording.
         """
 
     def swap_allocator(self, allocator: Any) -> Any:
-        """Make an allocator this thread's, and return the former allocator.
+        """Set this thread's allocator, and return the former allocator.
 
         None stands for the default allocator.
         """
 
     # Captures
     def relaxed(self) -> AbstractContextManager[Any]:
-        """Exchange this thread's stream-capture mode for *relaxed*, and back on leaving."""
+        """Set this thread's capture mode to *relaxed*, and restore it on leaving."""
 
     def begin_capture(self, pointer: int) -> None:
         """Capture the later work of a stream, in thread-local mode.
@@ -242,28 +244,29 @@ class Driver(Protocol):
     def end_capture(self, pointer: int) -> RecordedGraph:
         """End the capture that began on a stream; called inside `relaxed`.
 
-        The capture ends even where this raises the capture's error.
+        The capture ends even if the method raises the capture's error.
         """
 
     def dependencies(self, pointer: int) -> tuple[Any, ...] | None:
         """Return the nodes that a capturing stream's next work depends on.
 
-        The nodes are opaque, have a hash, and compare by identity of the node. None where the driver has no such call.
+        The returned objects are hashable, and are equal if they stand for the same node. The method returns None if the driver
+        cannot tell the nodes.
         """
 
     def set_dependencies(self, pointer: int, nodes: Sequence[Any]) -> None:
         """Make a capturing stream's next work depend on these nodes alone.
 
-        The next work waits until each of these nodes has ended.
+        The stream's next work waits until each of these nodes has ended, and for no other node.
 
-        By the end of the capture, its first stream must follow all nodes. CUDA does not report a violation for a stream that was
-        moved away from its last node. The host driver does.
+        When the capture ends, the stream on which it began must depend on all nodes. If this method has moved a stream away
+        from its last node, CUDA does not report a violation of this rule. The host driver reports it.
         """
 
     def capture_failure(self, error: BaseException) -> str | None:
-        """Say which operation in an error a capture could not take.
+        """Return in words the operation that a capture refused.
 
-        The causes of the error are searched, too. Returns None for an unrelated error.
+        The error and its causes are searched for it. Return None for an unrelated error.
         """
 
     def recording_memory(self) -> RecordingMemory:
@@ -273,8 +276,8 @@ class Driver(Protocol):
     def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
         """Return the error that has made every further call fail, or None.
 
-        The driver looks in ``error`` and its causes. Where they do not tell and ``ask`` is true, it makes a call that would be
-        refused.
+        The driver inspects ``error`` and its causes. If they do not tell and ``ask`` is true, it makes a call that would fail
+        in a lost context.
         """
 
     def watch_shared_state(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
@@ -290,9 +293,9 @@ class Driver(Protocol):
         """
 
     def watch_untracked_work(self, report: Callable[[str], None]) -> Callable[[], None]:
-        """Call ``report(name)`` where work is queued outside of our calls.
+        """Call ``report(name)`` if code outside of this library queues work.
 
-        The call comes in the thread that queues the work. A driver that does not see such work never calls it.
+        The call is made in the thread that queues the work. A driver that cannot detect such work never calls it.
 
         Returns
         -------
@@ -301,17 +304,17 @@ class Driver(Protocol):
         """
 
     def watch_host_data(self, bring: Bring, read: ReadHost) -> Callable[[], None]:
-        """Let `asarray` ask for its arrays, and report reads of host memory.
+        """Let ``bring`` make the arrays of `asarray`; report reads of host memory.
 
-        Both hold for this thread. A driver that does not see its work's reads reports none of them, and
-        `RecordedGraph.host_copies` then has the copies.
+        Both hold for the calling thread. A driver that cannot detect reads of host memory reports none. Then
+        `RecordedGraph.host_copies` lists the copies.
 
         Parameters
         ----------
         bring : callable
-            Given the values and a function that makes the array as ever. Returns the array.
+            Called with the values, and with a function that makes the array in the usual way. It returns the array.
         read : callable
-            Given the memory, the name of the work, and whether CuPy does the work by a copy from the host.
+            Called with the memory, the name of the work, and whether CuPy does this work by a copy from the host.
 
         Returns
         -------
@@ -322,8 +325,8 @@ class Driver(Protocol):
     def before_untracked_access(self, before: BeforeUntracked) -> None:
         """Call a function before untracked work uses the driver's arrays.
 
-        The work comes from outside of our calls. The function runs before the work is queued. A driver that does not see such
-        work never calls it.
+        Such work is queued by code outside of this library. The function is called before the work is queued. A driver that
+        cannot detect such work never calls it.
         """
 
     # Arrays and graphs
@@ -363,7 +366,7 @@ class Driver(Protocol):
     def copy_run(self, target: Any, source: Any, pointer: int) -> None:
         """Copy an array into another array on a stream.
 
-        `one_run` holds for the two arrays. The arrays and the stream are on the current device.
+        `one_run` must be true for the two arrays. The arrays and the stream belong to the current device.
         """
 
     def copy_from_device(self, target: Any, source: Any, pointer: int) -> None:
@@ -382,8 +385,8 @@ class Driver(Protocol):
 
         The device array has no gaps. Called inside `relaxed`.
 
-        Both have the same shape and type. Returns an object that the caller keeps, with the target, until the stream has passed
-        the copy.
+        Both have the same shape and type. The method returns an object. The caller keeps this object and the target until the
+        stream has done the copy.
         """
 
     def copy_to_host(self, array: Any, pointer: int) -> np.ndarray[Any, Any]:
@@ -391,8 +394,8 @@ class Driver(Protocol):
 
         The device array has no gaps. Called inside `relaxed`.
 
-        The host array is in page-locked memory where the driver has such memory. The caller keeps both until the stream has
-        passed the copy.
+        The host array is in page-locked memory if the driver has such memory. The caller keeps both arrays until the stream has
+        done the copy.
         """
 
     def prepare_checksums(self) -> None:
@@ -438,7 +441,7 @@ class Driver(Protocol):
     def array_block(self, array: Any) -> object:
         """Return the block of memory that an array lies in.
 
-        It is of `block_type`, or of any other type where the block is not known.
+        If the block is known, the result is of type `block_type`.
         """
 
     def adopt(self, view: View) -> Any:
@@ -473,7 +476,7 @@ class Driver(Protocol):
     ) -> Executable:
         """Plan and build a graph.
 
-        All its real tensors have shape, strides and type.
+        All real tensors of the graph must have shape, strides and type.
 
         Parameters
         ----------
@@ -482,7 +485,7 @@ class Driver(Protocol):
         operands : sequence of graph tensor
             The graph's real tensors in the order in which `Executable.launch` will get the arrays: inputs, then outputs.
         handle : Handle
-            Plans the graph, or reads ``saved``. The executable needs the handle as long as it lives.
+            The handle with which the graph is planned or ``saved`` is read. It must live as long as the executable.
         copies : sequence of OperandCopy
             The operands that a launch copies, on its stream, in scratch that ``Executable.workspace_size`` counts, too. The
             graph's tensor is the copy.
@@ -493,11 +496,12 @@ class Driver(Protocol):
         Raises
         ------
         GraphNotSupportedError
-            Carries the backend's message. With ``saved``, raised where the saved plan is not of this graph.
+            If there is no plan; the error has the backend's message. With ``saved``, if the saved plan does not belong to this
+            graph.
         """
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> Executable:
-        """Make our own kernel for operands with these layouts.
+        """Make a kernel of this package for operands with these layouts.
 
         Parameters
         ----------
@@ -514,7 +518,7 @@ class Driver(Protocol):
 def abort_capture(driver: Driver, pointer: int) -> None:
     """End a capture that began on a stream, in any state.
 
-    The capture is also ended where an earlier attempt to end it failed. Raises no error of CUDA's.
+    The capture is ended even if an earlier attempt failed. The function raises no error of CUDA.
     """
     try:
         with driver.relaxed():

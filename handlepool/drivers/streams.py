@@ -1,4 +1,4 @@
-"""Type the streams and handles of a driver."""
+"""Define the types of a driver's streams and handles."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ PER_THREAD_STREAM = 2
 class Stream(Protocol):
     """Represent the array library's stream object.
 
-    It is weakly referenceable, has free attributes, and is equal by pointer.
+    It can have weak references and additional attributes. Objects with the same pointer are equal.
     """
 
     ptr: int

@@ -46,8 +46,9 @@ def view(tensor: torch.Tensor) -> View:
     Raises
     ------
     ArgumentError
-        For a tensor whose derivatives would be lost. ArrayTypeError For a type that cuDNN lacks, and for a tensor without
-        ordinary memory (sparse, fake, or on the meta device).
+        For a tensor whose derivatives would be lost.
+    ArrayTypeError
+        For a type that cuDNN lacks, and for a tensor without ordinary memory (sparse, fake, or on the meta device).
     """
     if (tensor.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0:  # noqa: SLF001 - it has no public name
         _refuse_derivatives(tensor)

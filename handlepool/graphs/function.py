@@ -44,7 +44,7 @@ from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import Layout
 
 MOST_VARIANTS = 64
-"""Most variants of a graph function that keep their plans between calls.
+"""The maximum number of a function's variants that keep their plans.
 
 A variant has settings of its own.
 """

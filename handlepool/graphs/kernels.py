@@ -27,7 +27,7 @@ from handlepool.tensors.layout import Layout
 Described = tuple[Kernel, Layout]
 """The kernel to launch, and the layout of a new output."""
 MOST_OPERANDS = 64
-"""Most operands of a launch, including the output.
+"""The maximum number of operands of a launch, including the output.
 
 The limit is the capacity of a slot's buffer.
 """

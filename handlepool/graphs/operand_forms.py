@@ -14,7 +14,7 @@ from handlepool.tensors.graph_types import FrontendGraph, FrontendNode, Frontend
 from handlepool.tensors.inference import Shape, dense_strides, title
 
 MOST_COPIED = 16 << 20
-"""Most bytes of one operand that a launch copies by itself."""
+"""The maximum number of bytes of an operand that a launch copies."""
 CONVOLUTIONS = {"CONV_FPROP": ("image", "weight"), "CONV_DGRAD": ("loss", "filter"), "CONV_WGRAD": ("image", "loss")}
 """Kinds of convolutions, with the ports of their factors."""
 

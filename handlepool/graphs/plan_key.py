@@ -15,7 +15,7 @@ from handlepool.tensors.graph_types import FrontendTensor
 _NO_MATTER = ("name", "owner", "uid_assigned")
 """Attributes of a tensor that no plan depends on."""
 _MOST_INTEGERS = 64
-"""Most integers of an array among a graph's parameters.
+"""The maximum size of an integer array among a graph's parameters.
 
 Such an array is a padding, for example. A larger array counts as data.
 """

@@ -14,7 +14,7 @@ from handlepool.errors import ArgumentError
 from handlepool.tensors.graph_types import FrontendGraph, FrontendNode, FrontendTensor
 
 MOST_LISTED = 24
-"""Most tensors that a message lists."""
+"""The maximum number of tensors that a message lists."""
 
 KEYWORDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("add", "add_square", "div", "logical_and", "logical_or", "mul", "sub"), ("a", "b")),

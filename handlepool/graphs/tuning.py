@@ -38,22 +38,27 @@ from handlepool.pool.stream import check_foreign, resolve
 from handlepool.tensors.layout import Layout
 
 MOST_VALUES = 1 << 16
-"""Most random values. Larger arrays repeat them along their longest axes."""
+"""The maximum number of random values.
+
+Larger arrays repeat them along their longest axes.
+"""
 MOST_CANDIDATES = 10
-"""Most candidates of each of the heaviest plans."""
+"""The maximum number of candidates of each of the heaviest plans."""
 MOST_TIME = 0.9
 """Share of the total time that the tuned plans cover."""
 MOST_OTHERS = 2
-"""Most alternatives of a plan, among its other candidates."""
+"""The maximum number of alternatives of a plan among its candidates."""
 NEARLY = 1.1
-"""Most of the used plan's time that an alternative takes alone.
+"""The maximum time of an alternative, relative to the used plan's time.
+
+Both are timed alone.
 
 A plan timed alone does not tell exactly how long it takes in a program.
 """
 MOST_OF_FORMS = 4
-"""Most candidates of each plan of another form."""
+"""The maximum number of candidates of each plan of another form."""
 GAIN = 1.03
-"""Least ratio of the used plan's time to the quickest time.
+"""The minimum ratio of the used plan's time to the quickest time.
 
 A smaller ratio is no reason to replace the used plan.
 """

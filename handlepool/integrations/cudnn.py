@@ -1,9 +1,9 @@
 """Run code for nvidia-cudnn-frontend on the pool's handles.
 
-Such code makes a handle, keeps it somewhere and binds it to a stream before it uses it. While `install` is in force,
-`cudnn.create_handle` returns a `PooledHandle`. In each thread, this object resolves to the default pool's handle for that
-thread, its current device and the stream that the thread has set. So two threads never use the same cuDNN handle, wherever
-the object is kept. Nothing is left of a thread that has ended.
+Such code makes a handle, keeps it, and binds it to a stream before each use. While `install` is in force, `cudnn.create_handle`
+returns a `PooledHandle`. In each thread, this object resolves to the default pool's handle for that thread, its current device
+and the stream that the thread has set. So two threads never use the same cuDNN handle, even if they share the object. When a
+thread ends, the pool takes its handles back.
 
 The integration rests on these assumptions:
 
@@ -34,18 +34,18 @@ from handlepool.integrations.cudnn_assumptions import broken, called, missing
 __all__ = ["KNOWN_VERSIONS", "PooledHandle", "install", "is_installed", "pooled_handles", "uninstall"]
 
 KNOWN_VERSIONS = ("1.32",)
-"""List the supported version prefixes of nvidia-cudnn-frontend.
+"""The known version prefixes of nvidia-cudnn-frontend.
 
-Any other version has to pass a self-test, `judge`.
+Any other version has to pass a self-test, see `judge`.
 """
 
 
 class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
     """Resolve to the pool's handle for device, stream and thread.
 
-    `cudnn.create_handle` returns this object. The stream is the stream that the thread itself has set with
-    `cudnn.set_stream`. Without such a stream, it is the current stream of torch or CuPy. If both are the default stream,
-    it is the stream that another thread has set last.
+    `cudnn.create_handle` returns such an object. The stream is the one that this thread has set with `cudnn.set_stream`. If
+    this thread has set no stream, it is the current stream of torch or CuPy. If both of these are the default stream, it is the
+    stream that any other thread has set last.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
         OwnershipError
             When the handle was destroyed.
         DeviceMismatchError, StreamError
-            When its stream belongs to another device. Also when torch and CuPy have different current streams and
-            the handle was bound to no stream.
+            When the stream belongs to another device. Also when this thread has set no stream, and the current streams of torch
+            and CuPy differ.
         """
         if self._destroyed:
             raise OwnershipError("this cudnn handle was given to cudnn.destroy_handle; make another one with cudnn.create_handle")
@@ -72,7 +72,7 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
     def bind(self, stream: int | None) -> None:
         """Remember the calling thread's stream.
 
-        The method calls no library: the pool has a handle that is bound to the stream, or makes one handle later.
+        The method calls no library. The pool finds or makes a handle for the stream when the handle is used.
         """
         self._mine.stream = self._last = None if stream is None else operator.index(stream)
 
@@ -80,8 +80,8 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
         """End the object for every thread; the pool keeps its handles."""
         self._destroyed = True
 
-    # Only frontend functions that were saved before `install` set these two properties. They do so after they bound or
-    # destroyed the pool's handle itself. The pool repairs a handle with such a stale state.
+    # The two properties below are set only by functions of the frontend that a module saved before `install`. Such a function
+    # has already bound or destroyed the pool's own handle. The pool repairs that handle at its next use.
 
     @property
     def backend_handle(self) -> int | None:
@@ -122,7 +122,7 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
     def _ordinal(self, value: object) -> None:
         pass
 
-    # A copy is the same handle, as with the frontend's own handles.
+    # Copying returns the same object, as with the frontend's own handles.
 
     def __copy__(self) -> "PooledHandle":
         return self
@@ -140,7 +140,7 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
 def _given(stream: int) -> int | None:
     """Convert a stream for `handlepool.get_handle`.
 
-    The result is None for CuPy's current stream, because its own object has a slot already.
+    The result is None for CuPy's current stream, because CuPy's stream object may already have a slot.
     """
     return None if handlepool.default_pool().driver.current_stream().ptr == stream else stream
 
@@ -168,7 +168,7 @@ def _current(handed: int | None = None) -> int | None:
 
 def _create_handle(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_handle() -> PooledHandle:
-        # Accessing the driver raises if there is no driver, as the frontend does.
+        # Without a driver, this access raises an error, as the frontend's own function does.
         _ = handlepool.default_pool().driver
         return PooledHandle()
 
@@ -228,10 +228,10 @@ def _lowering(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Builders:
-    """Hold the handles that graphs are built with, per device.
+    """The handles for building graphs, one for each device.
 
-    The handles come from pools without any other user. They live as long as the process, as the graphs that keep them
-    may. No lock is needed: if two threads come at once, both get the handle that was stored first.
+    The handles come from separate pools. They live as long as the process, because graphs keep them and may live as long. No
+    lock is needed: if two threads come at once, both get the handle that was stored first.
     """
 
     def __init__(self) -> None:
@@ -291,7 +291,7 @@ def _execute_at(original: Callable[..., Any]) -> Callable[..., Any]:
 _ON_ITS_STREAM = object()
 """Mark a `cudnn.Graph` without a workspace of its own.
 
-Such a graph takes the workspace of the stream.
+Such a graph uses the pool's workspace for the stream.
 """
 
 
@@ -307,7 +307,7 @@ def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(wrapper: cudnn.Graph, *tensors: object, **options: object) -> Any:
         graph, own = wrapper._Graph__graph, wrapper._Graph__workspace  # noqa: SLF001
-        # False means that the caller brings a workspace.
+        # The value False means that the caller provides a workspace.
         ready = graph is not None and own is not None and own is not False
         handle = options.get("handle", wrapper._Graph__handle)  # noqa: SLF001
         asks = handle is None and "handle" not in options
@@ -316,8 +316,8 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
         handle = _of_graph(graph, cudnn.wrapper.get_default_handle() if handle == "auto" else handle)
         if nbytes := graph.get_workspace_size():
             scratch = handlepool.get_workspace(nbytes, _given(0 if handle is None else handle.stream))
-            # An address avoids a wait: CuPy's arrays, asked for their memory, make the default stream wait, which ends a
-            # capture.
+            # The address is passed instead of the array. If cuDNN's binding asked a CuPy array for its memory, CuPy would make
+            # the default stream wait, which breaks a capture.
             nbytes = handlepool.default_pool().driver.array_pointer(scratch)
         return original(wrapper, *tensors, **{**options, "handle": handle, "workspace": nbytes or None})
 
@@ -350,8 +350,8 @@ class Verdict(NamedTuple):
 def judge() -> Verdict:
     """Judge the installed frontend, with a self-test if necessary.
 
-    An unknown version has to pass a self-test, which uses no GPU. The self-test imports `cudnn.wrapper`, and with that
-    torch if installed.
+    An unknown version has to pass a self-test, which uses no GPU. The self-test imports `cudnn.wrapper`, which imports torch if
+    torch is installed.
     """
     version = str(getattr(cudnn, "__version__", "of an unknown version"))
     known = version.startswith(tuple(f"{one}." for one in KNOWN_VERSIONS))
@@ -424,8 +424,8 @@ def install() -> None:
 def uninstall() -> None:
     """Restore the frontend's functions.
 
-    Handles and graphs that were made meanwhile go on with the pool. If a `pooled_handles` is in force, the restoration
-    happens at its end. If nothing is installed, nothing happens.
+    Handles and graphs that were made meanwhile go on with the pool. If a context of `pooled_handles` is open, its end restores
+    the functions instead. If nothing is installed, nothing happens.
 
     Raises
     ------
@@ -478,7 +478,7 @@ class Installation:
             self._asked = True
 
     def uninstall(self) -> None:
-        """End `install`."""
+        """Undo `install`."""
         with self._lock:
             self._restore(asked=False, contexts=self._contexts)
             self._asked = False
@@ -490,7 +490,7 @@ class Installation:
             self._contexts += 1
 
     def leave(self) -> None:
-        """End `enter`."""
+        """Undo `enter`."""
         with self._lock:
             self._contexts -= 1
             self._restore(asked=self._asked, contexts=self._contexts)
@@ -543,10 +543,10 @@ _installation = Installation()
 
 
 def _is_back(place: _ReplacedName, made: Callable[..., Any]) -> bool:
-    """Tell whether other code has restored a name.
+    """Return whether other code has restored a name.
 
-    The name then holds the function from before, or the frontend's own function. This happens at the end of a patch that
-    was there first.
+    The name then refers to the function from before `install`, or to the frontend's own function. This happens when other code
+    patched the name before `install`, and now ends its patch.
     """
     now = getattr(place.owner, place.name, None)
     return now is vars(made)["__wrapped__"] or getattr(now, "__globals__", None) is vars(place.owner)
@@ -558,7 +558,7 @@ def _warn_of_copies(originals: dict[int, _ReplacedName]) -> None:
             continue
         try:
             values = list(vars(module).values())
-        # An object in `sys.modules` that is not a module may lack names, or raise at them.
+        # An entry of `sys.modules` need not be a module. It may lack attributes, or raise when they are read.
         except Exception:
             continue
         kept = {originals[id(value)].name for value in values if id(value) in originals}

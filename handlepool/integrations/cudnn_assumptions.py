@@ -1,8 +1,8 @@
 """Check assumptions about nvidia-cudnn-frontend without a GPU.
 
-`handlepool.integrations.cudnn` makes these assumptions. The checks change nothing. They are for versions that
-the integration was not written against. They run copies of the frontend's functions over a binding that only takes notes. A
-copy finds no other module: cuDNN ends the process when it gets a number that is not a handle.
+`handlepool.integrations.cudnn` makes these assumptions. The checks change nothing. They are for versions that the integration
+was not written against. They run copies of the frontend's functions with a fake binding that only notes its calls. A copy
+cannot reach the real binding, because cuDNN would crash on the fake handles.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from typing import Any
 import cudnn
 
 Place = tuple[Any, str]
-"""Locate a function of the frontend by owner and name."""
+"""The owner and the name of a function of the frontend."""
 
 _BUILTINS = {each.__name__: each for each in (isinstance, getattr, hasattr, type, int, TypeError, ValueError, RuntimeError)}
 _POINTER = 4096
@@ -21,9 +21,9 @@ _POINTER = 4096
 
 
 def missing(places: Sequence[Place]) -> str | None:
-    """Return the first missing function or method as an assumption.
+    """Return an assumption that names the first missing function or method.
 
-    The result is None if all are present.
+    The result is None if none is missing.
     """
     return next((f"{called(*place)} is there" for place in places if not callable(getattr(*place, None))), None)
 
@@ -75,9 +75,9 @@ def _over(binding: object, name: str) -> Any:
 
 
 def _noted_handle() -> tuple[Any, list[tuple[str, Any]], Any]:
-    """Return a handle that takes notes, the notes, and a binding.
+    """Return a fake handle, a list of notes, and a fake binding.
 
-    The list of notes records each use of the handle and each call of cuDNN through the binding.
+    Each use of the handle, and each call of cuDNN through the binding, adds a note to the list.
     """
     notes: list[tuple[str, Any]] = []
 

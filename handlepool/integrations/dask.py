@@ -1,8 +1,8 @@
 """Run handlepool on Dask.
 
 A plugin keeps the pool of each worker, and `map_tiles` runs functions over arrays of overlapping tiles. A worker is a process
-with one device, the first device that it sees, as dask-cuda has it. Its threads share the pool and the programs of
-`map_tiles`. Each thread has its own stream, and so its own handle.
+that uses one device: the first device that it sees, as with dask-cuda. The threads of a worker share the pool and the programs
+of `map_tiles`. Each thread has its own stream, and therefore its own handle.
 """
 
 import asyncio
@@ -40,28 +40,29 @@ from handlepool import (
 _BOUNDARIES = ("reflect", "periodic", "nearest", "none")
 _MOST_LANES = 32
 MOST_FUNCTIONS = 16
-"""Limit the functions that a worker keeps.
+"""The maximum number of functions that a worker keeps.
 
-The least recently used function of `map_tiles` makes way for a new function.
+Beyond it, the least recently used function of `map_tiles` is dropped.
 """
 MOST_PROGRAMS = 16
-"""Limit the programs of a function, each for one tile geometry.
+"""The maximum number of programs of a function.
 
-The least recently used program makes way. An image's middle, edges and corners have up to nine geometries.
+Each program serves one geometry of tiles. Beyond it, the least recently used program is dropped. The middle, the edges and the
+corners of an image have up to nine geometries.
 """
 _MOST_TOLD = 64
-"""Limit the tuple entries that distinguish functions."""
+"""The maximum number of tuple entries that distinguish functions."""
 _NO_VALUE = CellType()
-"""Mark a name of the enclosing function without a value yet."""
+"""Stand for a closure's variable that has no value yet."""
 _CLOSING = 30.0
-"""Limit a task's wait for its closing worker, in seconds.
+"""The maximum wait of a task for its closing worker, in seconds.
 
 After that the task reports its error.
 """
 _STEP = 3.0
-"""Limit each step of a closing worker, in seconds.
+"""The maximum time of each step of a closing worker, in seconds.
 
-The worker's results must be computed anew in any case.
+It is short, because the worker's results have to be computed again in any case.
 """
 
 logger = logging.getLogger("distributed.worker.handlepool")
@@ -113,7 +114,8 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
                 seen,
             )
         count = worker.state.nthreads
-        # All threads must hold a handle at once; an early end would leave its handle to the next thread.
+        # All threads must hold their handles at the same time. If one thread ended early, the next thread would reuse its
+        # handle.
         together = threading.Barrier(count)
 
         def make(states: int) -> None:
@@ -124,11 +126,11 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
                 together.abort()
                 raise
 
-        # The worker's own threads find the handles that these threads leave.
+        # When these threads end, their handles become idle. The worker's own threads then take them.
         with ThreadPoolExecutor(count) as threads:
             try:
                 made = [threads.submit(make, 0 if thread else self.states) for thread in range(count)]
-            # If a thread cannot be started, the waiting threads must be released.
+            # If a thread could not be started, the threads that already wait at the barrier must be released.
             except BaseException:
                 together.abort()
                 raise
@@ -144,7 +146,7 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
     def transition(self, key: object, start: str, finish: str, **kwargs: object) -> None:
         """Close the worker after a task that found its context lost.
 
-        Every later task would fail, too.
+        Without this, every later task of the worker would fail.
         """
         if finish == "error" and _is_lost():
             _leave(self._worker)
@@ -177,11 +179,10 @@ def map_tiles(
         As for `spread`: takes an array of the driver and the values of ``shared``, and returns one array as large as
         the tile. It goes to the workers as Dask's functions do: by name from a module, else by value.
     x : dask.array.Array
-        Consists of NumPy arrays.
+        An array whose chunks are NumPy arrays.
     depth, boundary
-        As for `dask.array.map_overlap`: the reach of the function beyond its chunk, and the values beyond the array.
-        By default there are no values beyond the array. The function then pads at the array's edges, as it does with
-        the array in one piece.
+        As for `dask.array.map_overlap`: the reach of the function beyond its chunk, and the values beyond the array. By
+        default there are no values beyond the array, and the function pads at the array's edges itself.
     shared : sequence
         Further arguments, such as weights: NumPy arrays with their present contents, numbers and strings. They are
         copied to each worker's device once, and keep their layout. The function must not write to them.
@@ -322,11 +323,12 @@ def _made(
     try:
         if not isinstance(tile, np.ndarray) or isinstance(tile, np.ma.MaskedArray):
             raise ArrayTypeError(f"a tile is of type {type(tile).__name__}; map_tiles takes arrays of NumPy's")
-        # Tiles from other workers are contiguous; this makes all tiles of a geometry alike.
+        # Tiles that come from other workers are contiguous. Making all tiles contiguous avoids a second program for the same
+        # shape.
         tile = np.asarray(tile, order="C")
         recorded = _functions.latest(token, function, _Function(weights, lanes))
         value, ran = recorded(tile, function)
-        # The run may have changed state that is part of the function's key.
+        # Running the function may have changed state that is part of its key, so it is stored again.
         if ran:
             _functions.latest(token, function, recorded)
         shape = tuple([extents.get(axis, extent) for axis, extent in enumerate(tile.shape)])
@@ -385,7 +387,7 @@ _PLAIN = (str, bytes, int, bool, type(None))
 
 
 def _telling(function: object, depth: int = 4) -> Hashable:
-    """Return a key that distinguishes a function from other functions.
+    """Return a key that distinguishes functions.
 
     The key has the function's code, and values from its defaults, its closure and the globals that it names. Numbers,
     text and functions count by value, also in modules that the function names. The same holds for these functions, four
@@ -455,9 +457,9 @@ class _Function:
     def __init__(self, shared: tuple[Any, ...], lanes: int | None) -> None:
         self._given, self._lanes = shared, lanes
         self._recorded: RecordedFunction[..., Any] | None = None
-        # The key under which `KeptFunctions` finds this object.
+        # This is the key under which `KeptFunctions` has this object.
         self.key: Hashable = None
-        # The first tile copies ``shared`` for all threads.
+        # The first tile copies ``shared`` for all threads. The lock keeps two first tiles from copying it twice.
         self._lock = threading.Lock()
 
     @property
@@ -481,8 +483,8 @@ class _Function:
             y = recorded(x)
             if not isinstance(y, driver.array_types):
                 raise ArgumentError(f"the function returned a value of type {type(y).__name__}; it must return one array")
-            # A copy to pageable memory waits within CUDA. There it would keep other threads from giving their items
-            # meanwhile.
+            # A copy to pageable memory waits inside CUDA, where it would block other threads. So this thread first waits for
+            # its stream.
             driver.synchronize_stream(_threads.stream.ptr)
             now = recorded.stats()
             return driver.asnumpy(y), (now.recorded, now.eager) != (before.recorded, before.eager)
@@ -490,7 +492,7 @@ class _Function:
     def _made(self, function: Callable[..., Any]) -> RecordedFunction[..., Any]:
         driver = handlepool.default_pool().driver
         put = [driver.asarray(value[0].transpose(value[1])) if isinstance(value, tuple) else value for value in self._given]
-        # Threads with other streams read the shared arrays.
+        # Threads with other streams will read the shared arrays, so the copies must be complete.
         driver.synchronize_stream(driver.current_stream().ptr)
 
         def call(tile: object) -> Any:

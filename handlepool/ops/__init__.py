@@ -1,6 +1,7 @@
 """Provide ready-made operations.
 
-The operations are convolutions, products and their epilogues, gradients, activations, sums, pooling and elements.
+They are convolutions with their gradients, products, attention, activations, sums, pooling, normalisations, copies and
+elementwise functions.
 """
 
 from handlepool.ops import math

@@ -1,4 +1,4 @@
-"""Launch activations as calls of their own.
+"""Define activations as operations of their own.
 
 The arrays may have any shape, and any layout without gaps.
 """
@@ -18,9 +18,9 @@ from handlepool.tensors.layout import Layout
 
 ACTIVATIONS = ("relu", "sigmoid", "tanh", "gelu", "swish")
 OWN_ACTIVATIONS = ("hardsigmoid", "hardswish")
-"""Activations without a node in cuDNN.
+"""Activations that cuDNN does not have.
 
-Kernels of our own compute them, as a part of an operation.
+Kernels of this package compute them, as a part of an operation.
 """
 FLOATING_TYPES = ("float16", "bfloat16", "float32")
 
@@ -32,8 +32,8 @@ def check_activation(name: str, activation: object) -> None:
     ------
     ArgumentError
     """
-    # Only text is compared with the names. Comparing an array with them would give another array, whose truth is an error of
-    # its own.
+    # Only text is compared with the names. A comparison with an array would give an array, and reading its truth would raise
+    # another error.
     text = activation if isinstance(activation, str) else ""
     if activation is None or text in (*ACTIVATIONS, *OWN_ACTIVATIONS):
         return
@@ -68,19 +68,19 @@ def relu(x: ArrayT, *extra: Never, out: Any = None, pool: HandlePool | None = No
     x : array
         Any shape; float16, bfloat16 or float32; any layout without gaps.
     out : array, optional
-        Where the result goes; of the shape, strides and type of ``x``, and ``x`` itself if need be.
+        Array for the result, with the shape, strides and type of ``x``. It may be ``x`` itself.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
     array
-        ``out``, or a new array that lies as ``x`` does.
+        ``out``, or a new array with the layout of ``x``.
 
     Raises
     ------
     ArgumentError
-        For a type, strides or an ``out`` that cannot be taken.
+        For an unsupported type or strides, and for an ``out`` that does not fit.
     """
     return _apply(relu, x, extra, out, pool)
 
@@ -135,5 +135,6 @@ def _checker(kind: str) -> Callable[[tuple[Layout, ...], tuple[Layout, ...]], No
 
 _functions = {kind: GraphFunction(_builder(kind), check=_checker(kind), name=kind) for kind in ACTIVATIONS}
 for _function in (sigmoid, tanh, gelu, swish):
-    # Parameters and errors are the same for every activation, so the docstrings share the text behind the first full stop.
+    # Parameters and errors are the same for every activation. So each docstring gets the text of `relu` after the first full
+    # stop.
     _function.__doc__ = f"{_function.__doc__}{(relu.__doc__ or '').partition('.')[2]}"

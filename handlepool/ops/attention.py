@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, by cuDNN's own node."""
+"""Define scaled dot-product attention, by cuDNN's own node."""
 
 import math
 from typing import Any, Never
@@ -17,10 +17,10 @@ from handlepool.tensors.layout import Layout
 
 TYPES = ("float16", "bfloat16")
 HEAD_STEP, MOST_HEAD = 8, 128
-"""Hold the step between head sizes and the largest head, in elements.
+"""The number that divides each head size, and the largest head size.
 
-cuDNN's documentation of the node gives these limits for every GPU from Ampere on. They hold for many queries and for few.
-Support for larger heads depends on the GPU and the version.
+cuDNN's documentation of the node gives these limits for every GPU from Ampere on, for any number of queries. Support for larger
+heads depends on the GPU and on cuDNN's version.
 """
 
 
@@ -42,33 +42,33 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     q : array, shape (N, H, L, E)
-        Queries; float16 or bfloat16. E is a multiple of 8, at most 128. The head is innermost, as in a contiguous array or in a
-        transposed view of (N, L, H, E); other layouts are copied, up to 16 MiB.
+        Queries of float16 or bfloat16. E is a multiple of 8, at most 128. The elements of a head should be adjacent in memory,
+        as in a contiguous array or in a transposed view of (N, L, H, E). Arrays of other layouts are copied, up to 16 MiB.
     k : array, shape (N, H, S, E)
         Keys, of the same type.
     v : array, shape (N, H, S, D)
         Values, of the same type. D is a multiple of 8, at most 128.
     attn_mask : array, optional
-        Added to the scores: of the type of q, and of a shape that broadcasts to (N, H, L, S). Negative infinity
-        leaves a key out. The result of a query without any remaining key is undefined.
+        Added to the scores. It has the type of q and a shape that broadcasts to (N, H, L, S). Negative infinity excludes a key.
+        The result of a query whose keys are all excluded is undefined.
     is_causal : bool
-        Whether the query at place i sees the keys up to place i alone.
+        Whether the query at place i uses only the keys up to place i.
     scale : number, optional
         1 / sqrt(E) by default.
     out : array, shape (N, H, L, D), optional
         Where the result goes.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
     array, shape (N, H, L, D)
-        ``out``, or a new array of the kind and type of q, whose axes lie in the order of the axes of q.
+        ``out``, or a new array of the kind and type of q, with q's order of axes in memory.
 
     Raises
     ------
     ArgumentError
-        For shapes, types, head sizes and options that cannot be taken.
+        For unsupported shapes, types, head sizes and options.
     GraphNotSupportedError
         When cuDNN has no plan.
 
@@ -102,7 +102,7 @@ def _prepare(
 
 def _scale(name: str, scale: Any) -> float:
     try:
-        # `float` would accept these values as well. For an array on the device it would also wait for the stream.
+        # `float` would accept these values. For an array on the device, it would even wait for the stream.
         if isinstance(scale, (bool, str, bytes)) or holds_values(scale):
             raise TypeError
         number = float(scale)
@@ -144,7 +144,7 @@ def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, is_causal: 
         raise ArgumentError(
             f"{name}: q {q.shape}, k {k.shape} and v {v.shape}; they must be (N, H, L, E), (N, H, S, E) and (N, H, S, D)"
         )
-    # Without keys a row of the softmax divides 0 by 0. An empty q has no such row.
+    # Without keys, each row of the softmax would divide 0 by 0. If q is empty, there is no row.
     if math.prod(q.shape) and not k.shape[2]:
         raise ArgumentError(f"{name}: k of shape {k.shape} has no keys; give one or more")
     scores = (*q.shape[:3], k.shape[2])

@@ -1,4 +1,4 @@
-"""Sums and concatenations of arrays, by kernels of our own."""
+"""Define sums and concatenations of arrays, by kernels of this package."""
 
 from collections.abc import Sequence
 from typing import Any, Never, cast
@@ -21,9 +21,9 @@ from handlepool.tensors.layout import Layout
 
 
 class _Scalars(dict[type, bool]):
-    """Tell for each type whether its objects count as numbers.
+    """A table of types, which tells whether their objects count as numbers.
 
-    A type counts if its objects stand for numbers while a function is traced.
+    The types of traced values count as well.
     """
 
     def __missing__(self, kind: type) -> bool:
@@ -31,7 +31,7 @@ class _Scalars(dict[type, bool]):
         return found
 
 
-# A look-up costs less than `isinstance` with five classes, for each operand of each call.
+# A look-up for each operand is quicker than `isinstance` with five classes.
 _scalars = _Scalars()
 
 
@@ -42,28 +42,28 @@ def add(x: ArrayT, *others: object, activation: str | None = None, out: object =
     Parameters
     ----------
     x, *others : array or number
-        At most 63 arrays, of one type: float16, bfloat16 or float32. Equal shapes and layouts, without gaps, are quickest.
+        At most 63 arrays, all of one type: float16, bfloat16 or float32. The call is quickest if they have equal shapes and
+        equal layouts without gaps.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied to the sum. "gelu" uses the exact error function.
     out : array, optional
-        Takes the result. It may be an input with the result's shape and layout. A new result has the layout of the first array of
-        its shape, without gaps.
+        Array for the result. It may be an input with the result's shape and layout.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
     array
-        ``out``, or a new array of the kind and type of the first array. The sum is made in float32, from left to right, and
-        rounded once.
+        ``out``, or a new array of the kind and type of the first array. A new array has the layout of the first input with the
+        result's shape, without gaps. The sum is computed in float32, from left to right, and rounded once.
 
     Raises
     ------
     ArgumentError
-        For shapes, types or strides that cannot be taken, and an activation that there is not.
+        For shapes that do not broadcast, for unsupported types or strides, and for an unknown activation.
     """
-    # The kernel for sums takes arrays alone. A number, or a value of a function that is being traced, takes the elementwise
-    # path.
+    # The kernel for sums reads only arrays. If an operand is a number or a traced value, the sum is computed as an elementwise
+    # function.
     for each in (x, *others):
         if _scalars[type(each)]:
             return cast("ArrayT", _sum(x, *others, activation=activation, out=out, pool=pool))
@@ -78,32 +78,31 @@ def concat(arrays: Sequence[ArrayT], axis: int, *extra: Never, out: object = Non
     Parameters
     ----------
     arrays : list or tuple of array
-        One or more arrays, at most 63, all of the same type. Any type works. Their extents are equal except along the
-        axis. Empty arrays add nothing.
+        1 to 63 arrays, all of one type, which may be any type. Their extents are equal except along the axis. Arrays may be
+        empty.
     axis : int
-        1 is the channels of (N, C, H, W); a negative axis counts from the last axis.
+        The axis to join along, which is 1 for the channels of (N, C, H, W). A negative axis counts from the last axis.
     out : array, optional
-        Takes the result. Its strides decide the layout. Without ``out`` the result has the layout of the first array,
-        without gaps.
+        Array for the result, with any strides. Without ``out`` the result has the layout of the first array, without gaps.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
     array
-        ``out``, or a new array of the kind and type of the first array. An input that already is its own slice of
-        ``out`` is not copied.
+        ``out``, or a new array of the kind and type of the first array. An input that already lies at its place in ``out`` is
+        not copied.
 
     Raises
     ------
     ArgumentError
-        For arrays that do not fit each other, and an axis that they do not have.
+        For arrays that do not fit each other, and for an axis that is out of range.
 
     Notes
     -----
-    Write an array straight into its slice where that is quicker, as in ``a = max_pool2d(x, 3, out=y[:, :64])``.
-    ``concat([a, b], 1, out=y)`` copies the remaining arrays. If all arrays lie in their slices, no call is needed. In a
-    fork, writers of different slices of channels overlap. ``docs/pooling.md`` says which way is quicker.
+    An operation can write its result directly into its slice of the output, as in ``a = max_pool2d(x, 3, out=y[:, :64])``. Then
+    ``concat([a, b], 1, out=y)`` copies only ``b``. If all arrays are written in this way, no call is needed. In a fork,
+    operations that write different slices of channels run concurrently. ``docs/pooling.md`` tells which way is quicker.
     """
     if extra:
         raise misplaced(concat, extra)
@@ -174,7 +173,7 @@ def _options_of_add(activation: object) -> dict[str, Any]:
 
 def _options_of_concat(axis: object) -> dict[str, Any]:
     try:
-        # An error message would show the values of an array, so arrays are rejected first.
+        # An array is refused before it is read, because reading it would wait for the device.
         if not holds_values(axis):
             return {"axis": as_integer(axis)}
     except TypeError:

@@ -1,4 +1,4 @@
-"""Two-dimensional convolution with bias, residual and activation, as a graph function."""
+"""Define two-dimensional convolution with bias, residual and activation."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,10 @@ Padding = Pair | Sequence[Sequence[int]] | str
 Shape = tuple[int, ...]
 Sides = tuple[tuple[int, int], ...]
 _BYTES = bytes, bytearray, memoryview
-"""List the types that Python treats as sequences of integers."""
+"""Types that Python treats as sequences of integers.
+
+They are refused as pairs.
+"""
 
 
 def pair(function: str, name: str, value: object, least: int = 1) -> tuple[int, int]:
@@ -74,7 +77,8 @@ def sides(function: str, value: Any) -> Sides:
 def named_padding(function: str, name: str, w: DeviceArray, stride: Shape, dilation: Shape) -> Sides:
     """Return the zeros per side for torch's "same" or "valid".
 
-    The pairs follow the spatial axes. With "same" the result has the extents of the images. An odd zero comes behind.
+    There is a pair for each spatial axis. With "same" the result has the extents of the images. If the number of zeros is odd,
+    the extra zero comes at the end.
     """
     if name not in PADDINGS:
         raise ArgumentError(f"{function}: padding={name!r}; a named padding must be {' or '.join(map(repr, PADDINGS))}")
@@ -84,7 +88,7 @@ def named_padding(function: str, name: str, w: DeviceArray, stride: Shape, dilat
         raise ArgumentError(
             f"{function}: padding='same' with stride={stride}; it takes a stride of 1. Give the padding in numbers"
         )
-    # Names are resolved before the arrays are checked, so ``w`` may be any object here.
+    # The arrays are checked later, so ``w`` may still be any object.
     taps = tuple(getattr(w, "shape", ()))[2:]
     if len(taps) != len(stride):
         raise ArgumentError(
@@ -108,14 +112,14 @@ def _two(value: Any) -> tuple[int, int]:
 def _is_sequence(value: object) -> bool:
     if isinstance(value, _BYTES):
         return False
-    # A NumPy array is no `Sequence`, but its integers are in host memory and cost no wait.
+    # A NumPy array is no `Sequence`. It is accepted, because its integers are in host memory and can be read without a wait.
     return isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
 def geometry(function: str, pairs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return stride, padding, dilation and groups as they key a plan.
+    """Return stride, padding, dilation and groups for a plan's key.
 
-    Equal geometries yield equal keys, in any notation of the caller.
+    Equal geometries have equal keys, in whatever notation the caller gives them.
     """
     how: dict[str, Any] = {}
     for name, value in pairs.items():
@@ -127,9 +131,9 @@ def geometry(function: str, pairs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(workspace_limit: object, allow_tf32: object, deterministic: object) -> Settings:
-    """Return the settings of an operation as they key a plan.
+    """Return the settings of an operation for a plan's key.
 
-    The key separates settings that compare equal but differ in type.
+    Settings that compare equal but differ in type have different keys.
     """
     return normalise({"workspace_limit": workspace_limit, "allow_tf32": allow_tf32, "deterministic": deterministic})
 
@@ -142,7 +146,7 @@ def parameters(*, stride: tuple[int, int], padding: Sides, dilation: tuple[int, 
 
 
 def as_shape(function: str, shape: Any) -> Shape:
-    """Return the shape of the array for a gradient."""
+    """Check and return the shape of a gradient."""
     try:
         extents = () if isinstance(shape, _BYTES) else tuple(map(as_integer, shape))
     except TypeError:
@@ -153,9 +157,9 @@ def as_shape(function: str, shape: Any) -> Shape:
 
 
 def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple[str, Any], views: bool = False) -> None:
-    """Raise for another rank, another type or unsupported strides.
+    """Raise for a wrong rank, a wrong type or unsupported strides.
 
-    The type must be the type of the first array. With ``views``, a channels-last image may have gaps.
+    The type must be that of the first array, which ``like`` names. With ``views``, a channels-last image may have gaps.
     """
     if layout.ndim != rank:
         raise ArgumentError(f"{function}: {name} has {layout.ndim} axes, shape {layout.shape}; it must have {rank}")
@@ -164,7 +168,7 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
     if not layout.size:
         return
     strides = [stride // layout.dtype.itemsize for stride in layout.strides]
-    # One filter may stand for all, as an array that repeats it.
+    # One filter may be expanded to all filters or channels, with a stride of 0.
     repeats = [name == "w" and axis < 2 and not stride for axis, stride in enumerate(strides)]
     shape = [1 if repeated else extent for extent, repeated in zip(layout.shape, repeats, strict=True)]
     order = axis_order(shape, strides)
@@ -192,10 +196,7 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
 
 
 def check_type(function: str, name: str, layout: Layout, like: tuple[str, Any]) -> None:
-    """Raise for a type that differs or that cuDNN rejects.
-
-    The type must be the type of the first array.
-    """
+    """Raise for an unsupported type, or another type than the first array's."""
     if layout.dtype.name not in FLOATING_TYPES:
         raise ArgumentError(f"{function}: {name} is {layout.dtype}; it must be one of {', '.join(FLOATING_TYPES)}")
     if layout.dtype != like[1]:
@@ -205,7 +206,7 @@ def check_type(function: str, name: str, layout: Layout, like: tuple[str, Any]) 
 
 
 def check_vector(function: str, bias: Layout, extent: int, of: str, like: tuple[str, Any]) -> None:
-    """Raise for a bias that is no vector of so many elements."""
+    """Raise for a bias that is no vector of ``extent`` elements."""
     if bias.shape != (extent,):
         raise ArgumentError(f"{function}: bias of shape {bias.shape} for {extent} {of}; it must be ({extent},)")
     check_type(function, "bias", bias, like)
@@ -236,7 +237,7 @@ def result_shape(
 ) -> tuple[int, int, int, int]:
     """Return the shape of the result for images and filters.
 
-    Extents are below 1 where the result has no pixels.
+    An extent below 1 means that the result has no pixels.
     """
     height, width = (
         (x[axis + 2] + sum(padding[axis]) - (w[axis + 2] - 1) * dilation[axis] - 1) // stride[axis] + 1 for axis in (0, 1)
@@ -245,10 +246,9 @@ def result_shape(
 
 
 def check_result(function: str, x: Shape, w: Shape, dy: Shape, how: Mapping[str, Any], transposed: bool = False) -> None:
-    """Raise if images and filters lead to another result's shape.
+    """Raise unless images and filters lead to a result of shape ``dy``.
 
-    The caller gave the gradient of a result of shape ``dy``. With ``transposed``, the images may have any size of a
-    transposed convolution: see `Convolution.transposes`.
+    With ``transposed``, raise only if a transposed convolution of ``dy`` cannot give the images: see `Convolution.transposes`.
     """
     shape = result_shape(x, w, **how)
     if dy == shape:
@@ -265,7 +265,10 @@ def check_result(function: str, x: Shape, w: Shape, dy: Shape, how: Mapping[str,
 MODES = ("cross_correlation", "convolution")
 PADDINGS = ("same", "valid")
 SATURATED = 30.0
-"""Bound the argument of tanh: beyond this, tanh is 1 in float32."""
+"""The bound of tanh's argument.
+
+For larger arguments, tanh is 1 in float32.
+"""
 
 
 @launches
@@ -295,72 +298,75 @@ def conv2d(
     Parameters
     ----------
     x : array, shape (N, C, H, W)
-        Images; float16, bfloat16 or float32; contiguous, or channels-last in memory (NHWC strides, which tensor cores
-        prefer). Channels-last, it may have gaps: a crop, a slice of channels, every second row, column, channel or
-        image. The array comes from CuPy, torch or another library (``docs/arrays.md``), or from NumPy on the host
-        driver.
+        Images of float16, bfloat16 or float32. They are contiguous or channels-last in memory (NHWC strides, which tensor cores
+        prefer). A channels-last array may be a view with gaps: a crop, a slice of channels, or every second row, column,
+        channel or image. The array comes from CuPy, torch or another library (``docs/arrays.md``). With the host driver, it may
+        come from NumPy.
     w : array, shape (K, C / groups, R, S)
-        Filters, of the same type, without gaps. A single filter that is expanded to all, with a stride of 0, also
-        works.
+        Filters, of the same type, without gaps. A single filter may be expanded to all filters, with a stride of 0.
     stride, dilation : int or sequence of two
         Along height and width, in pixels.
     padding : int, or sequence of two, or of two pairs, or {"same", "valid"}
-        Zeros around an image, in pixels: on all sides; above and below, left and right; or ((above, below), (left,
-        right)). "valid" adds no zeros. "same" takes a stride of 1 and gives images of the same size. If the number of
-        zeros is odd, the extra zero comes below and on the right, as in torch.
+        Number of zeros around an image. An integer holds for all sides. Two integers hold for height (above and below) and
+        width (left and right). Two pairs are ((above, below), (left, right)). "valid" adds no zeros. "same" requires a stride
+        of 1, and gives a result of the images' size. If it needs an odd number of zeros, the extra zero comes below or on the
+        right, as in torch.
     groups : int
-        Groups of channels that are convolved apart.
+        Number of groups of channels that are convolved separately.
     mode : {"cross_correlation", "convolution"}
-        The convention of neural networks, or the mathematical convention with the filters turned around.
+        The convention of neural networks, or the mathematical convention, which flips the filters.
     bias : array, shape (K,), optional
-        Added to each channel; of any stride that is not negative, beginning at any element.
+        Added to each channel. It may be a view with any stride that is not negative, and need not be aligned.
     add : array, shape (N, K, P, Q), optional
-        A residual, added before the activation. It shares no element with ``out``.
+        A residual, added before the activation. It must share no element with ``out``.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last. "gelu" uses the exact formula.
     out : array, shape (N, K, P, Q), optional
-        Takes the result. Its strides decide the layout, and may have gaps as the strides of ``x``. Without ``out``
-        the result has the layout of ``x``, without gaps.
+        Array for the result. It may have the same layouts as ``x``, with gaps too. Without ``out`` the result has the layout of
+        ``x``, without gaps.
     workspace_limit : int, optional
-        Most bytes of scratch that the plan may need.
+        The maximum number of bytes of scratch that the plan may need.
     allow_tf32 : bool
-        Whether cuDNN may round float32 to TF32 for tensor cores, as it does by default (relative error about 2e-4).
+        Whether cuDNN may round float32 to TF32 for tensor cores, with a relative error of about 2e-4. The default is True.
     deterministic : bool
-        Whether to take only plans that give the same bits each time.
+        Whether to use only plans that give the same bits in each run.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
     array, shape (N, K, P, Q)
-        ``out``, or a new array of the kind and type of ``x``; an empty one for a batch of no images.
+        ``out``, or a new array of the kind and type of ``x``. For a batch without images it is empty.
 
     Raises
     ------
     ArgumentError
-        For shapes, types, strides or options that no plan could take.
+        For unsupported shapes, types, strides or options.
     GraphNotSupportedError
-        When cuDNN has no plan, as for a workspace limit that every plan exceeds.
+        When cuDNN has no plan. An example is a workspace limit that every plan exceeds.
 
     Notes
     -----
-    A plan contains bias, residual and activation where cuDNN has a plan that is known to be right. A bias is fused for
-    any layouts. The rest is fused only if all arrays are channels-last without gaps. Parts outside the plan cost one more
-    launch, and the result is rounded to its type before that launch. Some views are copied, up to 16 MiB. These are a view with a
-    bias, a residual or an activation, every second channel, and every second row or column of an odd number. Uneven
-    padding also needs a copy. ``docs/graphs.md`` gives the costs.
+    Bias, residual and activation are fused into cuDNN's plan if such a plan is known to be right. A bias can be fused for any
+    layouts. Residual and activation are fused only if all arrays are channels-last without gaps. The parts that are not fused
+    cost one more launch, and the result is rounded to its type before that launch.
+
+    Some views are copied, up to 16 MiB: each view with a bias, a residual or an activation, a view of every second channel, and
+    a view of every second row or column of an odd number. Padding that differs between two opposite sides also needs a copy.
+    ``docs/graphs.md`` gives the costs.
     """
     if extra:
         raise misplaced(conv2d, extra)
     arrays = (x, w) if bias is None else (x, w, bias)
     function, copying = _plain
-    # The depthwise kernel takes no residual. A convolution in one group cannot be depthwise.
+    # The depthwise kernel adds no residual, and a convolution in one group cannot be depthwise.
     deep = (type(groups) is not int or groups != 1) and add is None
-    # Residuals use functions of their own, because by position a residual might be taken for a bias.
+    # A call with a residual uses a function of its own. Otherwise, by position, a residual could be taken for a bias.
     if add is not None:
         arrays, (function, copying) = (*arrays, add), _summed
     key = values = (stride, padding, dilation, groups, mode, activation, workspace_limit, allow_tf32, deterministic)
-    # Values of these types are their own keys. Most calls have only such values, and skip the slower key.
+    # Values of these types are compared by value and type already. Most calls have only such values, and skip the slower
+    # `typed_key`.
     if not (
         (
             type(stride) is type(padding) is type(dilation) is int
@@ -381,22 +387,22 @@ def conv2d(
 
 @by_keyword
 def conv2d_plan(x: DeviceArray, w: DeviceArray, *extra: Never, pool: HandlePool | None = None, **options: object) -> Plan:
-    """Return `conv2d`'s plan for these arguments; build it if missing.
+    """Return `conv2d`'s plan for these arguments; build it if necessary.
 
     Parameters
     ----------
     x, w : array
         As in `conv2d`.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
     **options
         Further keywords of `conv2d`.
 
     Returns
     -------
     Plan
-        Its ``engine``, ``workspace_size`` and ``candidates`` describe cuDNN's choice. If a part is a launch of its
-        own, this is the plan of the convolution.
+        The plan of the first launch, which contains the convolution. Its ``engine``, ``workspace_size`` and ``candidates``
+        describe cuDNN's choice.
 
     Raises
     ------
@@ -414,20 +420,20 @@ def _prepare(
     values: tuple[Any, ...],
     key: tuple[Any, ...],
 ) -> GraphCall:
-    """Return the call for values of the options of `conv2d`.
+    """Return the call of `conv2d` for given values of its options.
 
-    ``key`` distinguishes the values from all other values.
+    ``key`` identifies these values.
     """
     stride, padding, dilation, groups, mode, activation, *limits = values
     if isinstance(padding, str):
         steps = (pair("conv2d", name, value) for name, value in (("stride", stride), ("dilation", dilation)))
-        # The key holds numbers instead of the name. So "same" and the numbers it means share one plan.
+        # The name is replaced by numbers. So "same" and the equal padding in numbers share a plan.
         padding = named_padding("conv2d", padding, arrays[1], *steps)
     options = geometry("conv2d", {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups})
     check_activation("conv2d", activation)
     if not isinstance(mode, str) or mode not in MODES:
         raise ArgumentError(f"conv2d: mode={shown(mode)}; it can be {' or '.join(MODES)}")
-    # The default mode adds nothing to the plan, so it stays out of the key.
+    # The default mode is left out of the key.
     if mode != "cross_correlation":
         options["mode"] = mode
     settings = settings_of(*limits)
@@ -439,22 +445,23 @@ def _prepare(
         applied = activation if "activation" in some else None
         if "add" in some and applied in ACTIVATIONS and applied not in BEHIND_A_SUM:
             raise GraphNotSupportedError(f"conv2d: {applied} behind a residual was not measured in one plan")
-        # By position an addend without a bias would be taken for the bias. The keyword closes that place.
+        # The arrays are given by position. Without the keyword ``bias=None``, an addend without a bias would be taken for the
+        # bias.
         own = options | {"activation": applied} | ({} if "bias" in some or "add" not in some else {"bias": None})
         if some[:2] == ("add", "bias"):
             own["last"] = "bias"
-        # The key stands for the whole epilogue. A launch of fewer parts has another plan, so it gets no shortcut by this key.
+        # The key stands for the whole epilogue. A plan with only some of the parts must not be found by this key.
         known = key if set(some) == set(parts) else None
         return function.prepare(pool, arrays, out, own, settings, converted, known)
 
     if options["groups"] != 1 and "add" not in parts:
         try:
             return _depthwise.prepare(pool, arrays, out, options | {"activation": activation}, settings, None, key)
-        # The depthwise kernel does not fit these arrays, so cuDNN's plan is tried.
+        # The depthwise kernel cannot compute this convolution, so a plan of cuDNN is tried.
         except GraphNotSupportedError:
             pass
-    # cuDNN was not measured with two sides that differ. The form with copies pads both sides by the larger number, and copies
-    # the wanted part.
+    # cuDNN is not known to be right if the padding of two opposite sides differs. The form with copies pads both sides by the
+    # larger number, and copies the wanted part of the result.
     uneven = any(one != other for one, other in options["padding"])
     return Stages("conv2d", pool, parts, activation, fused, _finish, key, uneven, reorders=True).call(arrays, out)
 
@@ -473,7 +480,7 @@ def _convolution(
     last: str = "add",
     **how: Any,
 ) -> Any:
-    # The frontend reads the groups off the channels, which were checked to agree.
+    # The frontend derives the groups from the channels. `_check` has ensured that they agree.
     y = g.conv_fprop(x, w, **parameters(**how), convolution_mode=frontend.convolution_mode(mode))
     if bias is not None and last == "add":
         y = g.bias(y, along(bias, 4, 1))
@@ -482,8 +489,8 @@ def _convolution(
     if bias is not None and last == "bias":
         y = g.bias(y, along(bias, 4, 1))
     if activation == "tanh":
-        # cuDNN's engine for bias and tanh of contiguous arrays takes exp(2 x), and gives NaN from 44.4 on. That engine does
-        # not accept this clipping node.
+        # For contiguous arrays, cuDNN has an engine for bias and tanh that computes exp(2 x), and gives NaN for x above 44.4.
+        # That engine does not accept this clipping node, so another engine is used.
         y = g.relu(y, negative_slope=0.0, lower_clip=-SATURATED, upper_clip=SATURATED)
     return y if activation is None else activate(g, y, activation)
 
@@ -499,7 +506,7 @@ def _check(
     last: str = "add",
     **how: Any,
 ) -> None:
-    """Raise for arguments that no convolution takes.
+    """Raise for arguments that no convolution accepts.
 
     The check runs once for each geometry, before the plan is built.
     """
@@ -512,7 +519,7 @@ def _check(
         check_vector("conv2d", rest.pop(0), w.shape[0], "filters", like)
     for add in rest:
         shape = result_shape(x.shape, w.shape, **how)
-        # An empty result raises a clearer error elsewhere.
+        # For a result without pixels, a clearer error is raised elsewhere.
         if add.shape != shape and min(shape[2:]) > 0:
             raise ArgumentError(f"conv2d: add of shape {add.shape} for a result of {shape}; it must be of that shape")
         check_type("conv2d", "add", add, like)
@@ -527,7 +534,7 @@ def _describe_depthwise(
     before, after = zip(*how["padding"], strict=True)
     padded = math.prod(extent + one + other for extent, one, other in zip(x.shape[2:], before, after, strict=True))
     filters = dense(w.shape, w.dtype)
-    # A stride of 0 over the filters repeats one filter for all channels. The kernel reads such a view in place.
+    # With a stride of 0 over the filters, one filter serves all channels. The kernel can read such a view.
     one_for_all = w.lies_as(Layout(w.shape, (0, *filters.strides[1:]), w.dtype))
     apart = groups == x.shape[1] == w.shape[0] and (one_for_all or w.lies_as(filters))
     small = math.prod(w.shape[2:]) <= MOST_TAPS and padded * x.shape[0] * x.shape[1] < 1 << 31
@@ -539,13 +546,13 @@ def _describe_depthwise(
 _depthwise = KernelFunction(_describe_depthwise, "conv2d")
 """Run depthwise convolutions without a residual.
 
-They take 0.15 to 0.42 of the time of cuDNN's plans (``benchmarks/operations.py``).
+The kernel takes 0.15 to 0.42 of the time of cuDNN's plans (``benchmarks/operations.py``).
 """
 _plain, _summed = (
     tuple(GraphFunction(_convolution, check=_check, name="conv2d", copies=copies) for copies in (False, True)) for _ in range(2)
 )
-"""Hold the functions without a residual and with a residual.
+"""The functions for calls without a residual, and with a residual.
 
-Each pair has a function without copies of operands, then a function with copies.
+Each pair has a function that copies no operands, and a function that may copy operands.
 """
 _finish = Finisher.of("conv2d", axis=1)

@@ -18,29 +18,30 @@ def asarray(values: object, *, pool: HandlePool | None = None) -> Any:
     Parameters
     ----------
     values : array or sequence
-        An array of the host, or a value for ``numpy.asarray``. An array of the driver's own is returned as it is.
+        An array of the host, or any value that ``numpy.asarray`` accepts. An array of the driver is returned unchanged.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
     array
-        CuPy's, or of the host driver, of the type and the layout of ``values``.
+        An array of CuPy or of the host driver, with the type and layout of ``values``.
 
     Raises
     ------
     ArrayTypeError
-        For values that fit no device, as texts.
+        For values that no device can hold, such as texts.
     CaptureError
-        In the second call of a function that is recorded, for other values than in the first: equal ones are a constant.
+        In the second call of a function that is being recorded, if the values differ from those of the first call. A program
+        can hold them only as constants.
 
     Examples
     --------
     >>> x = handlepool.asarray(numpy.ones((1, 8, 8, 8), "float32"))                                      # doctest: +SKIP
     """
     driver = chosen_pool("asarray", pool).driver
-    # The host driver takes NumPy arrays as operands, so they are among its array types. They are copied here all the same,
-    # because the caller asks for an array of the driver.
+    # The host driver accepts NumPy arrays as operands, so NumPy's type is among its array types. Nevertheless they are copied
+    # here, because the caller asks for an array of the driver.
     if isinstance(values, driver.array_types) and not isinstance(values, np.ndarray):
         return values
     return driver.asarray(values)
@@ -52,19 +53,19 @@ def asnumpy(array: DeviceArray, *, pool: HandlePool | None = None) -> np.ndarray
     Parameters
     ----------
     array : array
-        CuPy's, or of the host driver.
+        An array of CuPy or of the host driver.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
     numpy.ndarray
-        Of the type and the layout of ``array``. The host waits for the copy, and the current stream stays current.
+        An array with the type and layout of ``array``. The host waits for the copy.
 
     Raises
     ------
     ArrayTypeError
-        For an array of another library, which has a way of its own, as ``tensor.cpu().numpy()``.
+        For an array of another library. Use that library's own function, such as ``tensor.cpu().numpy()``.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Kernels over elements of broadcasting arrays, made from Python functions."""
+"""Make elementwise kernels from Python functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Arguments:
     Attributes
     ----------
     numbers : tuple of int or None
-        The bits of each positional number, and None for an array.
+        For each positional argument, the bits of a number, or None for an array.
     options : dict
         The keywords.
     """
@@ -45,7 +45,7 @@ class Arguments:
     def __init__(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.numbers = tuple([_bits(name, place, arg) if isinstance(arg, NUMBERS) else None for place, arg in enumerate(args)])
         self.options = options
-        # The options are sorted, so that keywords in another order find the same kernel.
+        # The options are sorted, so that the order of the keywords does not matter.
         self._key = self.numbers, tuple([(option, _exact(value)) for option, value in sorted(options.items())])
         try:
             # The hash is computed once, because every look-up of a plan needs it.
@@ -65,7 +65,7 @@ def _bits(name: str, place: int, number: object) -> int:
 
 
 def _exact(value: object) -> Any:
-    """Return a key that tells equal values apart, as 0.0 and -0.0."""
+    """Return a key that distinguishes equal values, such as 0.0 and -0.0."""
     if isinstance(value, (float, np.floating)):
         return type(value), float(value).hex()
     return (type(value), tuple(map(_exact, value))) if isinstance(value, tuple) else (type(value), value)
@@ -84,19 +84,21 @@ def _unhashable(name: str, options: dict[str, Any]) -> ArgumentError:
 
 
 _ARRAYS = [Arguments("", (None,) * count, {}) for count in range(9)]
-"""Cache the arguments of calls with arrays alone, by array count."""
+"""The arguments of calls with arrays alone, by the number of arrays."""
 
 
 class ElementwiseFunction:
-    """Call a function over elements as a kernel over arrays; see `elementwise`.
+    """A function of elements that runs as a kernel over arrays.
+
+    `elementwise` makes such objects.
 
     Parameters
     ----------
     function : callable
     name : str, optional
-        For messages; the function's own by default.
+        The name for messages; by default the function's own name.
     module : str, optional
-        Where a function of this name is this object; the function's own place by default.
+        The module that has this object under the name; by default the function's own module.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, module: str | None = None) -> None:
@@ -107,7 +109,7 @@ class ElementwiseFunction:
         self.__qualname__ = str(getattr(function, "__qualname__", self.__name__))
         if module is not None:
             self.__module__, self.__qualname__ = module, self.__name__
-        # A partial has the docstring of the class `partial`, which says nothing about the function.
+        # A partial object has the docstring of the class `partial`, which does not describe the function.
         if isinstance(function, partial):
             self.__doc__ = f"Apply {self.__name__} to each element."
         taken = [name for name in _RESERVED if name in inspect.signature(function).parameters]
@@ -117,7 +119,10 @@ class ElementwiseFunction:
         self._function = function
 
     def __call__(self, *args: object, out: object = None, pool: HandlePool | None = None, **options: object) -> Any:
-        """Launch on the current stream, or become part of another elementwise function."""
+        """Launch on the current stream.
+
+        With traced arguments, the call becomes a part of the elementwise function that is being traced.
+        """
         plain = not options
         for arg in args:
             # A traced argument means that another elementwise function is being traced, and this call becomes a part of it.
@@ -125,7 +130,7 @@ class ElementwiseFunction:
                 return self._inline(args, out, options)
             if isinstance(arg, NUMBERS):
                 plain = False
-        # Calls with arrays alone share cached arguments, which keeps their look-up cheap.
+        # Calls with arrays alone share an `Arguments` object, which makes the plan's look-up quick.
         if plain and len(args) < len(_ARRAYS):
             return self._kernel.call(args, out, pool, (_ARRAYS[len(args)],))
         if any(type(value) is Traced for value in options.values()):
@@ -142,7 +147,7 @@ class ElementwiseFunction:
         return f"<ElementwiseFunction {self.__name__}>"
 
     def __reduce__(self) -> Any:
-        """Go by name, as functions do."""
+        """Pickle by name, as Python does with functions."""
         name = str(getattr(self, "__qualname__", self.__name__))
         try:
             found: Any = reduce(getattr, name.split("."), sys.modules.get(self.__module__))
@@ -156,7 +161,7 @@ class ElementwiseFunction:
             f"{self.__module__}.{name} does not lead to it. Define it at the level of a module, under its own name"
         )
 
-    # A copy would go through `__reduce__`, which refuses a function that its name does not lead to.
+    # Without this method, a copy would use `__reduce__`, which raises if the name does not lead to this object.
     def __copy__(self) -> ElementwiseFunction:
         return self
 
@@ -172,7 +177,7 @@ def _as_branch(function: ElementwiseFunction, branch: BranchPlace, args: tuple[A
         branches.append(branch)
         return function(*args, **kwargs)
     finally:
-        # The launch takes its branch off the list. A call that fails before its launch leaves the branch there.
+        # The launch takes the branch off the list. If the call fails before its launch, the branch is removed here.
         del branches[outer:]
 
 
@@ -182,47 +187,48 @@ setattr(ElementwiseFunction, LAUNCHES, _as_branch)
 def elementwise(function: Callable[..., Any]) -> ElementwiseFunction:
     """Make one kernel of a Python function over elements.
 
-    The function is called once with traced values for each geometry of its arrays. Its operations become a kernel, which a call
-    launches over arrays that broadcast.
+    For each geometry of its arrays, the function is called once with traced values. Its operations become a kernel. A call
+    launches this kernel over arrays that broadcast.
 
     Parameters
     ----------
     function : callable
-        Returns one value that it computes from its arguments. It may use Python's arithmetic and comparisons, and
-        ``&``, ``|`` and ``~`` of truth values. It may also use ``x.astype``, ``x.clip``, the functions of
-        `handlepool.math`, and functions of NumPy and torch with these names. Other elementwise functions become a
-        part of it. Tracing reads globals and closures; later calls do not.
+        Returns one value that it computes from its arguments. It may use Python's arithmetic and comparisons, and ``&``, ``|``
+        and ``~`` of truth values. It may also use ``x.astype``, ``x.clip``, the functions of `handlepool.math`, and functions
+        of NumPy and torch with these names. Other elementwise functions that it calls become a part of its kernel. Globals and
+        closures are read only during tracing, and not by later calls.
 
     Returns
     -------
     ElementwiseFunction
         Called as ``f(*args, out=None, pool=None, **options)``. Arrays and numbers are positional, with at most 63 arrays. A
-        number is a parameter of the kernel: another value costs a plan, and no compilation. A number that changes with every call
-        is better an array without axes. Keywords are constants: each value is compiled, and ``if`` may ask for it. ``out`` takes
-        the result. It may be an input with the result's layout, and overlaps no other input.
+        number is a parameter of the kernel: a new value needs a new plan, but no compilation. If a number changes with every
+        call, pass an array without axes instead. Keywords are constants: each value is compiled separately, and the function
+        may use it in an ``if``. ``out`` is the array for the result. It may be an input with the result's layout, and must
+        overlap no other input.
 
     Raises
     ------
     ArgumentError
-        For an object that cannot be called, and a parameter named ``out`` or ``pool``.
+        For an object that cannot be called, and for a parameter named ``out`` or ``pool``.
 
     Notes
     -----
-    Arrays are float16, bfloat16, float32, int8, uint8, int16, uint16, int32 or bool. They have any rank and any strides
-    that are not negative, and begin at a multiple of 16 bytes. All numbers are float32 inside. Integers do not wrap
-    around, and integers beyond 2**24 are rounded. Only the result is rounded to the type of an array.
+    Arrays are float16, bfloat16, float32, int8, uint8, int16, uint16, int32 or bool. They may have any rank and any strides
+    that are not negative. Their addresses must be multiples of 16 bytes. Inside the kernel, all numbers are float32. So
+    integers beyond 2**24 are rounded, and integers do not wrap around. Only the result is rounded to the type of its array.
 
-    An operation's result has the floating type of its operands. It is float32 for float16 with bfloat16, and for integers
-    or truth values alone. Python's numbers, and integers beside a floating type, do not count. Comparisons give bool.
-    ``x.astype`` rounds to another type, so ``return y.astype("float16")`` gives that. A new result has the layout of the
-    first input of its shape, contiguous or channels-last, without gaps.
+    An operation's result has the floating type of its operands. Python's numbers do not count, nor do integers if another
+    operand is floating. The result of float16 with bfloat16 is float32, and so is the result of integers or booleans alone.
+    Comparisons give bool. ``x.astype`` rounds to another type, so ``return y.astype("float16")`` gives a float16 result. A new
+    result has the layout of the first input with its shape, contiguous or channels-last, without gaps.
 
     NaN and infinities are as in torch: ``maximum``, ``minimum``, ``clip`` and ``relu`` pass NaN on, and ``x / 0`` is infinite.
-    On a GPU numbers below 1.2e-38 may count as zero.
+    On a GPU, numbers smaller than 1.2e-38 may be treated as zero.
 
-    A call raises `TraceError` if the function does more than a kernel over elements can, as ``if x > 0``, ``x.sum()`` or
-    an unknown function. It raises `ArgumentError` for shapes that do not broadcast, other types, and an ``out`` that does
-    not fit.
+    A call raises `TraceError` if the function does something that no elementwise kernel can do, such as ``if x > 0``,
+    ``x.sum()`` or a call of an unknown function. It raises `ArgumentError` for shapes that do not broadcast, other types, and
+    an ``out`` that does not fit.
 
     Examples
     --------
@@ -245,7 +251,7 @@ def describe(function: Callable[..., Any], name: str, layouts: tuple[Layout, ...
     left = iter(layouts)
     given = [next(left) if bits is None else None for bits in arguments.numbers]
     expression, output = trace(name, function, given, arguments.options)
-    # The result takes the layout of an operand of its shape. So a channels-last network stays channels-last.
+    # The result has the layout of an operand with the same shape. So a channels-last network stays channels-last.
     full = next((layout for layout in layouts if layout.shape == output.shape), None)
     order = None if full is None else axis_order(full.shape, full.strides)
     numbers = tuple([bits for bits in arguments.numbers if bits is not None])
@@ -261,20 +267,20 @@ def multiply(x: ArrayT, *others: object, out: object = None, pool: HandlePool | 
     x, *others : array or number
         At most 63 arrays, of the types of `handlepool.elementwise`. A gate of shape (N, C, 1, 1) scales images (N, C, H, W).
     out : array, optional
-        Takes the result. It may be an input with the result's shape and layout.
+        Array for the result. It may be an input with the result's shape and layout.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
     array
-        ``out``, or a new array of the kind of the first array. The product is made in float32, from left to right, and
-        rounded once to the type that `handlepool.elementwise` says.
+        ``out``, or a new array of the kind of the first array. The product is computed in float32, from left to right, and
+        rounded once. `handlepool.elementwise` explains the type of the result.
 
     Raises
     ------
     ArgumentError
-        For shapes that do not broadcast, types and strides that cannot be taken, and an ``out`` that does not fit.
+        For shapes that do not broadcast, for unsupported types and strides, and for an ``out`` that does not fit.
     """
     return cast("ArrayT", _product(x, *others, out=out, pool=pool))
 

@@ -1,8 +1,9 @@
 """Run the epilogue of a convolution or product: bias, residual, activation.
 
-An operation has several forms. The plan contains some parts of the epilogue, as far as that is known to be right, and one more
-launch, in place over the result, does the rest. By default the plan contains as many parts as `handlepool.graphs.forms` and
-cuDNN allow: bias and activation together, the bias alone, or neither. A measurement may choose another form.
+The parts of an epilogue are a bias, a residual and an activation, applied in this order. An operation's plan contains ("fuses")
+some of the given parts. One more launch applies the remaining parts, in place over the result. Which parts the plan contains is
+called the form of the operation. By default the plan fuses the longest beginning of the given parts for which
+`handlepool.graphs.forms` and cuDNN have a plan that is known to be right. A measurement may choose another form.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -22,11 +23,11 @@ from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Layout, share
 
 Form = tuple[str, ...]
-"""The parts of an epilogue in one plan, in their order there."""
+"""The parts of an epilogue in a plan, in their order there."""
 Prepare = Callable[[Form, bool, tuple[Any, ...], Any, ConvertedArguments | None], GraphCall]
 """Prepare a call with some parts of the epilogue fused.
 
-The arguments are the parts, whether operands may be copied, the arrays, the outs and the converted arguments.
+The arguments are the fused parts, whether operands may be copied, the arrays, ``out``, and the converted arguments.
 """
 
 
@@ -37,7 +38,7 @@ def parts_of(bias: object, add: object, activation: object) -> tuple[str, ...]:
 
 
 def along(tensor: Any, rank: int, axis: int) -> Any:
-    """Declare a vector along one axis of several."""
+    """Declare a vector along one axis of a tensor of ``rank`` axes."""
     ((extent,), (step,)) = tensor.get_dim(), tensor.get_stride()
     dims, strides = [1] * rank, [max(extent * step, 1)] * rank
     dims[axis], strides[axis] = extent, step
@@ -46,16 +47,16 @@ def along(tensor: Any, rank: int, axis: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Finisher:
-    """Launch the rest of an epilogue behind an operation, in place.
+    """Launch the unfused parts of an epilogue, in place over the result.
 
     Attributes
     ----------
     axis : int
-        The result's axis that a bias lies along.
+        The axis of the result along which a bias varies.
     kernel : KernelFunction
-        Takes the result and addends that broadcast, each of which begins at a multiple of 16 bytes.
+        A kernel that takes the result, and addends that broadcast. Their addresses must be multiples of 16 bytes.
     graph : GraphFunction
-        Takes the result, a bias if given, and an addend. A bias may begin at any element.
+        A graph for all other cases. It takes the result, a bias if given, and a residual. The bias may have any address.
     """
 
     axis: int
@@ -64,7 +65,7 @@ class Finisher:
 
     @classmethod
     def of(cls, name: str, axis: int) -> "Finisher":
-        """Make the finisher of an operation, whose bias lies along an axis."""
+        """Make the finisher of an operation, with a bias along an axis."""
 
         def describe_rest(layouts: tuple[Layout, ...], *, activation: str | None) -> Described:
             arguments = Arguments(name, (None,) * len(layouts), {"activation": activation})
@@ -81,7 +82,7 @@ class Finisher:
     def calls(
         self, pool: PoolInternals, result: Any, others: tuple[Any, ...], biased: bool, activation: str | None
     ) -> Iterator[GraphCall]:
-        """Yield the calls that bring the result to its end."""
+        """Yield the calls that apply the remaining parts to the result."""
         if misaligned_vectors(pool.driver, others):
             applied = activation if activation in ACTIVATIONS else None
             yield self.graph.prepare(pool, (result, *others), result, {"biased": biased, "activation": applied})
@@ -97,7 +98,7 @@ class Finisher:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Run an operation with its epilogue in few launches.
+    """An operation with its epilogue, which runs in few launches.
 
     Attributes
     ----------
@@ -105,15 +106,15 @@ class Stages:
         The operation's name, for messages.
     pool : PoolInternals
     parts : tuple of str
-        From `parts_of`.
+        The parts that were given, from `parts_of`.
     activation : str or None
     fused : callable
-        Raises `GraphNotSupportedError` for parts that cannot be fused.
+        Prepares the call with some parts fused. It raises `GraphNotSupportedError` if these parts cannot be fused.
     finish : Finisher
     key : object
-        Separates the options of this operation from other options.
+        Identifies the options of the operation.
     copying : bool
-        Whether every form that is known to be right needs copies.
+        Whether each form that is known to be right needs copies of operands.
     reorders : bool
         Whether a plan may add the residual before the bias.
     """
@@ -129,9 +130,9 @@ class Stages:
     reorders: bool = False
 
     def call(self, arrays: tuple[Any, ...], out: object) -> GraphCall:
-        """Return the call for two factors, the bias and the addend.
+        """Return the call for its arrays.
 
-        ``parts`` says which of bias and addend are given.
+        The arrays are the two factors, followed by the bias and the residual as far as ``parts`` has them.
         """
         outs = _outs(out)
         try:
@@ -141,7 +142,7 @@ class Stages:
             converted = ConvertedArguments(self.name, self.pool, arrays, outs)
             return converted.prepare(lambda _pool, given, outs, _options, _settings, it: self._prepare(given, outs, it), out, {})
         except Exception as error:
-            # Any call may be the first to report a lost context. Later calls then name the cause.
+            # This call may be the first to find that the context is lost. Noting that lets later calls name the cause.
             self.pool.status.diagnose(error)
             raise
 
@@ -150,27 +151,28 @@ class Stages:
         key = self._key((*arrays, *outs))
         form = None if key is None else chosen.get(key)
         if form is not None:
-            # A known form skips the fused builds that are refused. The checks of these builds run here instead.
+            # With a known form, the forms that were refused before are not built again. Their builds would have checked the
+            # arrays, so the checks are made here.
             driver = self.pool.driver
             check_arrays(self.name, driver, driver.current_device(), arrays, outs)
             call = self.prepare(form, arrays, out, converted)
             self._note(key, form, call, arrays, outs)
             return call
-        # The longest prefix of the epilogue that fuses is the default, because each unfused part costs a launch.
+        # By default as many parts as possible are fused, from the first on. If parts remain, they need another launch.
         for count in range(len(self.parts), -1, -1):
             form = self.parts[:count]
             try:
                 call = self.prepare(form, arrays, out, converted)
             except GraphNotSupportedError as error:
                 if count:
-                    # A shorter prefix of the epilogue may still fuse.
+                    # Fewer parts may still be fused.
                     continue
                 advice = _advice(arrays[0], outs)
                 if advice:
                     raise GraphNotSupportedError(f"{error}{advice}") from error
                 raise
             if key is not None and count < len(self.parts):
-                # Remember the form, so that later calls skip the refused builds.
+                # The form is kept, so that later calls skip the refused builds.
                 chosen[key] = form
             self._note(key, form, call, arrays, outs)
             return call
@@ -194,10 +196,10 @@ class Stages:
         return self._finish(call, [given[part] for part in rest if part in given], rest, out) if rest else call
 
     def _note(self, key: Hashable, form: Form, call: GraphCall, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> None:
-        """Note the site of a call, whose form may be chosen later."""
+        """Note a call's site, for a later choice of its form."""
         sites, plan = self.pool.plans.sites, call.plan
         if key is not None and self.parts and id(plan) not in sites:
-            # The site holds the plan, so that its identity stays valid as a key.
+            # The site keeps the plan alive, so the plan's identity stays valid as a key.
             sites[id(plan)] = EpilogueSite(self, key, plan, form, tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)))
 
     def _key(self, given: tuple[Any, ...]) -> Hashable | None:
@@ -215,20 +217,20 @@ class Stages:
     ) -> GraphCall:
         """Prepare without copies of operands if possible.
 
-        Copies of views are allowed if all parts fuse with them, or if no other form is left.
+        Copies of operands are tried in two cases: to fuse all parts of an operation on views, and if no part is to be fused.
         """
         if not self.copying:
             try:
                 return self.fused(some, False, arrays, out, converted)
             except GraphNotSupportedError:
-                # With copies, only a complete epilogue of views, or no epilogue, is tried.
+                # In any other case, copies are not tried for this form.
                 if some and ({*some} != {*self.parts} or not _gaps((*arrays[:2], *_outs(out)))):
                     raise
         try:
             return self.fused(some, True, arrays, out, converted)
         # The operand is too large to be copied.
         except ArgumentError as error:
-            # The unfused launch would fail in the same way.
+            # For these forms there is no other form that avoids the copy.
             if not some or _gaps(_outs(out)):
                 raise
             raise GraphNotSupportedError(str(error)) from error
@@ -245,8 +247,8 @@ class Stages:
     def _check_apart(self, result: Any, others: Sequence[Any], first: int) -> None:
         """Raise for an addend that overlaps the result.
 
-        The operation writes the result before the second launch reads the addend. A single plan would refuse such an
-        addend.
+        The first launch writes the result before the second launch reads the addend. With all parts in one plan, the check of
+        the launch would refuse such an addend.
         """
         pointer = self.pool.driver.array_pointer
         written = Layout.of(result).piece(pointer(result))
@@ -257,7 +259,7 @@ class Stages:
 
 @dataclass(slots=True)
 class EpilogueSite:
-    """An operation with an epilogue: see `handlepool.graphs.choices.Site`."""
+    """An operation whose form can be chosen: see `handlepool.graphs.choices.Site`."""
 
     stages: Stages
     key: Hashable
@@ -267,7 +269,11 @@ class EpilogueSite:
     outs: tuple[Layout, ...]
 
     def forms(self) -> list[Form]:
-        """Return the prefixes, and the forms with the residual first."""
+        """Return all forms that may be tried.
+
+        They are the beginnings of the parts. If the plan may reorder them, the forms that add the residual before the bias
+        follow.
+        """
         parts = self.stages.parts
         found = [parts[:count] for count in range(len(parts), -1, -1)]
         if parts[:2] == ("bias", "add") and self.stages.reorders:
@@ -285,15 +291,15 @@ class EpilogueSite:
         return self.stages.prepare(form, arrays, out)
 
     def choose(self, form: Form) -> None:
-        """Take a form for all later calls."""
+        """Use a form for all later calls."""
         plans = self.stages.pool.plans
         plans.fused_parts[self.key] = self.form = form
-        # A shortcut would go on to launch the former form.
+        # Otherwise the shortcuts would still launch the former form.
         plans.drop_shortcuts(self.stages.key, self.inputs[0].shape)
 
 
 def _advice(x: DeviceArray, outs: tuple[Any, ...]) -> str:
-    """Return the advice for a view that cuDNN cannot plan."""
+    """Return the advice for a view for which cuDNN has no plan."""
     if _gaps(outs):
         return ". out is a view with gaps; leave it out, and copy the result: out[...] = result"
     return ". x is a view with gaps; pass a contiguous copy" if _gaps((x,)) else ""
@@ -304,5 +310,5 @@ def _outs(out: object) -> tuple[Any, ...]:
 
 
 def _gaps(arrays: Sequence[Any]) -> bool:
-    """Tell whether an array has gaps between its elements."""
+    """Return whether any of the arrays has gaps between its elements."""
     return any(layout.reach > layout.size * layout.dtype.itemsize for layout in map(Layout.of, arrays))

@@ -1,4 +1,4 @@
-"""Prepare operations of images and filters with a bias and an activation."""
+"""Prepare operations on images and filters, with a bias and an activation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,17 +21,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Filtering:
-    """An operation of images and filters.
+    """An operation on images and filters.
 
     Attributes
     ----------
     name : str
         For messages.
     options : callable
-        ``options(arrays, values)`` checks the values of a call and returns them by name, as they key a plan.
+        ``options(arrays, values)`` checks the options of a call. It returns them by name, in the form for a plan's key.
     plain, copying : GraphFunction
-        Graph functions of the images, the filters and perhaps a bias. The second function copies operands where that
-        is needed.
+        Graph functions of the images, the filters and perhaps a bias. Only the second function may copy operands.
     finish : Finisher
         Of the operation.
     """
@@ -50,14 +49,14 @@ class Filtering:
         build: Callable[..., Any],
         check: Callable[..., None],
     ) -> "Filtering":
-        """Make an operation of a graph's builder and a check."""
+        """Make an operation from a graph's builder and a check."""
         plain, copying = (GraphFunction(build, check=check, name=name, copies=copies) for copies in (False, True))
         return cls(name, options, plain, copying, Finisher.of(name, axis=1))
 
     def call(
         self, arrays: tuple[Any, ...], activation: object, out: Any, values: tuple[Any, ...], limits: tuple[Any, ...], pool: Any
     ) -> Any:
-        """Launch for the public function with these arguments.
+        """Launch the operation for a call of its public function.
 
         ``values`` are for ``options``, and ``limits`` for `settings_of`.
         """
@@ -109,7 +108,7 @@ def steps(function: str, name: str, value: Any, axes: int, least: int = 1) -> Sh
 
 
 def windows(function: str, values: Mapping[str, Any], axes: int) -> dict[str, Any]:
-    """Return stride, padding, dilation and groups as they key a plan."""
+    """Return stride, padding, dilation and groups for a plan's key."""
     padding = steps(function, "padding", values["padding"], axes, 0)
     return {
         "stride": steps(function, "stride", values["stride"], axes),

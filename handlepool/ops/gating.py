@@ -15,14 +15,14 @@ from handlepool.tensors.layout import Layout, as_dtype
 
 GATES = ("sigmoid", "hardsigmoid")
 PIXELS_EACH, MOST_PARTS = 256, 64
-"""Least pixels of a part, and most parts.
+"""The minimum of pixels in a part, and the maximum of parts.
 
-One part for each image would leave large images of few channels to few blocks.
+An image is summed in several parts. With a single part, few blocks would have to sum large images of few channels.
 """
 MOST_ANEW = 1 << 16
-"""Most weights of the first layer that each block reads anew.
+"""The maximum number of first-layer weights without a separate launch.
 
-With more weights the first layer is a launch of its own.
+Up to this number, each block of the second launch computes the first layer again.
 """
 
 
@@ -40,48 +40,47 @@ def squeeze_excite(
 ) -> ArrayT:
     """Scale the channels of images by gates, on the current stream.
 
-    The gates are ``gate(w2 @ activation(w1 @ means + b1) + b2)`` of the channels' means over each image.
+    The gates of an image are ``gate(w2 @ activation(w1 @ means + b1) + b2)``, where ``means`` are the means of its channels.
 
     Parameters
     ----------
     x : array, shape (N, C, H, W)
-        Images; float16, bfloat16 or float32; contiguous or channels-last, also with gaps. At most 8192 channels.
+        Images of float16, bfloat16 or float32, contiguous or channels-last. They may have gaps, and at most 8192 channels.
     w1, w2 : array, shapes (S, C) and (C, S)
-        Weights of both layers, of the same type, without gaps. Filters of 1x1, as (S, C, 1, 1), work as well. S is at
-        most 1024.
+        Weights of both layers, of the same type, without gaps. They may also be 1x1 filters, of shapes (S, C, 1, 1) and (C, S,
+        1, 1). S is at most 1024.
     b1, b2 : array, shapes (S,) and (C,)
-        The biases.
+        Biases of both layers, of the same type.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
-        Behind the first layer.
+        Applied after the first layer.
     gate : {"sigmoid", "hardsigmoid"}
-        Behind the second layer.
+        Applied after the second layer.
     out : array, shape (N, C, H, W), optional
-        Takes the result. It may be x.
+        Array for the result. It may be x.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
     array, shape (N, C, H, W)
-        ``out``, or a new array of the kind and type of ``x``, which lies as ``x`` does. All is computed in float32, and
-        rounded once.
+        ``out``, or a new array with the kind, type and layout of ``x``. The result is computed in float32, and rounded once.
 
     Raises
     ------
     ArgumentError
-        For shapes, types, strides or options that cannot be taken.
+        For unsupported shapes, types, strides or options.
 
     Notes
     -----
-    There are two launches. The first one sums parts of the images, and in the second one each block computes the gates that it
-    needs. A first layer of more than 65,536 weights is a third launch between both.
+    There are two launches. The first launch sums parts of the images. In the second launch, each block computes the gates that
+    it needs, and scales. If the first layer has more than 65,536 weights, it is a separate launch between the two.
 
     Examples
     --------
     >>> y = handlepool.squeeze_excite(x, w1, b1, w2, b2, activation="swish")                             # doctest: +SKIP
     """
     sums = _squeeze.call((x,), None, pool, ())
-    # The arrays' shapes are not checked yet.
+    # The arrays are checked later, so ``w1`` may still be any object.
     weights = math.prod(getattr(w1, "shape", ()))
     if weights <= MOST_ANEW:
         return cast("ArrayT", _excite.call((x, sums, w1, b1, w2, b2), out, pool, (gate, activation)))
@@ -122,7 +121,7 @@ def _describe_excite(layouts: tuple[Layout, ...], *, gate: Any, activation: str 
 
 
 def _check_layers(x: Layout, given: Sequence[tuple[str, Layout]]) -> int:
-    """Check weights and biases; return the count of numbers between the layers."""
+    """Check weights and biases; return S, the size between the layers."""
     (name, first), channels = given[0], x.shape[1]
     squeezed = (first.shape[0] if name == "w1" else first.shape[1]) if first.ndim > 1 else 0
     if channels > MOST_EXCITED or squeezed > MOST_SQUEEZED:

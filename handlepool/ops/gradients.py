@@ -1,4 +1,4 @@
-"""The gradients of two-dimensional convolution, as graph functions."""
+"""Define the gradients of two-dimensional convolution."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Never
@@ -49,14 +49,14 @@ def conv2d_input_grad(
     Parameters
     ----------
     dy : array, shape (N, K, P, Q)
-        Gradient of the result; float16, bfloat16 or float32; contiguous, or channels-last in memory.
+        Gradient of the result, of float16, bfloat16 or float32. It is contiguous or channels-last in memory.
     w : array, shape (K, C / groups, R, S)
         Filters, of the same type.
     shape : (N, C, H, W)
-        Shape of the images: with a stride, images of several sizes lead to the same result. As a transposed
-        convolution it takes every size of torch's ``output_padding``, which is less than stride or dilation. From the
-        stride on, the images lead to more rows or columns than ``dy`` has. The gradient of these rows and columns
-        counts as 0.
+        Shape of the images. It has to be given, because with a stride above 1 images of several sizes lead to the same result.
+        Every size is allowed that torch's ``output_padding`` can give in a transposed convolution: ``output_padding`` is less
+        than the stride or less than the dilation. If it reaches the stride, the images lead to a result with more rows or
+        columns than ``dy``. The gradient of these rows and columns counts as 0.
     stride, padding, dilation, groups
         As given to `handlepool.conv2d`.
     out, workspace_limit, allow_tf32, deterministic, pool
@@ -65,7 +65,7 @@ def conv2d_input_grad(
     Returns
     -------
     array, shape (N, C, H, W)
-        ``out``, or a new array of the type of ``dy`` that lies as ``dy`` does.
+        ``out``, or a new array with the type and layout of ``dy``.
 
     Raises
     ------
@@ -101,21 +101,21 @@ def conv2d_weight_grad(
     Parameters
     ----------
     x : array, shape (N, C, H, W)
-        Images; float16, bfloat16 or float32; contiguous, or channels-last in memory.
+        Images of float16, bfloat16 or float32, contiguous or channels-last in memory.
     dy : array, shape (N, K, P, Q)
         Gradient of the result, of the same type.
     shape : (K, C / groups, R, S)
-        Of the filters.
+        Shape of the filters.
     stride, padding, dilation, groups
         As given to `handlepool.conv2d`.
     out, workspace_limit, allow_tf32, deterministic, pool
-        As in `handlepool.conv2d`. cuDNN's fastest plans for this may add in another order each time;
+        As in `handlepool.conv2d`. cuDNN's fastest plans for this gradient may add in a different order in each run.
         ``deterministic`` excludes these plans.
 
     Returns
     -------
     array, shape (K, C / groups, R, S)
-        ``out``, or a new array of the type of ``x`` that lies as ``x`` does; zeros for a batch of no images.
+        ``out``, or a new array with the type and layout of ``x``. For a batch without images it is 0.
 
     Raises
     ------
@@ -145,13 +145,12 @@ def _run(
     def prepare(chosen: PoolInternals) -> GraphCall:
         return graph.prepare(chosen, arrays, out, options, settings)
 
-    # The shape may be any sequence of the caller's, which makes no quick key. So no shortcut is looked up.
+    # The shape may be any sequence, from which no quick key can be made. So no shortcut is looked up.
     return run_known(function.__name__, pool, (), arrays, out, (), prepare)
 
 
 def _build_input(g: Any, /, dy: Any, w: Any, *, shape: Shape, groups: int, **how: Any) -> Any:
-    # The shape is declared because several shapes fit if the stride is not 1. The frontend would take its own guess for
-    # granted.
+    # If the stride is not 1, several shapes are possible. Without a declared shape, the frontend would use the smallest.
     return g.conv_dgrad(dy, w, **parameters(**how)).set_dim(list(shape))
 
 

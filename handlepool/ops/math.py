@@ -1,7 +1,7 @@
-"""Functions over elements, each an elementwise function of its own.
+"""Define mathematical functions, each of them an elementwise function.
 
-Over arrays a call is one launch. Inside an elementwise function it becomes part of that kernel. `handlepool.elementwise` has the
-types and layouts.
+A call with arrays is one launch. A call inside another elementwise function becomes a part of that function's kernel.
+`handlepool.elementwise` explains the types and layouts.
 """
 
 from handlepool.graphs.expression import VOCABULARY

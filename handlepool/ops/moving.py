@@ -1,4 +1,4 @@
-"""Copy elements to other places: padding, shuffled channels, other layouts."""
+"""Define operations that only move elements: padding, shuffles, layouts."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +19,7 @@ from handlepool.tensors.layout import Layout
 
 MODES = ("constant", "reflect", "replicate")
 MOST_BYTES = 8
-"""Limit the size of an element, in bytes."""
+"""The maximum size of an element, in bytes."""
 
 
 @launches
@@ -38,18 +38,19 @@ def pad(
     Parameters
     ----------
     x : array
-        Of any type with elements of at most 8 bytes; any view without negative strides.
+        An array of any type with elements of at most 8 bytes. It may be any view without negative strides.
     widths : sequence of int
-        Elements before and behind the last axis, then before and behind the axis in front of it, and so on, as in
-        torch: (left, right, above, below) for images. A negative width removes elements.
+        Numbers of elements to add at the begin and end of the last axis, then of the axis before it, and so on, as in torch.
+        For images they are (left, right, above, below). A negative width removes elements.
     mode : {"constant", "reflect", "replicate"}
-        "reflect" mirrors at the outermost element, which is not repeated. It takes widths below the extent.
+        The values of the new elements. "reflect" mirrors the array at its outermost element, which is not repeated. Its widths
+        must be below the extent. "replicate" repeats the outermost element.
     value : number
-        The constant.
+        The value of the new elements in mode "constant".
     out : array, optional
         Where the result goes. Its strides decide the layout; without it the result lies as x does, without gaps.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
@@ -59,7 +60,7 @@ def pad(
     Raises
     ------
     ArgumentError
-        For widths, types, strides and constants that cannot be taken.
+        For unsupported widths, types, strides and constants.
 
     Examples
     --------
@@ -75,14 +76,15 @@ def pad(
 def channel_shuffle(x: ArrayT, groups: int, *extra: Never, out: object = None, pool: HandlePool | None = None) -> ArrayT:
     """Interleave the channels of groups, on the current stream.
 
-    The first channel of each group comes first, then the second channel of each group, as torch has it.
+    As in torch, the result begins with the first channel of each group, followed by the second channel of each group, and so
+    on.
 
     Parameters
     ----------
     x : array, shape (N, C, ...)
         As in `handlepool.pad`.
     groups : int
-        Groups of neighbouring channels, which divide C.
+        Number of groups of neighbouring channels. It must divide C.
     out, pool
         As in `handlepool.pad`.
 
@@ -94,7 +96,7 @@ def channel_shuffle(x: ArrayT, groups: int, *extra: Never, out: object = None, p
     Raises
     ------
     ArgumentError
-        For groups that do not divide the channels, and for types and strides that cannot be taken.
+        For groups that do not divide the channels, and for unsupported types and strides.
 
     Examples
     --------
@@ -113,21 +115,21 @@ def to_channels_last(x: ArrayT, *extra: Never, out: object = None, pool: HandleP
     Parameters
     ----------
     x : array, shape (N, C, ...)
-        Of any type; three axes or more; any view without negative strides.
+        An array of any type, with three axes or more. It may be any view without negative strides.
     out : array, optional
-        Where the copy goes, which may lie in any way.
+        Array for the copy, of any layout.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
     array
-        ``out``, or a new array of the kind, shape and type of x, also where x was channels-last already.
+        ``out``, or a new array of the kind, shape and type of x. The array is new even if x is already channels-last.
 
     Raises
     ------
     ArgumentError
-        For axes and strides that cannot be taken.
+        For too few axes, and for negative strides.
 
     Examples
     --------
@@ -146,19 +148,19 @@ def to_contiguous(x: ArrayT, *extra: Never, out: object = None, pool: HandlePool
     Parameters
     ----------
     x : array
-        Of any type; one axis or more; any view without negative strides.
+        An array of any type, with one axis or more. It may be any view without negative strides.
     out, pool
         As in `handlepool.to_channels_last`.
 
     Returns
     -------
     array
-        ``out``, or a new array of the kind, shape and type of x, also where x was contiguous already.
+        ``out``, or a new array of the kind, shape and type of x. The array is new even if x is already contiguous.
 
     Raises
     ------
     ArgumentError
-        For axes and strides that cannot be taken.
+        For too few axes, and for negative strides.
 
     Examples
     --------
@@ -175,7 +177,7 @@ def _options_of_pad(widths: object, mode: object, value: object) -> dict[str, An
             raise TypeError
         found = tuple(map(as_integer, widths))
     except TypeError:
-        # A single width fails the test below, which has the message for every wrong value.
+        # The test below refuses an odd number of widths, and has the message for all wrong values.
         found = (0,)
     if len(found) % 2 or not found:
         raise ArgumentError(
@@ -188,7 +190,7 @@ def _options_of_pad(widths: object, mode: object, value: object) -> dict[str, An
         raise ArgumentError(f"pad: value={shown(value)}; it must be a number")
     if mode != "constant" and value != 0:
         raise ArgumentError(f"pad: value={shown(value)} with mode={mode!r}, which has no constant; leave it out")
-    # A NaN does not equal itself, and a plan is found by equal options.
+    # A plan is found by equal options, but a NaN does not equal itself. So the value becomes text.
     return {"widths": found, "mode": mode, "value": str(value)}
 
 
@@ -211,10 +213,10 @@ def _bits(dtype: np.dtype[Any], text: str) -> int:
     Raises
     ------
     ArgumentError
-        For a number that the type does not have.
+        For a number that the type cannot represent.
     """
     if dtype.kind in "iu":
-        # A text without a point or an exponent is read as an integer, because a float has no integer beyond 2**53 exactly.
+        # A text without a point or an exponent is read as an integer. A float could not represent all integers beyond 2**53.
         number: Any = float(text) if set(text) & set(".en") else int(text.replace("True", "1").replace("False", "0"))
         limits = np.iinfo(dtype)
         if number != number or not limits.min <= number <= limits.max or number != int(number):
@@ -222,7 +224,7 @@ def _bits(dtype: np.dtype[Any], text: str) -> int:
         number = int(number)
     else:
         number = float({"True": "1", "False": "0"}.get(text, text))
-    # A constant beyond the range of a floating type becomes infinity, and NumPy would warn of that.
+    # A constant beyond the range of a floating type becomes infinity. NumPy's warning about that is suppressed.
     with np.errstate(over="ignore"):
         return int.from_bytes(np.asarray(number).astype(dtype).tobytes(), "little")
 
@@ -270,7 +272,7 @@ def _describe_shuffle(layouts: tuple[Layout, ...], *, groups: int) -> Described:
 
 def _describe_layout(name: str, last: bool, layouts: tuple[Layout, ...]) -> Described:
     x = _check(name, layouts, 3 if last else 1)
-    # A concatenation of one array is a copy into the layout of its output.
+    # A concatenation of a single array copies it into the output's layout.
     return Concat(0), dense(x.shape, x.dtype, (0, *range(2, x.ndim), 1) if last else None)
 
 

@@ -1,4 +1,4 @@
-"""Normalise rows, groups and channels, and apply softmax, by own kernels."""
+"""Define normalisations and softmax, by kernels of this package."""
 
 import math
 from collections.abc import Sequence
@@ -34,24 +34,25 @@ def layer_norm(
 ) -> ArrayT:
     """Normalise each row by mean and variance, on the current stream.
 
-    Then the weight multiplies each element, and the bias is added.
+    Each element is then multiplied by the weight, and the bias is added.
 
     Parameters
     ----------
     x : array
-        float16, bfloat16 or float32; any view without negative strides.
+        An array of float16, bfloat16 or float32. It may be any view without negative strides.
     axis : int or sequence of int
-        Axes of a row: the last axis by default, 1 for the channels of (N, C, H, W), (-2, -1) for torch's
-        ``normalized_shape`` of two axes.
+        The axes of a row. Examples are -1 for the last axis, 1 for the channels of (N, C, H, W), and (-2, -1) for torch's
+        ``normalized_shape`` with two axes.
     weight, bias : array, optional
-        Of the extents of x along ``axis``, in the order of x's axes. Of the type of x, or both float32.
+        Arrays whose shape has the extents of x along ``axis``, in the order of x's axes. Both have the type of x, or both are
+        float32.
     eps : float
-        Added to the variance, inside the root. The variance counts all elements, without Bessel's correction.
+        Added to the variance, under the root. The variance is divided by the number of elements, without Bessel's correction.
     out : array, optional
-        Where the result goes, which may be x itself. Its strides decide the layout; without it the result lies as x does, without
+        Array for the result, with any strides. It may be x itself. Without ``out`` the result has the layout of x, without
         gaps.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
@@ -61,7 +62,7 @@ def layer_norm(
     Raises
     ------
     ArgumentError
-        For shapes, types, strides and numbers that cannot be taken.
+        For unsupported shapes, types, strides and numbers.
 
     Examples
     --------
@@ -90,7 +91,7 @@ def rms_norm(
     x, axis, weight, out, pool
         As in `handlepool.layer_norm`.
     eps : float
-        Added to the mean square, inside the root. Torch's default depends on the type of x.
+        Added to the mean square, under the root. Torch's default differs, and depends on the type of x.
 
     Returns
     -------
@@ -125,14 +126,14 @@ def group_norm(
 ) -> ArrayT:
     """Normalise each group of channels, on the current stream.
 
-    A group has mean 0 and variance 1, before the weight and the bias of each channel are applied.
+    A normalised group has mean 0 and variance 1. Then the weight and the bias of each channel are applied.
 
     Parameters
     ----------
     x : array, shape (N, C, ...)
         As in `handlepool.layer_norm`.
     groups : int
-        Groups of neighbouring channels, which divide C.
+        Number of groups of neighbouring channels. It must divide C.
     weight, bias : array, shape (C,), optional
         Of the type of x, or both float32.
     eps, out, pool
@@ -170,7 +171,7 @@ def instance_norm(
 ) -> ArrayT:
     """Normalise each channel of each image, on the current stream.
 
-    A channel has mean 0 and variance 1, before its weight and its bias are applied.
+    A normalised channel has mean 0 and variance 1. Then its weight and its bias are applied.
 
     Parameters
     ----------
@@ -216,7 +217,7 @@ def batch_norm(
 ) -> ArrayT:
     """Normalise channels by given means and variances, on the current stream.
 
-    This is batch norm as in inference, which takes the means and variances of the training.
+    This is batch norm in inference. The means and variances come from the training.
 
     Parameters
     ----------
@@ -264,8 +265,8 @@ def softmax(x: ArrayT, *extra: Never, axis: Axes = -1, out: object = None, pool:
     Returns
     -------
     array
-        As in `handlepool.layer_norm`. A row with a NaN, with positive infinity, or of negative infinities alone is NaN, as in
-        torch.
+        As in `handlepool.layer_norm`. As in torch, a row is NaN if it contains a NaN or positive infinity, or if all its
+        elements are negative infinity.
 
     Raises
     ------
@@ -344,9 +345,9 @@ def _options_of_softmax(axis: object) -> dict[str, Any]:
 
 
 def _check(name: str, layouts: Sequence[Layout], titles: Sequence[str]) -> None:
-    """Raise for types and strides that no kernel takes.
+    """Raise for unsupported types and strides.
 
-    Parameters are of the type of x, or all float32.
+    The parameters must all have the type of x, or all be float32.
     """
     x, *parameters = layouts
     if x.dtype.name not in FLOATING_TYPES:
@@ -395,7 +396,7 @@ def _describe_rows(
 
 
 def _check_channels(name: str, layouts: Sequence[Layout], titles: Sequence[str]) -> None:
-    """Raise for x without channels, or parameters not of shape (C,)."""
+    """Raise unless x has channels and each parameter has the shape (C,)."""
     x, *parameters = layouts
     _check(name, layouts, titles)
     if x.ndim < 2:
@@ -423,7 +424,7 @@ def _describe_groups(
             "multiple of the groups"
         )
     axes = tuple(range(2, x.ndim))
-    # An array without channels has no groups, and the kernel divides the channels by their number.
+    # If x has no channels, the number of groups may be 0. The kernel divides by that number, so it gets 1.
     return Normalise("mean", axes, number or 1, eps, weighted, biased), lying_as(x, x.shape)
 
 

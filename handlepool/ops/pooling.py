@@ -1,6 +1,6 @@
-"""Reduce windows and whole images to a maximum or a mean.
+"""Define pooling: maxima and means of windows and of whole images.
 
-The operations run on kernels of this package.
+The operations use kernels of this package.
 """
 
 from functools import partial
@@ -36,34 +36,34 @@ def max_pool2d(
     Parameters
     ----------
     x : array, shape (N, C, H, W)
-        Images; float16, bfloat16 or float32. Contiguous or channels-last, and any view of such arrays. Channels-last
-        is the quickest, with channels in multiples of eight.
+        Images of float16, bfloat16 or float32. They may be any view of a contiguous or channels-last array. Channels-last
+        images whose channels are a multiple of eight are the quickest.
     window : int or (int, int)
         Height and width, in pixels.
     stride : int or (int, int), optional
-        From window to window; the window's own height and width by default, as in torch.
+        Distance from window to window, in pixels. As in torch, the default is the window's height and width.
     padding : int or (int, int)
-        Pixels on both sides, which never count as the largest; at most half of the window, and no more than the image
-        has.
+        Pixels added on both sides, which are never the largest. They are at most half of the window, and at most the image's
+        pixels along that axis.
     ceil_mode : bool
-        Whether P and Q are rounded up. Then a last window may exceed the padded image, as in torch. Such a window
-        must begin in the image or in the padding before it.
+        Whether P and Q are rounded up. As in torch, the last window may then exceed the padded image. It is used only if it
+        begins in the image or in the padding before the image.
     out : array, shape (N, C, P, Q), optional
-        Takes the result, in any layout. It may be a slice of the channels of a larger array. Without ``out`` the
-        result has the layout of ``x``, contiguous or channels-last.
+        Array for the result, of any layout. It may be a slice of the channels of a larger array. Without ``out`` the result has
+        the layout of ``x``, contiguous or channels-last.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
     array, shape (N, C, P, Q)
-        ``out``, or a new array of the kind and type of ``x``. P is (H + 2 padding - window) // stride + 1, and Q likewise. Where
-        a window has a NaN, the result is NaN.
+        ``out``, or a new array of the kind and type of ``x``. P is (H + 2 padding - window) // stride + 1, and Q likewise. If a
+        window contains a NaN, its result is NaN.
 
     Raises
     ------
     ArgumentError
-        For a window that exceeds the padded image, and for types, strides and numbers that cannot be taken.
+        For a window that exceeds the padded image, and for unsupported types, strides and numbers.
     """
     if extra:
         raise misplaced(max_pool2d, extra)
@@ -94,10 +94,11 @@ def avg_pool2d(
     window, stride, ceil_mode, out, pool
         As in `handlepool.max_pool2d`. Pixels beyond the padded image never count.
     padding : int or (int, int)
-        Pixels on both sides, which are 0; at most half of the window, and no more than the image has.
+        Pixels of value 0 added on both sides. They are at most half of the window, and at most the image's pixels along that
+        axis.
     count_include_pad : bool
-        Whether a sum is divided by all pixels of its window, as in torch by default, or by the pixels inside the
-        image.
+        Whether pixels of the padding count in the divisor of a mean, as in torch by default. Otherwise only pixels inside the
+        image count.
 
     Returns
     -------
@@ -126,11 +127,11 @@ def mean2d(x: ArrayT, *extra: Never, keepdims: bool = False, out: object = None,
     x : array, shape (N, C, H, W)
         Images, as in `handlepool.max_pool2d`.
     keepdims : bool
-        Whether the result has two axes of extent 1 behind the channels.
+        Whether the result has two axes of extent 1 after the channels.
     out : array, shape (N, C) or (N, C, 1, 1), optional
         Where the result goes.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
@@ -140,7 +141,7 @@ def mean2d(x: ArrayT, *extra: Never, keepdims: bool = False, out: object = None,
     Raises
     ------
     ArgumentError
-        For types and strides that cannot be taken, and for images without pixels, whose mean is no number.
+        For unsupported types and strides, and for images without pixels, which have no mean.
     """
     if extra:
         raise misplaced(mean2d, extra)
@@ -207,7 +208,7 @@ def _describe_whole(layouts: tuple[Layout, ...], *, keepdims: bool) -> Described
 def _options(name: str, window: object, stride: object, padding: object, ceil_mode: object) -> dict[str, Any]:
     rows, columns = size = pair(name, "window", window)
     margins = pair(name, "padding", padding, 0)
-    # A window of padding alone has no largest pixel.
+    # With more padding, a window could lie outside of the image, and would have no largest pixel.
     if margins[0] * 2 > rows or margins[1] * 2 > columns:
         raise ArgumentError(
             f"{name}: padding={shown(padding)} is more than half of a window of {rows} x {columns} pixels, so some "

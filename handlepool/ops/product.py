@@ -1,4 +1,4 @@
-"""Matrix products with bias and activation, as graph functions."""
+"""Define matrix products with bias and activation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,12 +39,13 @@ def matmul(
     Parameters
     ----------
     a : array, shape (..., M, K)
-        float16, bfloat16 or float32; its matrices contiguous or transposed, also with gaps. The array comes from
-        CuPy, torch or another library (``docs/arrays.md``), or from NumPy on the host driver.
+        An array of float16, bfloat16 or float32. Its matrices are contiguous or transposed, and may have gaps. The array comes
+        from CuPy, torch or another library (``docs/arrays.md``). With the host driver, it may come from NumPy.
     b : array, shape (..., K, N)
-        Of the same type. Batch axes are equal or 1. The array with fewer batch axes has 1 for each missing axis.
+        An array of the same type. The batch axes of both arrays broadcast: their extents are equal or 1, and missing axes count
+        as 1.
     bias : array, shape (N,), optional
-        Added to each row; of any stride that is not negative, beginning at any element.
+        Added to each row. It may be a view with any stride that is not negative, and need not be aligned.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last. "gelu" uses the exact formula.
     out : array, shape (..., M, N), optional
@@ -55,21 +56,21 @@ def matmul(
     Returns
     -------
     array, shape (..., M, N)
-        ``out``, or a new array of the kind and type of ``a``; a product over no columns, K = 0, is 0.
+        ``out``, or a new array of the kind and type of ``a``. If K is 0, the product is 0.
 
     Raises
     ------
     ArgumentError
-        For shapes, types, strides or options that no plan could take.
+        For unsupported shapes, types, strides or options.
     GraphNotSupportedError
-        When cuDNN has no plan, as for a workspace limit that every plan exceeds. float32 without TF32 has no plan
-        either: cuDNN's plans use TF32 even if they claim otherwise.
+        When cuDNN has no plan. An example is a workspace limit that every plan exceeds. There is also no plan for float32 with
+        ``allow_tf32=False``, because cuDNN's plans use TF32 even if they claim otherwise.
 
     Notes
     -----
-    Bias and activation are in the product's plan where that is known to be right, else in one launch behind it. Tanh
-    always needs that launch. An array that repeats along only a part of its batch axes is copied, up to 16 MiB. An array
-    of any other layout is copied, too.
+    Bias and activation are fused into the product's plan if such a plan is known to be right. Otherwise they need one more
+    launch, and so does tanh in any case. An array that repeats along some of its batch axes, but not along all, is copied, up
+    to 16 MiB. So is an array of any layout that is not named above.
     """
     if extra:
         raise misplaced(matmul, extra)
@@ -97,9 +98,9 @@ def linear(
     Parameters
     ----------
     x : array, shape (..., M, I)
-        Rows of I features; float16, bfloat16 or float32.
+        Rows of I features, of float16, bfloat16 or float32.
     w : array, shape (O, I)
-        Weights, of the same type, as torch has them.
+        Weights of the same type, in torch's order of axes.
     bias : array, shape (O,), optional
     activation, workspace_limit, allow_tf32, deterministic, pool
         As in `handlepool.matmul`.
@@ -123,7 +124,7 @@ def linear(
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """Hold `matmul` or `linear`."""
+    """The implementation of `matmul` or `linear`."""
 
     name: str
     plain: GraphFunction[..., Any]
@@ -139,7 +140,7 @@ class _Product:
     def __call__(self, a: object, b: object, bias: object, out: Any, values: tuple[Any, ...], pool: Any) -> Any:
         arrays = (a, b) if bias is None else (a, b, bias)
         _, workspace_limit, allow_tf32, deterministic = values
-        # Values of these types are their own keys and skip the slower `typed_key`.
+        # Values of these types can serve as a key directly, which is quicker than `typed_key`.
         plain = workspace_limit is None and type(allow_tf32) is type(deterministic) is bool
         key = values if plain else typed_key(values)
 
@@ -160,11 +161,11 @@ class _Product:
             some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None
         ) -> GraphCall:
             applied = activation if "activation" in some else None
-            # An activation that was not measured in one plan runs in a launch of its own.
+            # An activation whose fused plan was not measured runs in a separate launch.
             if applied in ACTIVATIONS and applied not in BEHIND_A_PRODUCT:
                 raise GraphNotSupportedError(f"{self.name}: {applied} behind a product was not measured in one plan")
             function = self.copying if copies else self.plain
-            # The shortcut is looked up for the function without copies. A plan with copies must not answer for it.
+            # This key belongs to the function without copies, so a plan with copies must not be found by it.
             known = key if some == parts and not copies else None
             return function.prepare(pool, arrays, out, {"activation": applied}, settings, converted, known)
 
@@ -213,7 +214,8 @@ def _checker(name: str, names: tuple[str, str], transposed: bool) -> Callable[..
             form = "(O, I)" if transposed else "(..., K, N)"
             raise ArgumentError(
                 f"{name}: {a.shape[-1]} columns in {one} {a.shape} and {summed} {'columns' if transposed else 'rows'} in {other} "
-                f"{b.shape}; {other} must be {form} for {one} {'(..., M, I)' if transposed else '(..., M, K)'}"
+                f"{b.shape}, which must be equal; {other} must be {form} for {one} "
+                f"{'(..., M, I)' if transposed else '(..., M, K)'}"
             )
         for x, y in zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False):
             if x != y and 1 not in (x, y):

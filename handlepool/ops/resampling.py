@@ -1,4 +1,4 @@
-"""Images of another size, by a kernel of our own."""
+"""Define the resizing of images, by a kernel of this package."""
 
 import math
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from handlepool.tensors.layout import Layout
 
 MODES = ("nearest", "bilinear")
 MOST_SIDE = 1 << 24
-"""Pixels along an axis.
+"""The maximum number of pixels along an axis.
 
-Torch computes places in float32, which has every integer up to this bound.
+Torch computes places in float32, which represents every integer up to this bound.
 """
 
 
@@ -39,26 +39,27 @@ def interpolate2d(
     out: object = None,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Bring images to another size, on the current stream.
+    """Resize images, on the current stream.
 
-    The values are equal to the values that torch's ``interpolate`` computes.
+    The result equals that of torch's ``interpolate``.
 
     Parameters
     ----------
     x : array, shape (N, C, H, W)
-        Images; float16, bfloat16 or float32; any view without negative strides. Channels-last is the quickest.
+        Images of float16, bfloat16 or float32. They may be any view without negative strides. Channels-last images are the
+        quickest.
     size : int or (int, int), optional
-        Height and width of the result. Either ``size`` or ``scale_factor`` is given.
+        Height and width of the result. Give either ``size`` or ``scale_factor``.
     scale_factor : number or (number, number), optional
-        Factors of height and width. The products are rounded down.
+        Factors for height and width. The resulting extents are rounded down.
     mode : {"nearest", "bilinear"}
-        As in torch, whose "nearest" takes the pixel at the place rounded down.
+        As in torch. Its "nearest" rounds a place down to a pixel, instead of taking the nearest pixel.
     align_corners : bool
-        For "bilinear", whether the outermost pixels of both images are at the same places.
+        In mode "bilinear", whether the centres of the corner pixels of both images coincide.
     out : array, shape (N, C, P, Q), optional
-        Where the result goes. Its strides decide the layout; without it the result lies as x does, without gaps.
+        Array for the result, with any strides. Without ``out`` the result has the layout of x, without gaps.
     pool : HandlePool, optional
-        The default pool, or a branch's own, where none is given.
+        By default the branch's own pool inside a branch, else the default pool.
 
     Returns
     -------
@@ -68,7 +69,7 @@ def interpolate2d(
     Raises
     ------
     ArgumentError
-        For sizes, types, strides and options that cannot be taken.
+        For unsupported sizes, types, strides and options.
 
     Examples
     --------
@@ -133,7 +134,7 @@ def _describe(
 
 
 def _scale(extent: int, count: int, factor: float | None, corners: bool) -> float:
-    """Return input pixels for an output pixel, rounded as in torch."""
+    """Return the input pixels for each output pixel, rounded as in torch."""
     if corners:
         return float(np.float32(extent - 1) / np.float32(count - 1)) if count > 1 else 0.0
     return float(np.float32(extent) / np.float32(count)) if factor is None else float(np.float32(1 / factor))

@@ -1,4 +1,4 @@
-"""One-dimensional convolution, with a bias and an activation."""
+"""Define one-dimensional convolution, with a bias and an activation."""
 
 from collections.abc import Sequence
 from typing import Any, Never
@@ -44,25 +44,25 @@ def conv1d(
 ) -> ArrayT:
     """Convolve rows with filters, on the current stream.
 
-    A bias is added and an activation is applied where they are given.
+    If a bias is given, it is added. If an activation is given, it is applied last.
 
     Parameters
     ----------
     x : array, shape (N, C, L)
-        Rows of channels; float16, bfloat16 or float32; contiguous, or channels-last in memory.
+        Rows with channels, of float16, bfloat16 or float32. They are contiguous or channels-last in memory.
     w : array, shape (K, C / groups, R)
         Filters, of the same type, without gaps.
     stride, dilation : int or sequence of one
         Along the one spatial axis.
     padding : int, sequence of one, ((before, behind),), "same" or "valid"
-        Zeros around a row; the names as in `handlepool.conv2d`.
+        Zeros at the ends of a row. The names mean the same as in `handlepool.conv2d`.
     groups, bias, activation, out, workspace_limit, allow_tf32, deterministic, pool
         As in `handlepool.conv2d`.
 
     Returns
     -------
     array, shape (N, K, P)
-        ``out``, or a new array of the kind and type of x that lies as x does.
+        ``out``, or a new array with the kind, type and layout of x.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def _options(arrays: tuple[Any, ...], values: tuple[Any, ...]) -> dict[str, Any]
         try:
             before, behind = map(as_integer, padding[0])
         except (TypeError, ValueError):
-            # A negative number fails the test below, which has the message for every wrong pair.
+            # The test below refuses negative numbers, and has the message for all wrong pairs.
             before = behind = -1
         if min(before, behind) < 0:
             raise ArgumentError(f"conv1d: padding={shown(padding)}; the pair in it must be of two integers, each 0 or more")
@@ -98,18 +98,18 @@ def _options(arrays: tuple[Any, ...], values: tuple[Any, ...]) -> dict[str, Any]
 
 
 def _build(g: Any, /, x: Any, w: Any, bias: Any = None, *, groups: int, activation: str | None, **how: Any) -> Any:
-    # The frontend reads the groups off the channels, which were checked to agree.
+    # The frontend derives the groups from the channels. `_check` has ensured that they agree.
     y = g.conv_fprop(x, w, **parameters(**how))
     if bias is not None:
         y = g.bias(y, along(bias, 3, 1))
     if activation == "tanh":
-        # As in `handlepool.conv2d`: cuDNN's engine for bias and tanh gives NaN far from zero.
+        # As in `handlepool.conv2d`, this keeps cuDNN from an engine for bias and tanh that gives NaN for large arguments.
         y = g.relu(y, negative_slope=0.0, lower_clip=-SATURATED, upper_clip=SATURATED)
     return y if activation is None else activate(g, y, activation)
 
 
 def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, groups: int, activation: str | None, **how: object) -> None:
-    """Raise for arrays that no convolution takes, before a plan is built."""
+    """Raise for arrays that no convolution accepts, before a plan is built."""
     x, w, *rest = layouts
     like = ("x", x.dtype)
     for title, layout in [("x", x), ("w", w), *(("out", out) for out in outs)]:

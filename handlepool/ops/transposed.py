@@ -1,4 +1,4 @@
-"""Convolve images and rows transposed, with a bias and an activation."""
+"""Define transposed convolutions, with a bias and an activation."""
 
 from functools import partial
 from typing import Any, Never
@@ -34,31 +34,31 @@ def conv_transpose2d(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Convolve images transposed, on the current stream.
+    """Compute a transposed convolution of images, on the current stream.
 
-    This is the gradient of `handlepool.conv2d` with respect to its images, with torch's arguments. A bias is added and an
-    activation is applied where they are given.
+    It is the gradient of `handlepool.conv2d` for its images, with torch's arguments. If a bias is given, it is added. If an
+    activation is given, it is applied last.
 
     Parameters
     ----------
     x : array, shape (N, C, H, W)
-        Images; float16, bfloat16 or float32; contiguous, or channels-last in memory.
+        Images of float16, bfloat16 or float32, contiguous or channels-last in memory.
     w : array, shape (C, K / groups, R, S)
         Filters, of the same type, without gaps.
     stride, dilation : int or sequence of two
         Along height and width, in pixels.
     padding : int or sequence of two
-        Pixels that are cut off on all sides of the result.
+        Number of pixels that are cut off on each side of the result.
     output_padding : int or sequence of two
-        Pixels more below and on the right, fewer than stride or dilation.
+        Additional pixels below and on the right. Along each axis, it must be less than the stride or less than the dilation.
     groups : int
-        Groups of channels that are convolved apart.
+        Number of groups of channels that are convolved separately.
     bias : array, shape (K,), optional
         Added to each channel.
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last. "gelu" uses the exact formula.
     out : array, shape (N, K, P, Q), optional
-        Where the result goes. Without it the result lies as x does.
+        Array for the result. Without ``out`` the result has the layout of x.
     workspace_limit, allow_tf32, deterministic, pool
         As in `handlepool.conv2d`.
 
@@ -75,7 +75,7 @@ def conv_transpose2d(
 
     Notes
     -----
-    Bias and activation are one launch more. Where ``output_padding`` reaches the stride, x is copied, up to 16 MiB.
+    Bias and activation together cost one more launch. If ``output_padding`` reaches the stride, x is copied, up to 16 MiB.
 
     Examples
     --------
@@ -106,14 +106,14 @@ def conv_transpose1d(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Convolve rows transposed, on the current stream.
+    """Compute a transposed convolution of rows, on the current stream.
 
-    A bias is added and an activation is applied where they are given.
+    If a bias is given, it is added. If an activation is given, it is applied last.
 
     Parameters
     ----------
     x : array, shape (N, C, L)
-        Rows of channels; float16, bfloat16 or float32; contiguous, or channels-last in memory.
+        Rows with channels, of float16, bfloat16 or float32. They are contiguous or channels-last in memory.
     w : array, shape (C, K / groups, R)
         Filters, of the same type, without gaps.
     stride, padding, output_padding, dilation : int or sequence of one
@@ -166,8 +166,7 @@ def _build(
     **how: Any,
 ) -> Any:
     (n, _, *size), (_, per_group, *taps) = x.get_dim(), w.get_dim()
-    # The shape is declared because several shapes fit if the stride is not 1. The frontend would take its own guess for
-    # granted.
+    # If the stride is not 1, several shapes are possible. Without a declared shape, the frontend would use the smallest.
     shape = [n, per_group * groups, *_spatial(tuple(size), tuple(taps), how, output_padding)]
     y = g.conv_dgrad(x, w, **parameters(**how)).set_dim(shape)
     if bias is not None:
@@ -186,7 +185,7 @@ def _check(
     output_padding: Shape,
     **how: Any,
 ) -> None:
-    """Raise for arrays that no transposed convolution takes."""
+    """Raise for arrays that no transposed convolution accepts."""
     x, w, *rest = layouts
     like = ("x", x.dtype)
     for title, layout in [("x", x), ("w", w), *(("out", out) for out in outs)]:
@@ -204,7 +203,7 @@ def _check(
             "multiple of the groups"
         )
     for axis, (more, stride, dilation) in enumerate(zip(output_padding, how["stride"], how["dilation"], strict=True)):
-        # Torch has this bound. It keeps x the gradient of a convolution of the result.
+        # Torch has the same bound. With it, some convolution of the result has x's shape, so this is its gradient.
         if more >= max(stride, dilation):
             raise ArgumentError(
                 f"{name}: output_padding={output_padding} with stride={how['stride']} and dilation={how['dilation']}; along "

@@ -264,9 +264,10 @@ class PlainCall(PythonCall):
         return type(value) is not self._driver.array_types[0] and not any(share(memory, known) for known in self._given)
 
     def _tell(self, order: DataOrder, track: Track) -> None:
-        """Warn where an assumption made this call wait.
+        """Warn if this call waited only because a write was assumed.
 
-        Calls that wait for this call warn as well.
+        A call whose writes are unknown is assumed to write its arguments. If such an assumption about this call makes a later
+        call wait, the later call warns as well.
         """
         if self.caused_wait:
             warn_of_assumed_write(self._writer)

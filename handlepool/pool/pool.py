@@ -125,8 +125,9 @@ class HandlePool:
         DeviceMismatchError
             When the stream does not belong to the current device.
         StreamError
-            When the object is no stream. PoolClosedError, ForkedProcessError, PoisonedContextError, OutOfMemoryError,
-            DriverNotAvailableError As their names say; each message names the remedy.
+            When the object is no stream.
+        PoolClosedError, ForkedProcessError, PoisonedContextError, OutOfMemoryError, DriverNotAvailableError
+            As their names tell. Each message gives the remedy.
         """
         return self.internals.slot(stream).handle
 

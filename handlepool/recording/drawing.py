@@ -21,7 +21,7 @@ _LEAST_HEIGHT = 0.9
 # A picture of a graph with more edges shows none of them.
 _MOST_EDGES = 4000
 _MANY = 300
-"""The number of steps from which boxes have no line between them."""
+"""The number of steps from which boxes have no gaps between them."""
 _LETTER = 5.4
 """The width of a letter, in points."""
 _NAMED = 8
@@ -73,7 +73,7 @@ Spans = list[tuple[float, float]]
 
 
 def check(name: str, file: str | PathLike[str]) -> None:
-    """Refuse a picture that cannot be drawn, before a replay is measured.
+    """Raise before a replay is measured if no picture can be drawn.
 
     Raises
     ------
@@ -99,11 +99,11 @@ def check(name: str, file: str | PathLike[str]) -> None:
         raise ArgumentError(f"{name}: draw({str(path)!r}): the folder {str(path.parent)!r} does not exist; make it first")
 
 
-# The default counts the pictures of the process, so that two recordings of one name get two files.
+# The default of ``numbers`` counts the pictures of the process. So two recordings with the same name get two files.
 def asked_for(name: str, numbers: Iterator[int] = count(1)) -> Path | None:  # noqa: B008
     """Return the file to draw a recording to, or None.
 
-    The environment variable asks for the picture. The function returns None where the variable is not set.
+    None means that the environment variable `VARIABLE`, which asks for pictures, is not set.
     """
     folder = os.environ.get(VARIABLE)
     if not folder:
@@ -116,12 +116,12 @@ def asked_for(name: str, numbers: Iterator[int] = count(1)) -> Path | None:  # n
 def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
     """Write the picture of a program.
 
-    Where a replay was measured, a second panel shows the steps as they ran.
+    If a replay was measured, a second panel shows the steps as they ran.
 
     Raises
     ------
     ArgumentError
-        For a program without steps, and for a file that cannot be written.
+        If the program has no steps, or if the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -138,7 +138,7 @@ def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
     panels = 2 if how.ends else 1
     height = 1.2 + panels * (panel + 0.75)
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor=theme.paper)
-    # The canvas registers itself with the figure. Without pyplot, the picture needs no display and no global state.
+    # The canvas registers itself with the figure. Because pyplot is not used, the picture needs no display and no global state.
     FigureCanvasAgg(figure)
     figure.text(_MARGIN / _WIDTH, 1 - 0.35 / height, how.name, size=16, weight="bold", color=theme.ink, parse_math=False)
     figure.text(_MARGIN / _WIDTH, 1 - 0.65 / height, _subtitle(how), size=10.5, color=theme.pale, parse_math=False)
@@ -171,7 +171,7 @@ def _subtitle(how: Explanation) -> str:
 def _colours(how: Explanation, theme: Theme) -> dict[str, str]:
     """Return the colour of each call name.
 
-    The names whose calls take longest have a colour of their own.
+    The names whose calls take longest get colours of their own, and all other names share a colour.
     """
     taken: Counter[str] = Counter()
     for number, step in enumerate(how.steps):
@@ -195,7 +195,7 @@ def _legend(figure: Any, theme: Theme, colours: dict[str, str], top: float) -> N
 def _planned(how: Explanation, times: Sequence[float]) -> Spans:
     """Return the planned begin and end of each step.
 
-    Each step begins when the steps that it waits for have ended, and takes its measured time.
+    A step begins as soon as the steps that it waits for have ended. It takes its measured time.
     """
     spans: Spans = [(0.0, 0.0)] * len(how.steps)
     for number in how.order():
@@ -208,7 +208,7 @@ def _panel(axes: Any, how: Explanation, spans: Spans, colours: dict[str, str], t
     last = max(end for _, end in spans) or 1.0
     points = axes.get_position().width * _WIDTH * 72
     axes.set_facecolor(theme.paper)
-    # A line separates boxes. Where boxes are too small for a line, two shades alternate instead.
+    # A gap separates boxes. If there are too many boxes for gaps, two shades alternate instead.
     gap = 0.3 if len(how.steps) < _MANY else 0.0
     middle = (how.got - 1) / 2
     shades = {lane: cycle((1.0, 1.0 if gap else 0.72)) for lane in range(how.got)}
@@ -229,7 +229,7 @@ def _panel(axes: Any, how: Explanation, spans: Spans, colours: dict[str, str], t
     if edges and how.edges <= _MOST_EDGES:
         _edges(axes, how, spans, theme)
     axes.set_xlim(0, last * 1.003)
-    # The limits are upside down, so that lane 0 is at the top.
+    # The upper limit comes first, so that lane 0 is at the top.
     axes.set_ylim(how.got - 0.45, -0.55)
     named = range(0, how.got, max(1, how.got // 8))
     axes.set_yticks(named, [f"lane {lane}" for lane in named])

@@ -11,20 +11,22 @@ from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
-    """A call that became a node, or other work between nodes.
+    """A call that became a node, or other work between such calls.
 
     Attributes
     ----------
     name : str
     place : str
-        File and line of the call. For other work that could not be seen, the last call before it and the first after it.
+        File and line of the call. The place of other work may be unknown. Then these are the last call before the work and the
+        first call after it.
     lane : int or None
         The lane of the node; None for other work.
     after : tuple of int
-        The places of the steps that it waits for directly. Waits that follow from these are left out.
+        The numbers of the steps that this step waits for directly. Waits that follow from other waits are left out.
     why : str
-        The reason why it runs after all steps before it and before all steps after it; empty for an ordinary node. A node that
-        fails, or that gives work to streams besides its lane's, only makes later steps wait.
+        The reason why the step runs alone, after all earlier steps and before all later steps; empty for an ordinary node. A
+        node has such a reason too if it failed, or if it gave work to other streams than its lane's. Then only later steps wait
+        for it.
     """
 
     name: str
@@ -36,37 +38,38 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How a program was recorded; print it to read it.
+    """The explanation of a program, which can be printed.
 
     Attributes
     ----------
     name : str
         The name of the program.
     operations : int
-        Kernels, copies and the like in the graph, which CUDA calls its nodes. A call may add none, or several.
+        The number of kernels, copies and the like in the CUDA graph, where they are called nodes. One call may add several, or
+        none.
     nbytes : int
         Bytes of device memory for arrays and scratch.
     scratch : int
         Bytes of scratch among ``nbytes``.
     allocations : tuple of (int or None)
-        For each memory allocation in the graph, the place of its step in ``steps``; None where the step is not known. Each replay
-        makes these allocations: a ``cudaMallocAsync`` becomes such a node.
+        For each memory allocation in the graph, the number of its step in ``steps``, or None if the step is unknown. A
+        ``cudaMallocAsync`` in a recording becomes such an allocation, which each replay repeats.
     limit : int or None
-        The ``lanes`` that `record` was given.
+        The argument ``lanes`` of `record`; None for a program without lanes.
     wanted, recorded : int
-        Lanes that the calls could have used, up to 32, and lanes that they were recorded on. The memory is for the recorded
-        lanes.
+        ``wanted`` is the number of lanes that the calls could have used, at most 32. ``recorded`` is the number of lanes that
+        the calls were recorded on. The program's memory is that of the recorded lanes.
     got : int
-        Lanes that the calls run on, up to the limit.
+        The number of lanes on which the calls run in a replay, at most ``limit``.
     exact : bool
-        Whether the driver can let a node depend on its producers alone. Otherwise there is one lane.
+        Whether the driver can make a node depend only on the nodes whose results it reads. Otherwise there is one lane.
     steps : tuple of Step
     times : tuple of float
-        Microseconds of each step when it runs alone; empty where the steps were not measured.
+        Microseconds of each step when it runs alone; empty if the steps were not measured.
     data : tuple of tuple of int
-        For each step, the steps that it waited for as recorded, before the nodes were moved to fewer lanes.
+        For each step, the steps that it waited for in the recording, before the nodes were moved to fewer lanes.
     ends : tuple of float
-        Microseconds from the beginning of a replay to the end of each step; empty where no replay was measured for this.
+        Microseconds from the beginning of a replay to the end of each step; empty if no such replay was measured.
     """
 
     name: str
@@ -91,7 +94,7 @@ class Explanation:
 
     @property
     def serial(self) -> list[Step]:
-        """The steps that run after all before and before all after."""
+        """The steps that run alone, between all earlier and later steps."""
         return [step for step in self.steps if step.why]
 
     @property
@@ -108,7 +111,7 @@ class Explanation:
     def longest_by_data(self) -> int:
         """The number of steps on the longest path by data alone.
 
-        The number of lanes does not limit this path.
+        This is the length of the longest path if the number of lanes is unlimited.
         """
         return int(_longest(self.data or self._after, [1.0] * len(self.steps)))
 
@@ -116,7 +119,7 @@ class Explanation:
     def critical(self) -> float:
         """Microseconds of the longest path by data alone.
 
-        The figure is 0 where the steps were not measured.
+        It is 0 if the steps were not measured.
         """
         return _longest(self.data or self._after, self.times) if self.times else 0.0
 
@@ -124,30 +127,30 @@ class Explanation:
     def planned(self) -> float:
         """Microseconds of the longest path on the present lanes.
 
-        The figure is 0 where the steps were not measured.
+        It is 0 if the steps were not measured.
         """
         return _longest(self._after, self.times) if self.times else 0.0
 
     @property
     def total(self) -> float:
-        """Microseconds of all steps in sequence; 0 where not measured."""
+        """Microseconds of all steps in sequence; 0 if not measured."""
         return sum(self.times)
 
     @property
     def ran(self) -> list[tuple[float, float]]:
         """The begin and end of each step, in microseconds.
 
-        A step begins at the end of the last step that it waits for. The list is empty without `ends`.
+        A step counts as beginning at the end of the last step that it waits for. The list is empty if `ends` is empty.
         """
         if not self.ends:
             return []
         begins = [max([self.ends[before] for before in step.after], default=0.0) for step in self.steps]
-        # A measured end may lie before the end of a predecessor. So the begin is limited to the step's own end.
+        # Measurement errors may place a step's end before the end of a predecessor. So the begin is at most the step's own end.
         return [(min(begin, end), end) for begin, end in zip(begins, self.ends, strict=True)]
 
     @property
     def use(self) -> list[tuple[int, float]]:
-        """The number of nodes of each lane, and the microseconds of these."""
+        """The number of nodes of each lane, and their microseconds in all."""
         found: dict[int, list[float]] = {}
         for number, step in enumerate(self.steps):
             if step.lane is not None:
@@ -155,7 +158,7 @@ class Explanation:
         return [(len(times), sum(times)) for _, times in sorted(found.items())]
 
     def order(self) -> list[int]:
-        """Return the places of the steps in an order of execution.
+        """Return the numbers of the steps in an order of execution.
 
         Each step comes after the steps that it waits for.
         """
@@ -166,9 +169,9 @@ class Explanation:
         return [step.after for step in self.steps]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the explanation as dictionaries, lists, numbers and strings.
+        """Return the explanation in types that JSON can store.
 
-        JSON can store these types.
+        They are dictionaries, lists, numbers, strings, booleans and None.
         """
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         # Tuples become lists, because JSON has no tuples.
@@ -183,7 +186,7 @@ class Explanation:
     def to_dot(self) -> str:
         """Return the graph of the steps in the language of Graphviz.
 
-        A step that nothing runs beside is a box.
+        A step that runs alone is drawn as a box.
         """
         lines = [f"digraph {_quoted(self.name)} {{"]
         for number, step in enumerate(self.steps):
@@ -250,7 +253,7 @@ def _ordered(after: Sequence[Sequence[int]]) -> list[int]:
 
 def _longest(after: Sequence[Sequence[int]], times: Sequence[float]) -> float:
     ways: dict[int, float] = {}
-    # Each step comes after its predecessors, so the paths to these are known.
+    # In this order, the paths to all predecessors of a step are already known.
     for number in _ordered(after):
         ways[number] = times[number] + max([ways[before] for before in after[number]], default=0.0)
     return max(ways.values(), default=0.0)

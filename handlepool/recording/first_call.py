@@ -1,4 +1,4 @@
-"""Call a function for real, and compare captures with that call."""
+"""Make a function's real call, and compare captures with that call."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 
 class FirstCall:
-    """Call a function for real, and note its launches.
+    """Make a function's real call, and note its launches.
 
-    Each capture must make the same launches.
+    Each later capture must make the same launches.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class FirstCall:
     home : StreamReference
         The caller's stream.
     counted : bool
-        Whether plans are counted with lanes too.
+        Whether to count the launches of plans even if the recording has lanes.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class FirstCall:
             call = partial(_rehearsed, self._rehearsal, pool, home, call)
         if self._launches is not None:
             call = partial(self._launches.around, call)
-        # Answers that were asked for before this call belong to other calls, so `capture` waits for newer answers only.
+        # The measurements of writes that were requested before this call concern other calls. So `capture` waits only for later
+        # requests.
         self._asked = awaited.asked
         with self._copies.noted():
             returned = call(function, args, kwargs)
@@ -76,11 +77,11 @@ class FirstCall:
         return returned
 
     def keep(self) -> None:
-        """Keep the plans for more captures, until exit."""
+        """Keep the plans for further captures, at the latest until exit."""
         process_end.add(self._end_at_exit)
 
     def end(self) -> None:
-        """Find the arrays that the function has kept."""
+        """End the call, and find the arrays that the function has kept."""
         for left in self._leftovers():
             left.end()
 
@@ -88,7 +89,7 @@ class FirstCall:
         return [watcher.new for watcher in (self._rehearsal, self._launches) if watcher is not None]
 
     def plans(self) -> list[tuple[Plan, int]]:
-        """Return the launched plans of the device, each with its launches."""
+        """Return the launched plans of the device, with launch counts."""
         return [] if self._launches is None else self._launches.plans(self._home.device)
 
     def capture(
@@ -108,32 +109,32 @@ class FirstCall:
     ) -> T:
         """Call the function again under capture, and finish the recording.
 
-        ``finish(recording, outputs)`` makes the value of this method. Where the method raises an error, objects are as they were
-        at the beginning, and nothing of the recording is left.
+        The method returns the value of ``finish(recording, outputs)``. If it raises, all objects are as they were before the
+        call, and nothing of the recording is left.
 
         Parameters
         ----------
         given : ContainerSnapshot
             The snapshot of the arguments.
         values : sequence
-            The values that are reached from the arguments through containers.
+            The values that the arguments contain, also inside containers.
         home : StreamReference
             The caller's stream, which is current.
         kept : sequence, optional
-            Values that the graph reads; the function and its arguments where nothing is given.
+            Values that the graph reads. By default they are the function and its arguments.
         before : State, optional
             The state of the same arguments before the first call.
         returned : optional
-            The value of the first call, where the caller still holds it.
+            The value of the first call, if the caller still holds it.
         empty : bool
             Whether the function may return None.
 
         Raises
         ------
         CaptureError
-            For a difference from the first call, and for a function that cannot be recorded.
+            If the second call differs from the first, or if the function cannot be recorded.
         ContractError
-            For an operation that wrote more than it declares.
+            If an operation wrote more than it declares.
         """
         pool, name, lanes, driver = self._pool, self._name, self._lanes, self._pool.driver
         recording = Recording(pool, name, lanes, () if self._rehearsal is None else self._rehearsal.calls)
@@ -141,7 +142,8 @@ class FirstCall:
         again = None if launches is None or lanes is not None else Launches(pool)
         try:
             if awaited.asked > self._asked and not self._captured:
-                # The nodes of operations that are known to write as they declare run side by side, so the answers must be there.
+                # The measurements must be complete: nodes of operations may run concurrently only if the operations are known
+                # to write no more than they declare.
                 wait_for_answers(self._asked)
             renewed = given.renew()
             if self._captured:
@@ -158,7 +160,7 @@ class FirstCall:
             with self._copies.repeated(recording.kept.add):
                 outputs = captured(function, args, kwargs, partial(state.check, name))
             given.check(name)
-            # With lanes the capture has already checked the state and compared the calls.
+            # With lanes, the capture itself checks the state and compares the calls.
             if again is not None and launches is not None:
                 state.check(name)
                 check_same(name, launches.calls, again.calls)
@@ -179,27 +181,27 @@ class FirstCall:
         except BaseException:
             outputs, done = None, False
             try:
-                # The arguments go first, so that no attribute keeps an array of the recording's memory, which no replay has
-                # written.
+                # The arguments are restored first. Otherwise an attribute could keep an array in the recording's memory, which
+                # no replay has written.
                 given.restore()
                 if state is not None:
                     state.restore()
                 done = recording.destroy()
             finally:
                 recording.kept.take()
-                # The error must reach the caller even if the driver cannot destroy the recording yet. So a later call destroys
-                # it.
+                # If the driver cannot destroy the recording yet, a later call does so. The original error must reach the caller
+                # in any case.
                 if not done:
                     defer(recording.settle)
             raise
 
     def memory(self, recording: Recording, outputs: object) -> Memory:
-        """Return the memory that replays access, and release the first call's arrays.
+        """Return the memory of replays, and release the first call's arrays.
 
         Raises
         ------
         CaptureError
-            Where the capture reads an array of the first call.
+            If the capture reads an array that the first call made.
         """
         leftovers = self._leftovers()
         made = recording.memory(outputs, leftovers)
@@ -208,7 +210,7 @@ class FirstCall:
         return made
 
     def _end_at_exit(self, deadline: float) -> None:
-        """Drop the plans, because cuDNN's binding complains about plans that outlive it."""
+        """Drop the plans, which must not outlive cuDNN's binding."""
         for watcher in (self._rehearsal, self._launches):
             if watcher is not None:
                 watcher.calls.clear()
@@ -241,15 +243,15 @@ def check_returned(name: str, function: object, returned: object) -> None:
 
 
 def _settle(driver: Driver, pointer: int) -> None:
-    """Wait for a stream, whose work may still write NumPy's arrays."""
+    """Wait for a stream, because its work may still write NumPy arrays."""
     with driver.relaxed():
         driver.synchronize_stream(pointer)
 
 
 def _shapes(driver: Driver, returned: Any) -> list[Any]:
-    """Return the shapes and types of the arrays a function returned.
+    """Return the shapes and types of returned arrays.
 
-    An array of the driver's becomes a tuple, and any other array becomes text.
+    An entry is a tuple for an array of the driver, and text for any other array.
     """
     native: Any = driver.array_types[0]
     if type(returned) is native:
@@ -270,9 +272,9 @@ def _text(shape: Any) -> str:
 
 
 def _rehearsed(rehearsal: Rehearsal, pool: PoolInternals, home: StreamReference, run: Callable[..., T], *call: Any) -> T:
-    """Call a function with its calls noted, on one stream.
+    """Call a function while a rehearsal notes its calls.
 
-    The stream is also current for torch, as it is while recording.
+    Meanwhile the caller's stream is also current for torch, as during the recording.
     """
     torch = (torch_in_use(pool.driver) or torch_among(*call)) if "torch" in sys.modules else None
     if torch is None:

@@ -1,10 +1,11 @@
-"""Compare the values that a recorded function reaches with a program's.
+"""Compare the values that a function reaches with those of its program.
 
-A program reads an array where it is, and has a number, a text or a flag built in. So arrays and objects are compared by identity,
-and plain values by value, wherever the function reaches them: by closure, defaults, attributes, containers, and the globals that
-the code names. An attribute that no code of the function names is left out, except where a library reads it.
+A program reads arrays in place, and has numbers, texts and flags built in. So these values must be as they were at the
+recording. Arrays and objects are compared by identity, and plain values by value. The function reaches them by its closure, its
+defaults, attributes, containers, and the globals that its code names. An attribute is left out if no code of the function names
+it, unless a library may read it.
 
-All comparisons of one program are written out as one function: a loop over them would cost three times as much.
+All comparisons of one program are compiled into one function, because a loop over them would take three times as long.
 """
 
 import sys
@@ -42,12 +43,12 @@ from handlepool.recording.state_kinds import (
 from handlepool.recording.update import PLAIN, same
 
 MOST_GUARDS = 5000
-"""The most guards of a program.
+"""The maximum number of guards of a program.
 
 A function that needs more guards runs eagerly.
 """
 MOST_HOST_BYTES = 1 << 16
-"""The most bytes of NumPy's arrays to compare at each call.
+"""The maximum bytes of NumPy arrays to compare at each call.
 
 A function that reaches more bytes runs eagerly.
 """
@@ -56,11 +57,11 @@ ARRAY, OBJECT, VALUE = "array", "object", "value"
 _BY_NAME = frozenset(
     ["getattr", "hasattr", "vars", "__dict__", "attrgetter", "methodcaller", "eval", "exec", "globals", "locals"]
 )
-"""Names in code that may reach attributes without their names."""
+"""Names of functions by which code can reach attributes by computed names."""
 _MODULE_DATA = ("_parameters", "_buffers", "_modules")
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 _CODE = (FunctionType, BuiltinFunctionType, ModuleType, type, staticmethod, classmethod, property, CACHE)
-"""Types of code, which is taken not to change."""
+"""Types that count as code, which is assumed not to change."""
 _PLAIN = (*PLAIN, type(None), slice, range, np.dtype)
 
 
@@ -70,11 +71,11 @@ class Guard(NamedTuple):
     Attributes
     ----------
     path : str
-        How the function reaches the value.
+        The path by which the function reaches the value.
     kind : str
         ``ARRAY``, ``OBJECT`` or ``VALUE``.
     read : callable
-        Returns the value as it is now.
+        Returns the present value.
     expected : object
     """
 
@@ -85,7 +86,7 @@ class Guard(NamedTuple):
 
 
 class TooMany(Exception):
-    """A function reaches more than can be compared at each call."""
+    """A function reaches too much to compare at each call."""
 
 
 class Guards:
@@ -96,15 +97,15 @@ class Guards:
     driver : Driver
     function : callable
     held : sequence
-        The arguments that the key identifies by identity.
+        The arguments that the key contains by identity.
 
     Attributes
     ----------
     arrays : list
         All arrays and tensors that are reached.
     holds : callable
-        Returns whether all values are as they were. Also False where an equal value has taken the place of another value: see
-        `changed`.
+        Returns True if all values are identical to those of the recording. It also returns False if a value was replaced by an
+        equal value; then `changed` decides.
 
     Raises
     ------
@@ -113,7 +114,7 @@ class Guards:
 
     def __init__(self, driver: Driver, function: Callable[..., Any], held: Iterable[Any]) -> None:
         self._kinds = driver.array_types
-        # The host driver reads tensors on the host where they are.
+        # With the host driver, a tensor on the host is read in place, like an array. Otherwise its values are compared.
         self._host_tensors = driver.name != "host"
         walk = Walk(driver, (), ())
         walk.run(function, [*held], {})
@@ -122,14 +123,14 @@ class Guards:
         self._reached = walk.entered
         self.arrays = [each for each in walk.entered.values() if self._is_array(each)]
         named = _named([each for each in walk.entered.values() if isinstance(each, FunctionType) and _is_users(each)])
-        # Code may reach any attribute by a computed name. Then every attribute counts as named.
+        # If the code can compute names of attributes, every attribute counts as named.
         self._named = None if named & _BY_NAME else named
         self._guards: list[Guard] = []
         self._tests: list[str] = []
         self._space: dict[str, Any] = {}
         self._host_bytes = 0
-        # Two sets of dictionaries of torch's modules: hooks are left out, and the number of parameters or buffers is not
-        # compared.
+        # Both sets have dictionaries of torch modules, by identity. In the first set are hooks, which are not compared. In the
+        # second are parameters and buffers, whose number is not compared.
         self._left_out: set[int] = set()
         self._any_length: set[int] = set()
         self._of_modules = _of_modules()
@@ -138,16 +139,16 @@ class Guards:
             if len(self._guards) > MOST_GUARDS:
                 raise TooMany(f"it reaches more than {MOST_GUARDS:,} attributes, entries and variables")
         self.holds = self._compiled()
-        # The comparisons hold the arrays, so the objects of the walk are not needed any more.
+        # The comparisons keep the arrays alive, so the other objects of the walk are released.
         self._reached = {}
 
     def __len__(self) -> int:
         return len(self._guards)
 
     def changed(self) -> list[Guard]:
-        """Return the guards that do not hold.
+        """Return the guards whose values have changed.
 
-        Equal values of other objects are expected from now on.
+        If a value was replaced by an equal value, the new object is expected from now on.
         """
         found, renewed = [], []
         for number, guard in enumerate(self._guards):
@@ -164,7 +165,7 @@ class Guards:
                 renewed.append((number, now))
         for number, now in renewed:
             self._guards[number] = self._guards[number]._replace(expected=now)
-            # The compiled function compares by identity. So it gets the new object, or it would fail at every later call.
+            # The compiled function compares by identity. Without the new object, it would fail at every later call.
             if f"v{number}" in self._space:
                 self._space[f"v{number}"] = now
         return found
@@ -173,7 +174,7 @@ class Guards:
         return isinstance(value, self._kinds) or is_tensor(value)
 
     def _compiled(self) -> Callable[[], bool]:
-        # One expression needs no loop at a call. An error inside it counts as a difference.
+        # The function is a single expression without a loop. An error inside it counts as a difference.
         tests = "\n        or ".join(self._tests) or "False"
         text = f"def holds():\n    try:\n        return not ({tests})\n    except Exception:\n        return False\n"
         exec(compile(text, "<a program's guards>", "exec"), self._space)
@@ -187,7 +188,7 @@ class Guards:
             return
         if kind is ATTRIBUTES:
             own = owner.__dict__
-            # A function that was wrapped does not read its attributes as values.
+            # A wrapper's ``__wrapped__`` is left out, because the wrapper does not read it as a value.
             keys = self._read_of(owner, own)
             self._entries(own, [(f"{path}.{key}", key) for key in keys], "[{key}]", own.get)
             if keys == [*own]:
@@ -253,7 +254,7 @@ class Guards:
                 continue
             number = len(self._guards)
             shown = repr(key) if type(key) in (str, int) else f"k{number}"
-            # A key without a literal form is read from the namespace.
+            # A key that cannot be written as a literal is put into the namespace of the compiled function.
             self._space[f"k{number}"] = key
             self._guard(path, value, owner, test.format(key=shown), partial(get, key, MISSING))
 
@@ -261,7 +262,7 @@ class Guards:
         def read() -> Any:
             return slot.__get__(owner, type(owner))
 
-        # A slot without a value raises an error. It has no value to compare.
+        # Reading a slot without a value raises. There is nothing to compare then.
         try:
             value = read()
         except AttributeError:
@@ -298,7 +299,8 @@ class Guards:
             raise TooMany(f"the values of {path} cannot be compared") from error
         number = len(self._guards)
         self._guards.append(Guard(path, VALUE, lambda: value if read() == value else MISSING, value))
-        # The last entry keeps the objects alive whose identities are compared. A freed object's identity could be used again.
+        # The last entry keeps the objects alive whose identities are compared. Otherwise a new object could get the identity of
+        # a freed object.
         self._space[f"o{number}"], self._space[f"v{number}"], self._space[f"k{number}"] = owner, value, keep
         self._tests.append(f"{test.format(f'o{number}')} != v{number}")
 
@@ -306,7 +308,7 @@ class Guards:
         if self._is_array(value):
             return False
         if isinstance(value, FunctionType):
-            # A variable may come to refer to another function of the user's.
+            # A function of the user does not count as code, because the variable may later refer to another function.
             return is_library(value.__module__)
         return isinstance(value, _CODE) or str(type(value).__module__).partition(".")[0] == "handlepool"
 
@@ -328,7 +330,7 @@ def _is_plain(value: object) -> bool:
 def _named(functions: Iterable[FunctionType]) -> frozenset[str]:
     """Return the names in the code of functions.
 
-    Constructors of classes that no code names are left out: they ran before.
+    A constructor is left out if no code names its class. Then it only ran before the recording.
     """
     # `dataclasses` generates comparisons that name ``__class__`` and make no object.
     functions = [each for each in functions if not (each.__name__.startswith("__") and each.__code__.co_filename == "<string>")]

@@ -1,11 +1,10 @@
 """Turn host data into constants, or refuse it (guarantee 19).
 
-The host data are the values that a recorded function brings to the device.
-
-A graph holds a copy from the host as an address of the host's. A replay would read that memory again, with the values that it
-has by then. So the arrays that the driver's `asarray` makes in the first call are made once more, before the second call. In the
-second call, `asarray` gives a copy of the constant, on the device, where the values are equal. The function may write into its
-copy.
+Host data are values that a recorded function copies to the device. A graph would contain such a copy with the address of the
+host memory. A replay would then read whatever values this memory has at that time. Therefore the values that the driver's
+`asarray` copies in the first call are copied once more before the second call, into constants. In the second call, `asarray`
+compares its values with the constant. If they are equal, it returns a copy of the constant, made on the device, into which the
+function may write. If they differ, it raises.
 """
 
 import gc
@@ -31,9 +30,9 @@ REMEDIES = "Pass the array as an argument, or make it on the device in an operat
 
 
 class HostCopies:
-    """The values that both calls of a function bring to the device.
+    """The values that both calls of a function copy to the device.
 
-    Used by one thread.
+    An object is used by one thread.
 
     Parameters
     ----------
@@ -57,7 +56,7 @@ class HostCopies:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Take note of the values in the first call."""
+        """Note the values that are copied in the first call."""
         end = self._driver.watch_host_data(self._note, lambda values, *_: self._read.append(values))
         try:
             yield
@@ -67,12 +66,13 @@ class HostCopies:
     def upload(self, removed: Sequence[Any] = ()) -> None:
         """Make the constants on the current stream.
 
-        An array that the function has kept, and will not make again, gets no constant. ``removed`` are values that the function
-        kept in its arguments, and does not find there at its second call.
+        An array that the function has kept gets no constant, because the second call will not make it again. ``removed`` are
+        values that the first call stored in its arguments. They are removed before the second call, so the function will make
+        them again.
         """
         again = {*map(id, leaves(removed))} if removed else set()
         if [made for made in self._made if made() is not None]:
-            # Some arrays may be in cycles that no object reaches, such as the cycle of a local function that calls itself.
+            # Arrays in unreachable cycles do not count as kept. An example is the cycle of a local function that calls itself.
             gc.collect()
         for number, made in enumerate(self._made):
             array = made()
@@ -81,9 +81,9 @@ class HostCopies:
         self._left = [*self._constants]
 
     def renew(self) -> None:
-        """Make the constants of the last repetition again.
+        """Make the constants of the last repetition again, for another one.
 
-        They are for another repetition, and are made on the current stream.
+        They are made on the current stream.
         """
         used = [number for number in self._constants if number not in self._left]
         self._constants = {number: self._driver.asarray(self._values[number]) for number in used}
@@ -96,7 +96,7 @@ class HostCopies:
         Raises
         ------
         CaptureError
-            For values that differ from the first call's, also where the function caught the error.
+            If a value differs from that of the first call, even if the function caught the error.
         """
         self._keep = keep
         end = self._driver.watch_host_data(self._repeat, self._read_again)
@@ -111,7 +111,7 @@ class HostCopies:
         array = copy()
         # The copy keeps the values, since the function may change the host array.
         self._values.append(np.array(values, order="K"))
-        # The weak reference tells later whether the function has kept the array.
+        # This weak reference later shows whether the function has kept the array.
         self._made.append(ref(array))
         return array
 
@@ -134,7 +134,7 @@ class HostCopies:
     def _as_node(self, make: Callable[[], Any], constant: Any) -> Any:
         """Make a copy of a constant.
 
-        With lanes the copy is a node, so that other nodes do not wait for it.
+        With lanes, the copy is a node of its own, so that unrelated nodes do not wait for it.
         """
         driver, device = self._driver, self._pool.current_device()
         lanes = lanes_for(self._pool, driver.current_stream(device).ptr)
@@ -147,10 +147,7 @@ class HostCopies:
         return lanes.run("asarray", (piece_of(driver, constant),), (), (constant,), call, what=OF_CONSTANT)
 
     def _read_again(self, values: np.ndarray[Any, Any], label: str, copies: bool) -> None:
-        """Check host memory that recorded work reads.
-
-        Each replay reads that memory where it is.
-        """
+        """Check host memory that recorded work reads in place."""
         number = self._next_read
         self._next_read += 1
         if copies:
@@ -162,7 +159,7 @@ class HostCopies:
             )
 
     def _refuse(self, fault: str) -> CaptureError:
-        # The first refusal stays, since the function may have caught its error.
+        # The first refusal is kept, because the function may catch the error.
         self._refused = self._refused or f"{self._name} cannot be recorded: {fault}. {REMEDIES}"
         return CaptureError(self._refused)
 

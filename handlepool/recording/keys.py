@@ -2,9 +2,9 @@
 
 Calls of one key share a program.
 
-For an array the key has shape, strides and type, and the sharing of memory among the arrays. For numbers, text and flags it has
-the value, with type and sign. For any other object it has the identity. The object's own state is guarded, see
-`handlepool.recording.guards`.
+The key contains the shape, strides and type of each array, and tells which arrays share memory. For numbers, text and flags it
+contains the value, with type and sign. For any other object it contains the identity. The state inside such an object is
+compared by guards, see `handlepool.recording.guards`.
 """
 
 import copy
@@ -24,13 +24,16 @@ from handlepool.recording.update import piece_of
 
 _PLAIN = frozenset([int, bool, str, bytes, type(None)])
 _VALUES = frozenset(["datetime", "decimal", "fractions", "pathlib", "uuid"])
-"""Modules with immutable objects whose repr shows their full value."""
+"""Modules of immutable objects whose repr shows the full value."""
 MOST_LIES = 1000
-"""The most geometries whose reach is cached."""
+"""The maximum number of geometries whose extent in memory is cached."""
 
 
 class NotRecorded(Exception):
-    """A call with such arguments runs eagerly."""
+    """A call has arguments that do not allow a program.
+
+    The call then runs eagerly.
+    """
 
 
 class Call:
@@ -40,11 +43,11 @@ class Call:
     ----------
     key : tuple
     arrays : list
-        Arrays of the driver's, and tensors, in order.
+        The driver's arrays and the tensors among the arguments, in order.
     held : list
-        The objects that the key identifies by identity.
+        The objects that the key contains by identity.
     edges : list of tuple
-        The begin and end of each array's memory, in the order of the memory.
+        The begin and end of each array's memory, sorted by address.
     tensors : bool
         Whether tensors are among the arrays.
     related : bool
@@ -68,7 +71,7 @@ class Reader:
     ----------
     driver : Driver
     in_place : dict
-        Places and names of arguments whose arrays are read where they are.
+        Positions and names of arguments whose arrays a program reads in place, without a copy.
     """
 
     def __init__(self, driver: Driver, in_place: frozenset[int | str]) -> None:
@@ -91,7 +94,7 @@ class Reader:
         parts: list[Any] = []
         arrays, simple = call.arrays, not self._in_place
         for place, value in enumerate(args):
-            # The first branch serves the usual call, an array by position, without a further call.
+            # The first branch is a shortcut for the usual argument, which is an array by position.
             if type(value) is kind and simple:
                 arrays.append(value)
                 parts.append((value.shape, value.strides, value.dtype))
@@ -108,7 +111,7 @@ class Reader:
         device = self._driver.current_device()
         if arrays:
             self._place(call, device)
-        # Without shared memory the relation says nothing, so the key leaves it out.
+        # The relation tells which arrays share memory. If there are none, the key does not contain it.
         call.key = (device, *parts, *((relation(self._driver, self._elements(call)),) if call.related else ()))
         return call
 
@@ -121,13 +124,13 @@ class Reader:
             pieces = [tensors.piece_of(each) if is_tensor(each) else piece_of(driver, each) for each in arrays]
             call.edges = sorted([each[:2] for each in pieces])
         else:
-            # Begin and end depend on the geometry alone, so they are cached as offsets from the pointer.
+            # As offsets from the pointer, begin and end depend only on the geometry. So they are cached by geometry.
             reaches = self._reaches
             for array, pointer in zip(arrays, driver.array_pointers(arrays), strict=True):
                 lie = array.shape, array.strides, array.dtype
                 reach = reaches.get(lie)
                 if reach is None:
-                    # The cache is emptied at its bound, since calls with ever new shapes would grow it without end.
+                    # Without this bound, calls with ever new shapes would let the cache grow for ever.
                     if len(reaches) > MOST_LIES:
                         reaches.clear()
                     begin, end, _ = piece_of(driver, array)
@@ -135,7 +138,7 @@ class Reader:
                 call.edges.append((pointer + reach[0], pointer + reach[1]))
             if len(arrays) > 1:
                 call.edges.sort()
-        # The edges are in order, so an array overlaps an earlier array where it begins before the last end.
+        # The edges are sorted. So an array shares memory with an earlier array if it begins before the last end.
         last = 0
         for begin, end in call.edges:
             if begin < last and begin < end:
@@ -153,13 +156,13 @@ class Reader:
         if kind in _PLAIN:
             return kind, value
         if kind in (float, complex):
-            # The repr tells signs of zero apart, and equates NaN with NaN.
+            # Unlike the values, their reprs differ for 0.0 and -0.0, and are equal for two NaNs.
             return kind, repr(value)
         if isinstance(value, np.generic):
             return kind, value.dtype, value.tobytes()
         if isinstance(value, (list, tuple)):
             return kind, tuple([self._part(each, call) for each in value])
-        # A dictionary with ``__missing__`` has more values than its entries.
+        # A dictionary with ``__missing__`` may give values that are no entries, so it is not compared by its entries.
         if kind is dict or (isinstance(value, dict) and not hasattr(kind, "__missing__")):
             return kind, tuple([(self._part(key, call), self._part(each, call)) for key, each in value.items()])
         if kind in (slice, range):
@@ -206,9 +209,9 @@ def rebuilt_call(
     is_input: Callable[[Any], bool],
     arrays: Iterator[Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments in new containers, with other arrays for the inputs.
+    """Return arguments in new containers, with other arrays in the inputs' places.
 
-    The arrays come in the order of `Call.arrays`.
+    The other arrays are given in the order of `Call.arrays`.
     """
 
     def rebuilt(value: object) -> Any:
@@ -217,7 +220,7 @@ def rebuilt_call(
         if isinstance(value, dict):
             new: Any = copy.copy(value)
             for key, each in value.items():
-                # The method of the base class keeps code of a subclass from running.
+                # Calling the base class's method avoids code of a subclass.
                 dict.__setitem__(new, rebuilt(key), rebuilt(each))
             return new
         if isinstance(value, (list, tuple)):
@@ -242,5 +245,5 @@ def rebuilt_call(
 
 
 def elements_of(driver: Driver, arrays: Sequence[Any]) -> list[Any]:
-    """Return the arrays, with tensors as arrays over their memory."""
+    """Return the arrays, with an array over its memory for each tensor."""
     return [tensors.elements(driver, "a tensor", each) if is_tensor(each) else each for each in arrays]

@@ -221,7 +221,7 @@ class Launches:
     Parameters
     ----------
     pool : PoolInternals
-        The pool whose plans count.
+        Only launches of this pool are counted.
 
     Attributes
     ----------

@@ -1,7 +1,7 @@
 """Choose plans inside a program by the time of whole replays.
 
-A node that is timed alone does not tell how long it takes in a program. So each trial records the program's call again with a few
-changes, and its replays take turns with replays of the best recording so far.
+The time of a node alone does not tell how long the node takes inside a program. So each trial records the program's call again,
+with a few changes of plans. Replays of this recording and of the best recording so far are timed in turns.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
 
 AT_ONCE = 4
-"""Most changes of a trial."""
+"""The maximum number of changes in one trial."""
 SAMPLES = 15
-"""Samples of each recording of a trial, taken in turns."""
+"""The number of samples of each recording in a trial."""
 LEAST_GAIN = 0.002
-"""Share of a replay's time below which a gain counts as noise."""
+"""The share of a replay's time that counts as noise."""
 SHARE_ALONE = 0.5
-"""Share of the time for timing plans alone."""
+"""The share of the tuning's time for timing plans alone."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Take:
     outputs : object
     memory : Memory
     launched : tuple of (Plan, int)
-        Plans with their launches, where they were counted.
+        The launched plans with their numbers of launches, if these were counted.
     """
 
     recording: "Recording"
@@ -63,7 +63,7 @@ class Take:
 def dispose(recording: "Recording", held: list[Any]) -> None:
     """Destroy a recording whose launches have ended.
 
-    The objects that were held for it are dropped.
+    The objects in ``held``, which were kept alive for it, are released.
     """
     held.append(recording.kept.take())
     try:
@@ -73,7 +73,7 @@ def dispose(recording: "Recording", held: list[Any]) -> None:
     except BaseException:
         defer(recording.settle)
         raise
-    # Arrays that a caller holds may still use memory. A later call then goes on.
+    # If a caller still holds arrays in the recording's memory, a later call continues the destruction.
     if not done:
         defer(recording.settle)
 
@@ -81,14 +81,14 @@ def dispose(recording: "Recording", held: list[Any]) -> None:
 class Trials:
     """Try other plans and forms in recordings of a program's call.
 
-    A program makes and uses the trials while it refuses other uses. Its device is current.
+    The object is made and used while its program refuses other uses, with the program's device current.
 
     Parameters
     ----------
     recording : Recording
         The program's own recording.
     name : str
-        Of the program.
+        The program's name.
     inputs : Inputs
     again : callable
         ``again(home, finish, counted=)`` records the call again: see `handlepool.recording.record`.
@@ -121,13 +121,14 @@ class Trials:
         self._name, self._inputs, self._again = name, inputs, again
         self._pointer, self._lanes, self._goal = pointer, lanes, goal
         self._events: list[Any] = []
-        # A trial's changes, until the trial is decided.
+        # These are the changes of the present trial, until it is decided.
         self._made: list[Alternative] = []
 
     def run(self, until: float, show: Callable[[str | None], None]) -> Take | None:
-        """Try changes until a time; return the best other recording, or None.
+        """Try changes until a time; return the best new recording, or None.
 
-        The changes that helped stay. After an error all plans are as before, and nothing is left of the trials.
+        None means that no change helped. Changes that helped stay in force. After an error, all plans are as before, and the
+        recordings of the trials are destroyed.
         """
         outside = Outside(self._own, self._name, self._inputs)
         best: Take | None = None
@@ -166,9 +167,9 @@ class Trials:
                     do_all([outside.restore, wait, *(partial(destroy, event) for event in take_each(self._events))])
 
     def _batches(self, until: float, show: Callable[[str | None], None]) -> Iterator[list[Alternative]]:
-        """Yield changes to try together, then alone.
+        """Yield changes to try together, then the same changes one by one.
 
-        Changes that helped together are not tried alone.
+        If the changes helped together, they are not tried one by one.
         """
         counted = self._taken(counted=True)
         launched = counted.launched
@@ -187,7 +188,7 @@ class Trials:
                     return
                 yield some
                 if self.changes[-1].kept:
-                    # Another plan at the same place would replace the plan that won.
+                    # Further changes at the same places are dropped, because they would replace a plan that won.
                     places = {each.place for each in some}
                     left = [each for each in left if each.place not in places]
                     if some is batch:
@@ -201,7 +202,7 @@ class Trials:
     def _trial(self, batch: list[Alternative], against: "Recording") -> tuple[Take, float, float, bool]:
         """Record with changes, and compare the replays with those of another recording."""
         for each in batch:
-            # The change is noted first, so that an interrupt undoes it.
+            # The change is noted before it is made, so that it is undone even after an interrupt.
             self._made.append(each)
             each.make()
         take = self._taken()
@@ -217,7 +218,7 @@ class Trials:
                 take.end()
             raise
         gains = [one - other for one, other in zip(before, after, strict=True)]
-        # Three of four pairs are quicker with the change, and the gain is no noise.
+        # The change helps if three quarters of the pairs are quicker with it, and if the median gain is more than noise.
         better = quantiles(gains)[0] > 0 and median(gains) > LEAST_GAIN * median(before)
         return take, median(before), median(after), better
 
@@ -233,7 +234,7 @@ class Trials:
                         took = clock(self._driver, graph, self._pointer, replays)
                     else:
                         took = device(self._driver, graph, self._pointer, self._events, replays)
-                    # The first rounds warm up, and give the number of replays in a sample.
+                    # The first rounds warm up, and determine the number of replays in a sample.
                     if number >= 0:
                         samples.append(took)
                 if number == -1:

@@ -15,9 +15,10 @@ from handlepool.recording.update import is_foreign, piece_of
 from handlepool.tensors.layout import Piece, Ranges, share
 
 View = tuple[int, int, tuple[int, ...], tuple[int, ...], Any]
-"""A part of an argument.
+"""A view of an argument.
 
-The argument's place, bytes from its first element, shape, strides and type."""
+It has the argument's place, the bytes from the argument's first element, the shape, the strides and the type.
+"""
 
 
 class Returned:
@@ -31,23 +32,24 @@ class Returned:
     inputs : list
         The program's own arrays and tensors.
     reached : Ranges
-        Memory of arrays that are guarded.
+        The memory of the arrays that the guards compare.
     outputs
-        The value of the function.
+        The return value of the function.
     apart : bool
-        Whether results that share memory are copied apart, instead of refused.
+        Whether results that share memory are copied into separate arrays. Otherwise they are refused.
 
     Attributes
     ----------
     own : list
         Arrays in the program's memory, each once.
     places : dict
-        Argument of `builder`. Its functions index the stand-ins for ``own``, followed by the caller's arguments.
+        The argument ``places`` of `builder`. Its functions take their value from a list, which has the arrays that replace
+        ``own`` followed by the caller's arguments.
 
     Raises
     ------
     CaptureError
-        For a value that a call could not return as the function does.
+        For a value that a replayed call could not return in the same way as the function.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class Returned:
             offset = driver.array_pointer(array) - driver.array_pointer(self._elements[among[0]])
             self._views[key] = among[0], offset, array.shape, array.strides, array.dtype
             return
-        # The array is a weight of the guarded objects, so a call returns the weight itself.
+        # The array lies in a guarded array, such as a weight. A call returns the weight itself.
         if piece[0] < piece[1] and self._reached.meet(piece):
             return
         if is_tensor(value) and value.requires_grad:

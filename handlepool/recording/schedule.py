@@ -1,10 +1,12 @@
 """Schedule the steps of a recording on a bounded number of lanes.
 
-A recording is made with as many lanes as its data allows, because the whole graph is known only afterwards. A choice among few
-lanes during the recording would serialise independent parts. Here steps are given to lanes in the order in which they could run.
-Among the ready steps, the step with the longest path to the end comes first. An edge from the last step of the lane is added,
-unless other edges imply it. Edges that are implied then are removed, which saves time on the device (transitive reduction). All
-recorded dependencies stay: of data, of reused memory, and of scratch that is kept by stream.
+A recording is first made with as many lanes as its data allows. To choose among few lanes during the recording would serialise
+independent parts, because the rest of the graph is still unknown. Afterwards, this module gives the steps to fewer lanes.
+
+The steps are placed in an order in which they could run. Among the ready steps, the step with the longest path to the end comes
+first. A placed step gets an edge from the former last step of its lane, unless other edges imply that order. Then edges that
+other edges imply are removed, which saves time on the device (transitive reduction). All recorded dependencies stay in force,
+whether they come from data, from reused memory, or from scratch of a stream.
 """
 
 from collections import Counter
@@ -19,15 +21,15 @@ from handlepool.recording.explain import Step
 from handlepool.tensors.layout import Piece, Token
 
 LEAST_TIME = 2.0
-"""Estimated microseconds of a step, without the time for its bytes."""
+"""The estimated microseconds of a step that moves no bytes."""
 BYTES_A_MICROSECOND = 1_000_000
-"""Bytes that a step moves in a microsecond, by estimate."""
+"""The estimated number of bytes that a step moves in a microsecond."""
 
 Pair = tuple[Any, Any]
 
 
 class Arrangement(NamedTuple):
-    """The schedule of a recorded graph, with the steps' lanes and edges.
+    """The schedule of a recorded graph: its steps' lanes and edges.
 
     Attributes
     ----------
@@ -36,7 +38,7 @@ class Arrangement(NamedTuple):
     steps : tuple of Step
         The steps, with their lanes and dependencies.
     add, remove : list of (node, node)
-        Edges, for `RecordedGraph.arranged`.
+        The edges that turn the recorded graph into this schedule. `RecordedGraph.arranged` takes them.
     """
 
     lanes: int
@@ -51,16 +53,17 @@ class Arrangement(NamedTuple):
 
 
 class _Part:
-    """The part of the graph that a step became.
+    """The nodes of the graph that belong to one step.
 
     Attributes
     ----------
     entries, exits : list of node
-        Nodes of the part that depend on no other node of the part, and nodes that no other node of the part depends on.
+        ``entries`` are the nodes of the part that depend on no other node of the part. ``exits`` are the nodes on which no
+        other node of the part depends.
     after : collection of int
-        Steps that some nodes of the part depend on.
+        Steps on which at least one node of the part depends.
     whole : collection of int
-        Steps that all nodes of the part depend on: each exit of the step leads to each entry of the part.
+        Steps on which all nodes of the part depend. Each exit of such a step has an edge to each entry of the part.
     """
 
     __slots__ = ("after", "entries", "exits", "whole")
@@ -72,9 +75,9 @@ class _Part:
         self.whole: Collection[int] = ()
 
     def leading_to(self, other: "_Part") -> list[Pair]:
-        """Return the edges by which another part depends on this part.
+        """Return edges that make another part depend on this part.
 
-        All nodes of the other part then depend on all nodes of this part.
+        With these edges, all nodes of the other part depend on all nodes of this part.
         """
         exits, entries = self.exits, other.entries
         if len(exits) == len(entries) == 1:
@@ -91,7 +94,7 @@ class Schedule:
     steps : sequence of Step
         Steps in the order of the recording.
     ends : sequence of tuple of node
-        For each step, the nodes that later steps waited for. A step that is counted with the next step has no nodes.
+        For each step, the nodes that later steps waited for. If a step counts as a part of the next step, it has none.
     lanes : int
         Number of recorded lanes.
 
@@ -103,7 +106,7 @@ class Schedule:
     Raises
     ------
     CaptureError
-        For work in the graph that belongs to no step and that nothing waits for.
+        For work in the graph that belongs to no step and on which no later work depends.
     """
 
     def __init__(self, graph: RecordedGraph, steps: Sequence[Step], ends: Sequence[Sequence[Any]], lanes: int) -> None:
@@ -121,13 +124,13 @@ class Schedule:
         self._pairs: set[Pair] = set()
 
     def steps_of(self, nodes: Sequence[Any]) -> list[int | None]:
-        """Return the step of each of some nodes of the graph."""
+        """Return the step of each given node, or None."""
         return [self._owner.get(node) for node in nodes]
 
     def on(self, lanes: int, times: Sequence[float]) -> Arrangement:
-        """Return the steps on at most the given number of lanes.
+        """Return a schedule on at most the given number of lanes.
 
-        If the recording has no more lanes, return the recorded arrangement.
+        If the recording has no more lanes than that, return the recorded schedule.
 
         Parameters
         ----------
@@ -139,7 +142,7 @@ class Schedule:
             return self.recorded
         self._look()
         places = _Placing(self._parts, times, lanes).run()
-        # A circle of steps leaves some steps without a place, so the recorded arrangement stays.
+        # If steps wait for each other in a cycle, they get no place. Then the recorded schedule stays.
         if len(places) < sum(bool(part.entries) for part in self._parts) or not places:
             return self.recorded
         return self._arrangement(places)
@@ -192,11 +195,11 @@ class _Place:
     Attributes
     ----------
     lane, at : int
-        Index of the lane, and the step's position on the lane.
+        The number of the lane, and the step's position on the lane.
     known : sequence of int
-        For each lane, the number of steps that are over when this step is over.
+        For each lane, the number of its first steps that have certainly ended when this step has ended.
     behind : int or None
-        The last step of the lane, if no other edge implies that this step comes after it.
+        The previous step of the lane, if an edge from it is necessary; else None.
     """
 
     __slots__ = ("at", "behind", "known", "lane")
@@ -206,13 +209,16 @@ class _Place:
         self.at = at
         mine = [*known]
         mine[lane] = at
-        # A tuple of integers spares Python's collector repeated visits, because the collector stops tracking it.
+        # A tuple is used because Python's collector stops visiting a tuple of integers after the first time.
         self.known: Sequence[int] = tuple(mine)
         self.behind = behind
 
 
 def _needed(steps: set[int], places: "dict[int, _Place]") -> set[int]:
-    """Return the steps of a set that no other member follows."""
+    """Return the members of a set that no other member implies.
+
+    A member is implied if it has certainly ended when another member has ended.
+    """
     if len(steps) < 2:
         return steps
     needed = set()
@@ -245,7 +251,7 @@ def estimated(used: Sequence[tuple[Sequence[Piece | Token], Sequence[Piece | Tok
 def _owners(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> dict[Any, int]:
     """Return the step of each node.
 
-    A node belongs to the first step at whose end the node was over.
+    A node belongs to the first step whose last nodes depend on the node, or include it.
     """
     before: dict[Any, list[Any]] = {}
     for one, other in edges:
@@ -262,9 +268,9 @@ def _owners(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> dict[Any, i
 
 
 def _parts(edges: Sequence[Edge], owner: Mapping[Any, int], count: int) -> list[_Part]:
-    """Return the parts of the graph that the steps became."""
+    """Return the part of the graph for each step."""
     parts = [_Part() for _ in range(count)]
-    # These nodes lead to another node of their own step, or follow another node of their own step.
+    # `leading` has nodes with an edge to a node of the same step, and `led` nodes with an edge from a node of the same step.
     leading, led = set(), set()
     across: list[tuple[Any, Any, int, int]] = []
     for one, other in edges:
@@ -280,7 +286,7 @@ def _parts(edges: Sequence[Edge], owner: Mapping[Any, int], count: int) -> list[
             part.entries.append(node)
         if node not in leading:
             part.exits.append(node)
-    # The counter has the edges from exits to entries, between steps that have several of either.
+    # For pairs of steps with several exits or entries, the counter has the number of edges from exits to entries.
     found: Counter[tuple[int, int]] = Counter()
     for one, other, first, second in across:
         part = parts[second]
@@ -301,12 +307,13 @@ def _parts(edges: Sequence[Edge], owner: Mapping[Any, int], count: int) -> list[
 class _Placing:
     """Place steps on lanes by list scheduling.
 
-    A clock goes from the end of a step to the next end. Steps that are in the graph are given to lanes as the lanes become free.
+    A simulated clock advances from the end of a step to the next end. Steps with nodes are given to lanes when the lanes become
+    free.
 
     Attributes
     ----------
     places : dict
-        Places by step, in the order in which the steps begin. If steps form a circle, some are missing.
+        The places by step, in the order in which the steps begin. Steps that wait for each other in a cycle are missing.
     """
 
     def __init__(self, parts: Sequence[_Part], times: Sequence[float], lanes: int) -> None:
@@ -318,7 +325,7 @@ class _Placing:
         for number, part in enumerate(parts):
             for each in part.after:
                 self._followers[each].append(number)
-        # On a single lane all ranks are equal, so steps begin in the recorded order.
+        # On a single lane, all ranks are equal, and ready steps begin in the recorded order.
         self._rank = [0.0] * len(parts)
         if lanes > 1:
             # The rank is the negative time of the longest path to the end, so that the heap gives the longest path first.
@@ -344,10 +351,11 @@ class _Placing:
     def _next(self) -> int:
         """Return the step that begins now.
 
-        It is the ready step with the longest path to the end. If that path has slack, it is the follower of a lane's last step.
+        It is the ready step with the longest path to the end. But if that path has slack, a ready step that follows the last
+        step of a free lane is preferred.
         """
         rank, number = self._ready[0]
-        # The slack is the time by which the longest path may begin later.
+        # The slack is the time by which the longest path may be delayed without delaying the end.
         slack = (self._left + self._ends - len(self._running) * self._now) / self._lanes + rank
         if slack <= 0 or self._lanes == 1:
             return number
@@ -376,22 +384,22 @@ class _Placing:
         self._ends += end
         heappush(self._running, (end, number))
         ready = self._ready
-        # Some steps begin before their turn, so the heap may still hold placed steps.
+        # A step that was preferred begins before its turn in the heap. So the heap may still hold placed steps.
         while ready and ready[0][1] in places:
             heappop(ready)
 
     def _lane_for(self, part: _Part, known: Sequence[int]) -> int:
         """Return a free lane for a step.
 
-        A lane whose last step this step depends on comes first. A lane without an additional wait comes second, and any lane
-        last.
+        The best choice is a lane whose last step this step depends on. The second choice is a lane that needs no additional
+        wait.
         """
         best = -1
         for lane in self._free:
             if known[lane] >= self._counts[lane]:
                 if self._last[lane] in part.whole:
                     return lane
-                # A lane in use is better than an additional lane.
+                # Among these, the lane with the most steps is taken, so that no new lane is used without need.
                 if best < 0 or self._counts[best] < self._counts[lane]:
                     best = lane
         return self._free[0] if best < 0 else best
@@ -410,7 +418,7 @@ class _Placing:
 
 
 def _merged(known: Sequence[Sequence[int]], lanes: int) -> Sequence[int]:
-    """Return the maximum of each lane's known steps."""
+    """Return the maximum of the known steps, lane by lane."""
     if len(known) < 2:
         return known[0] if known else (0,) * lanes
     return tuple(map(max, *known))

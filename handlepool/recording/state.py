@@ -1,13 +1,14 @@
 """Find state that a function's second call changes (guarantee 19).
 
-A replay would not change such values.
+The function is refused, because a replay would not change that state.
 
 The walk begins at the function and its arguments. It goes through attributes, slots, containers, closures, defaults, bound and
 partial functions, classes, and the globals that the code names. Each object that can change is a *place*. A snapshot of the
 places is taken between the two calls and compared after the second call. If the recording is refused, the snapshot is written
 back.
 
-Device arrays are compared by their memory and never by their values, because nothing runs while a function is recorded.
+Device arrays are compared by their memory and not by their values, because no work runs on the device while a function is
+recorded.
 """
 
 import functools
@@ -79,12 +80,12 @@ from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Ranges
 
 MOST_PLACES = 100_000
-"""Number of objects that the walk takes in.
+"""The maximum number of objects that the walk visits.
 
-The state of objects beyond this number is not compared.
+The state of further objects is not compared.
 """
 MOST_HOST_BYTES = 64 << 20
-"""Bytes of NumPy's arrays, in total, that are compared by their values."""
+"""The maximum number of bytes of NumPy arrays to compare by values."""
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic, Enum, range, np.dtype, type)
 _ITERABLES: tuple[Any, ...] = (range(0), range(1 << 70), "", "\u00e9", b"", bytearray(), compact_array("b"), {}, np.empty(0))
@@ -108,7 +109,7 @@ class Place(NamedTuple):
     kind : Kind
     owner : object
     names : object
-        For a module's dictionary, the global names that the code uses; for a cell, its variable.
+        For a module's dictionary, the global names that the code uses. For a closure's cell, the name of its variable.
     then : dict
         The contents when the snapshot was taken.
     """
@@ -129,17 +130,17 @@ class State:
     function : callable
     args, kwargs : tuple, dict
     given : iterable of list or dict
-        Containers among the arguments. Every call is given new containers, so their entries are no state.
+        Containers among the arguments. Each call gets new containers, so changes of their entries do not count.
     inputs : sequence
-        Values that the arguments reach through containers.
+        Values that the arguments contain, also inside containers.
     settle : callable, optional
-        Waits for work that may still write NumPy's arrays; called once if there are such arrays. Without ``settle`` the snapshot
-        has only iterators, which cannot be restored.
+        Waits for work that may still write NumPy arrays. It is called once if there are such arrays. Without ``settle``, the
+        snapshot contains only the positions of iterators.
 
     Attributes
     ----------
     aliases : dict of str
-        Paths to arrays over the memory of arguments' arrays, in order.
+        Paths to arrays that share memory with arrays of the arguments, in order.
     """
 
     def __init__(
@@ -157,7 +158,8 @@ class State:
         walk.run(function, args, kwargs)
         self.aliases = walk.aliases
         self._known = walk.entered
-        # This snapshot is compared after the first call, which may change other places. Iterators cannot be restored.
+        # This snapshot is compared after the first call. That call may change any other state, but must not advance iterators,
+        # because they cannot be restored.
         if settle is None:
             walk.found = [each for each in walk.found if each[1] is POSITION]
         elif walk.host_arrays:
@@ -176,7 +178,7 @@ class State:
         """
         for place in self._places:
             then, now = place.then, place.kind.read(place.owner, place.names)
-            # Most places have the same objects in the same order, so identity is checked first.
+            # Most places are unchanged. So a quick comparison by identity comes first.
             same = len(then) == len(now) and all(map(is_, then, now)) and all(map(is_, then.values(), now.values()))
             key = MISSING if same else next(self._changes(place, now), MISSING)
             if key is not MISSING:
@@ -185,7 +187,7 @@ class State:
     def check_kept(self, name: str, before: "State") -> None:
         """Refuse a function whose first call kept an argument's array.
 
-        Each call overwrites that array with its input.
+        At each replay, that array would be overwritten with the new input.
 
         Raises
         ------
@@ -200,7 +202,7 @@ class State:
             )
 
     def restore(self) -> None:
-        """Restore the snapshot, except positions of iterators and generators."""
+        """Restore the snapshot, except the positions of iterators and generators."""
         for place in self._places:
             now = place.kind.read(place.owner, place.names)
             if next(self._changes(place, now), MISSING) is not MISSING:
@@ -216,19 +218,19 @@ class State:
             yield from (key for key, other in zip(then, now, strict=False) if not self._same(key, other))
 
     def _same(self, then: Any, now: Any, depth: int = 4) -> bool:
-        """Return whether two values are alike to a function.
+        """Return whether a function cannot distinguish two values.
 
-        Alike values are the same object, equal numbers or text, or arrays over the same memory.
+        Such values are the same object, equal numbers or texts, or arrays over the same memory.
         """
         if then is now:
             return True
         if type(then) is not type(now) or depth == 0:
             return False
         if isinstance(then, _SCALARS):
-            # The text tells signs of zeros apart, and a NaN equals another NaN.
+            # The reprs distinguish 0.0 and -0.0. The second condition makes two NaNs equal.
             return bool(then == now and repr(then) == repr(now)) or (then != then and now != now)
         if id(now) in self._known and not isinstance(now, (tuple, frozenset)):
-            # Both objects existed before, so a function can tell them apart by `is`.
+            # The new object existed before the call, so the function can distinguish it from the former object by `is`.
             return False
         if isinstance(then, np.ndarray):
             return _same_values(then, now)
@@ -239,7 +241,7 @@ class State:
         if is_tensor(then):
             alike = (then.shape, then.stride(), then.dtype) == (now.shape, now.stride(), now.dtype)
             if is_on_host(then):
-                # Values of the host may be read while a function is recorded.
+                # Values in the host's memory can be read while a function is recorded.
                 return alike and bool((then == now).all())
             return alike and then.data_ptr() == now.data_ptr()
         if isinstance(then, MethodType):
@@ -304,18 +306,18 @@ class Walk:
     ----------
     found : list of (path, kind, owner, names)
     host_arrays : int
-        Number of NumPy's arrays and host tensors among the owners.
+        Number of NumPy arrays and host tensors among the found objects.
     aliases : dict of str
-        Paths to arrays over the memory of ``inputs``, in order. ``inputs`` are the arrays among the arguments.
+        Paths to arrays that share memory with ``inputs``, in order. ``inputs`` are the arrays among the arguments.
     entered : dict of int
-        All objects that were found, by identifier. The dictionary holds the objects, so that no identifier is reused.
+        All visited objects, by ``id``. The dictionary keeps the objects alive, so that no ``id`` is reused.
     """
 
     def __init__(self, driver: Driver, given: Iterable[Any], inputs: Sequence[Any]) -> None:
         self._driver = driver
         self._inputs = inputs
         self._input_arrays = frozenset([id(each) for each in inputs if isinstance(each, driver.array_types)])
-        # The inputs' memory is read only when the walk finds an array that is no input.
+        # The memory ranges of the inputs are computed only if the walk finds another array.
         self._ranges: Ranges | None = None
         self._arrays: Any = (*driver.array_types, getattr(sys.modules.get("torch"), "Tensor", ()))
         self.aliases: dict[str, None] = {}
@@ -323,7 +325,7 @@ class Walk:
         self.found: list[tuple[str, Kind, Any, Any]] = []
         self.host_arrays = 0
         self._host_bytes = 0
-        # NumPy's arrays are also operands of the host driver, but their values belong to the host.
+        # The host driver also accepts NumPy arrays as operands. Here they count as values of the host.
         self._kinds = tuple(kind for kind in driver.array_types if kind is not np.ndarray)
         self.entered: dict[int, Any] = {}
         self._data: dict[type, bool] = {}
@@ -335,7 +337,7 @@ class Walk:
         left = self._left
         given = [(f"argument {place}", value) for place, value in enumerate(args)]
         for path, value in (*given[::-1], *[*kwargs.items()][::-1]):
-            # This is the start of `_visit`, which most arguments need no more of.
+            # This repeats the beginning of `_visit`, because most arguments need no more than that.
             if id(value) in self._input_arrays and isinstance(value, self._kinds):
                 self.aliases[path] = None
                 self.entered[id(value)] = value
@@ -347,21 +349,22 @@ class Walk:
             try:
                 self._visit(path, value)
             except Exception:
-                # An object's class may raise any error on an access, as a proxy outside its context does. Such state is not seen.
+                # Any access to an object may raise any error, as with a proxy outside of its context. The state of such an
+                # object is not compared.
                 continue
 
     def _visit(self, path: str, value: Any) -> None:
         if type(value) in _PROXIES:
-            # The bound method leads to the proxy's object. A ReferenceError is raised if the object is gone.
+            # A bound method of a weak proxy gives the proxy's object. If the object is gone, this raises ReferenceError.
             value = value.__repr__.__self__
         if value is None or (isinstance(value, _SCALARS) and not isinstance(value, type)):
             return
-        # This test comes before the next test, because several paths may lead to the same array.
+        # This test must come before the test for visited objects, because several paths may lead to the same array.
         if id(value) in self._input_arrays or (isinstance(value, self._arrays) and self._is_over_input(value)):
             self.aliases[path] = None
         if id(value) not in self.entered:
             self.entered[id(value)] = value
-            # Device values are compared by their memory, if an attribute has them.
+            # A device array is not entered. It is compared, by its memory, where an attribute has it.
             if not isinstance(value, self._kinds):
                 self._enter(path, value)
 
@@ -408,14 +411,14 @@ class Walk:
         elif type(value) in _ITERATORS:
             self._enter_iterator(path, value)
         elif isinstance(value, np.random.SeedSequence):
-            # The number of spawned generators counts as a position, because nothing can restore it.
+            # The number of spawned generators is treated as a position, because it cannot be restored either.
             self._add(path, POSITION, value)
         elif (kind := kind_of_generator(value)) is not None:
             self._add(path, kind, value)
             bits = getattr(value, "bit_generator", value)
             self._all(path, (getattr(bits, "seed_seq", None),))
         elif is_tensor(value):
-            # A GPU tensor is compared by its memory, if an attribute has the tensor.
+            # A GPU tensor is not entered. It is compared, by its memory, where an attribute has it.
             if is_on_host(value) and self._takes(value.nbytes):
                 self._add(path, TENSOR, value)
         else:
@@ -432,7 +435,7 @@ class Walk:
             self._add(path, VALUES, array)
 
     def _takes(self, nbytes: int) -> bool:
-        """Return whether the host bytes of a further array are compared."""
+        """Return whether another host array may be compared by values."""
         if self._host_bytes + nbytes > MOST_HOST_BYTES:
             return False
         self._host_bytes += nbytes
@@ -452,7 +455,7 @@ class Walk:
             return
         names = names_of(function.__code__)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            # Several functions may share a cell.
+            # Several functions may share a cell, which is entered once.
             if id(cell) not in self.entered:
                 self.entered[id(cell)] = cell
                 self._add(f"nonlocal {variable}", CELL, cell)
@@ -471,7 +474,7 @@ class Walk:
             self._enter_module(name, sys.modules[name], names)
 
     def _enter_names(self, namespace: dict[str, Any], names: frozenset[str], prefix: str) -> None:
-        """Take in the globals or module attributes that some code names."""
+        """Add the globals or module attributes that some code names."""
         used = frozenset([name for name in names if name in namespace and (id(namespace), name) not in self._named])
         if not used:
             return
@@ -485,9 +488,9 @@ class Walk:
                 self._left.append((f"{prefix}{name}", value))
 
     def _enter_module(self, path: str, module: ModuleType, names: frozenset[str]) -> None:
-        """Take in the attributes of a module that some code names.
+        """Add the attributes of a module that some code names.
 
-        Of a library, take in only its generator of random numbers.
+        For a library, add only its generator of random numbers.
         """
         if module is random:
             self._left.append(("random", random._inst))  # noqa: SLF001
@@ -539,7 +542,7 @@ class Walk:
             self._left += [(f"{path}.{key}", each) for key, each in value.keywords.items()]
         if kind in _PLAIN_CONTAINERS:
             return
-        # The answer for a class is kept, because many objects share a class.
+        # The answer is cached for each class, because many objects have the same class.
         if kind not in self._data:
             self._data[kind] = is_data(kind)
         if self._data[kind]:
@@ -569,7 +572,7 @@ _PLAIN_CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict)
 def names_of(code: CodeType) -> frozenset[str]:
     """Return the globals and attributes that some code names.
 
-    Functions that are defined in the code count as well.
+    Names in functions that are defined inside the code are included.
     """
     inner = [names_of(each) for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(code.co_names).union(*inner)

@@ -35,9 +35,15 @@ HOLDERS = frozenset(
     + [kind for kind in vars(itertools).values() if isinstance(kind, type)]
     + [CACHE, methodcaller]
 )
-"""Types of iterators and other objects, inspected without a call."""
+"""Types of iterators and other objects whose state can be read.
+
+Reading it advances nothing.
+"""
 _TESTING = frozenset(["pytest", "_pytest", "pluggy", "hypothesis"])
-"""Packages whose functions and objects keep caches and counters of their own."""
+"""Packages for testing, which count as libraries.
+
+Their objects keep caches and counters of their own.
+"""
 _OPEN = frozenset(
     {
         "_thread._local",
@@ -53,11 +59,11 @@ _OPEN = frozenset(
         "types.SimpleNamespace",
     }
 )
-"""Types of the standard library whose instances are a user's data."""
+"""Types of the standard library whose instances count as a user's data."""
 _HEAP_TYPE = 1 << 9
-"""Flag in ``__flags__`` of classes that are written in Python.
+"""The bit of ``__flags__`` of classes that are written in Python.
 
-Classes made by `exec`, whose module is "builtins", also have this flag.
+Classes made by `exec` have this bit too, although their module may be "builtins".
 """
 
 
@@ -114,7 +120,7 @@ def slots_of(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def is_tensor(value: object) -> bool:
-    """Return whether a value is a tensor of torch's."""
+    """Return whether a value is a torch tensor."""
     return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
@@ -132,8 +138,8 @@ def kind_of_generator(value: object) -> "Kind | None":
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return PYTHON_GENERATOR
     generator = getattr(sys.modules.get("torch"), "Generator", None)
-    # The state of a GPU's generator must not be read while its stream is captured. Torch refuses to draw from such a generator
-    # there.
+    # The state of a GPU generator must not be read while a stream is being captured. It need not be read, because torch refuses
+    # to draw from such a generator during a capture.
     return TORCH_GENERATOR if generator is not None and isinstance(value, generator) and is_on_host(value) else None
 
 
@@ -179,7 +185,7 @@ def _write_slots(owner: object, then: dict[Any, Any], now: dict[Any, Any]) -> No
 
 def read_list(owner: Any, _: Any) -> dict[Any, Any]:
     """Return the entries of a list or deque, by index."""
-    # A class of the user's may override the methods, so the base class's method is called.
+    # A user's class may override methods, so the base class's method is called.
     return dict(enumerate((list if isinstance(owner, list) else deque).__iter__(owner)))
 
 
@@ -199,14 +205,14 @@ def read_dict(owner: object, _: object) -> dict[Any, Any]:
 
 
 def _write_dict(owner: object, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    # A class of the user's may override the methods, so the base class's methods are called.
+    # A user's class may override methods, so the base class's methods are called.
     base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
     base.clear(owner)
     base.update(owner, then)
 
 
 def _read_set(owner: Any, _: object) -> dict[Any, Any]:
-    # A weak set may lose entries at any time, so the walk is over a list.
+    # A weak set may lose entries during an iteration, so its entries are first copied into a list.
     return {each: each for each in [*owner]}
 
 
@@ -216,7 +222,7 @@ def _write_set(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
 
 
 def _write_weak(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    # Clear and update keep the container's identity, which other code may hold.
+    # The container is changed in place, because other code may refer to it.
     owner.clear()
     owner.update(then)
 
@@ -268,7 +274,7 @@ def _read_values(array: Any, _: object) -> dict[Any, Any]:
 
 
 def _write_bytes(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    # A slice assignment works even while a view of the bytes exists, because the length stays.
+    # The length does not change. So the slice assignment works even while a view of the bytes exists.
     owner[:] = then[""] if isinstance(owner, bytearray) else compact_array(owner.typecode, then[""])
 
 
@@ -297,8 +303,8 @@ def position(iterator: object, _: object) -> Any:
         return None if frame is None else (frame.f_lasti, gc.get_referents(iterator))
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns that 3.14 drops this method for the iterators of itertools. In 3.14 the position of `cycle` is
-            # unknown once it has begun anew.
+            # Python 3.12 warns that Python 3.14 drops this method for iterators of itertools. In 3.14, the position of a
+            # `cycle` that has begun again is therefore unknown.
             warnings.simplefilter("ignore", DeprecationWarning)
             return iterator.__reduce__()
     except TypeError:

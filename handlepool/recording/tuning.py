@@ -28,24 +28,22 @@ if TYPE_CHECKING:
 
 GOALS = ("clock", "device")
 GAIN = 1.03
-"""Ratio of times at which more lanes replace a single lane.
-
-The single lane must take this many times as long as more lanes.
+"""The minimum speed-up for which several lanes replace a single lane.
 """
 CLOSE = 1.01
-"""Ratio of times within which fewer lanes are taken.
+"""The maximum slow-down that is accepted in order to use fewer lanes.
 
-The fewer lanes may take at most this many times as long as the best number.
+It is relative to the quickest number of lanes.
 """
 MOST_ROUNDS = 31
 LEAST_ROUNDS = 3
-"""Least rounds of samples, even after the time limit."""
+"""The minimum number of rounds of samples, even after the time limit."""
 A_SAMPLE = 1000.0
-"""Microseconds that the replays of a sample need not exceed."""
+"""The microseconds that the replays of a sample should take together."""
 MOST_REPLAYS = 8
-"""Most replays of a sample."""
+"""The maximum number of replays in a sample."""
 MARKED = 5
-"""Number of replays from which the times of nodes are taken."""
+"""The number of replays whose median gives the times of nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +55,12 @@ class LanesTrial:
     lanes : int
         Number of lanes that the caller asked for.
     got : int
-        Number of lanes that the schedule uses: no more than the data allows. 0 if it was not timed.
+        Number of lanes that the schedule uses, which the data may limit. 0 if the trial was not timed.
     edges : int
         Number of waits between steps.
     clock, device : float or None
-        Microseconds of a replay. ``clock`` is the host's time from the launch until the host has seen the end. ``device`` is the
-        device's time with a replay before it. None if the number was not timed.
+        Microseconds of a replay. ``clock`` is the host's time from the launch until the host has seen the end. ``device`` is
+        the device's time of a replay that directly follows another replay. None if the trial was not timed.
     skipped : str
         The reason why the number was not timed, or "".
     """
@@ -82,9 +80,9 @@ class PlanChange:
     Attributes
     ----------
     changes : tuple of str
-        Operations with their other plans or forms.
+        The changed operations, each with its other plan or form, as text.
     before, after : float
-        Microseconds of a replay without the change and with it, by the goal of the tuning.
+        Microseconds of a replay without and with the change, measured by the goal of the tuning.
     kept : bool
     """
 
@@ -101,7 +99,7 @@ class LanesTuning:
     Attributes
     ----------
     name : str
-        Of the program.
+        The program's name.
     goal : {"clock", "device"}
     trials : tuple of LanesTrial
         Trials in the order of the request.
@@ -110,13 +108,13 @@ class LanesTuning:
     previous : int
         Number of lanes before the tuning.
     rounds : int
-        Number of samples of each trial, whose median counts.
+        Number of samples of each trial. The median of these samples counts.
     seconds : float
         Duration of the tuning in seconds.
     kept : bool
-        Whether the result comes from the plan directory, from an earlier measurement by any process.
+        Whether the result was measured earlier, maybe by another process, and was read from the plan directory.
     plans : tuple of PlanChange
-        The changes of plans that were tried, in their order.
+        The trials of other plans, in their order.
     """
 
     name: str
@@ -199,16 +197,16 @@ def checked(name: str, lanes: object, goal: object, seconds: object) -> tuple[tu
 class LanesRig:
     """Time the schedules of a recording.
 
-    A rig is made and used in its program's turn, with the program's device current.
+    A rig is made and used while its program refuses other uses, with the program's device current.
 
     Parameters
     ----------
     recording : Recording
         A recording with lanes.
     name : str
-        Of the program.
+        The program's name.
     pointer : int
-        Pointer of the stream for the replays, which is current.
+        Pointer of the current stream, on which the replays run.
     outside : Outside
         Memory outside the program that replays change.
     """
@@ -234,9 +232,9 @@ class LanesRig:
         take: Callable[[RecordedGraph, Arrangement], None],
         anew: bool = False,
     ) -> LanesTuning:
-        """Time the schedules, and have the program use the best graph.
+        """Time the schedules, and let the program use the best graph.
 
-        Return the result. A result in the plan directory replaces the measurement, unless ``anew`` is true.
+        Return the result. If the plan directory has a result, nothing is measured, unless ``anew`` is true.
         """
         key = key_of(self._recording, self._name, goal, counts)
         found = load(self._recording, key, counts) if key and not anew else None
@@ -257,13 +255,14 @@ class LanesRig:
                 rounds = self._sample(candidates, start + seconds, progress)
                 results = {each.asked: each.result() for each in candidates}
                 winner = _best(candidates, results, goal)
-                # The former graph is destroyed in the end, unless the recording still owns it.
+                # At the end, `_end` destroys the former graph, unless the recording still owns it.
                 self._graphs.append(former)
                 take(winner.graph, winner.arrangement)
             finally:
                 try:
                     self._end()
-                # An interrupt may have come before the first `_end` had begun. The steps that are done are not repeated.
+                # `_end` is called a second time, because an interrupt may have come before the first call had begun. Steps that
+                # are done are not repeated.
                 finally:
                     self._end()
                     progress(None)
@@ -275,7 +274,7 @@ class LanesRig:
         return LanesTuning(self._name, goal, trials, results[winner.asked], previous.lanes, rounds, took)
 
     def _take_found(self, found: TunedLanes, goal: str, take: Callable[[RecordedGraph, Arrangement], None]) -> LanesTuning:
-        """Have the program use the schedule that won an earlier measurement."""
+        """Let the program use the schedule that won an earlier measurement."""
         recording, previous = self._recording, self._recording.arrangement
         assert recording.graph is not None
         assert recording.captured is not None
@@ -294,7 +293,7 @@ class LanesRig:
             finally:
                 try:
                     self._end()
-                # As in `tune`, an interrupt may have come before the first `_end` had begun.
+                # As in `tune`, an interrupt may have prevented the first call of `_end`.
                 finally:
                     self._end()
         return LanesTuning(self._name, goal, trials, winner, previous.lanes, found.rounds, found.seconds, True)
@@ -302,8 +301,8 @@ class LanesRig:
     def measure(self) -> list[float]:
         """Measure the steps, and return when each step ended.
 
-        The recording keeps the steps' own times, measured in sequence. The ends are of the last of some replays on the program's
-        own lanes. Ends count from the beginning of the replay. Both are in microseconds.
+        First the steps are timed in sequence, and the recording keeps these times. Then some replays run on the program's own
+        lanes. The method returns the ends of the steps in the last of these replays, in microseconds from its beginning.
         """
         arrangement = self._recording.arrangement
         assert arrangement is not None
@@ -315,12 +314,12 @@ class LanesRig:
             finally:
                 try:
                     self._end()
-                # As in `tune`, an interrupt may have come before the first `_end` had begun.
+                # As in `tune`, an interrupt may have prevented the first call of `_end`.
                 finally:
                     self._end()
 
     def arrange(self, lanes: int) -> None:
-        """Have the recording use a number of lanes, by measured times."""
+        """Schedule the recording on a number of lanes, by measured times."""
         recording = self._recording
         captured, former = recording.captured, recording.graph
         assert captured is not None
@@ -338,7 +337,7 @@ class LanesRig:
             finally:
                 try:
                     self._end()
-                # As in `tune`, an interrupt may have come before the first `_end` had begun.
+                # As in `tune`, an interrupt may have prevented the first call of `_end`.
                 finally:
                     self._end()
 
@@ -351,16 +350,17 @@ class LanesRig:
         for ends, cost in self._ends(self._schedule.on(1, estimated(lanes.used))):
             taken, last = [0.0] * len(ends), 0.0
             for number, end in enumerate(ends):
-                # A step without nodes takes no time.
+                # A step without nodes keeps the time 0.
                 if exits[number]:
                     taken[number], last = max(end - last - cost, 0.0), end
             samples.append(taken)
         return [median(taken) for taken in zip(*samples, strict=True)]
 
     def _ends(self, arrangement: Arrangement) -> list[tuple[list[float], float]]:
-        """Return the ends of all steps, for each of some replays.
+        """Return the ends of all steps, for each of several replays.
 
-        Ends count from the beginning of the replay. A step without nodes has 0. Each list comes with the cost of taking a time.
+        An end is in microseconds from the beginning of the replay; for a step without nodes it is 0. Each list is paired with
+        the time that one time stamp itself costs.
         """
         exits = self._schedule.exits()
         numbers = [number for number, nodes in enumerate(exits) if nodes]
@@ -404,13 +404,13 @@ class LanesRig:
                     self._graphs.append(graph)
                 graph.instantiate()
             except (CaptureError, MemoryError) as error:
-                # Without any candidate the last failure is the tuning's error.
+                # If no number of lanes works, the tuning raises the last error.
                 if not found and count == max(counts):
                     raise
                 skipped[count] = LanesTrial(count, skipped=f"its graph cannot be made: {error}")
                 continue
             candidate = Candidate(count, arrangement, graph)
-            # The first replay warms up. The second replay gives the number of replays in a sample.
+            # The first replay warms up. The time of the second replay determines the number of replays in a sample.
             self._clock(candidate, 1)
             candidate.replays = max(1, min(MOST_REPLAYS, int(A_SAMPLE / max(self._clock(candidate, 1), 1.0))))
             found.append(candidate)
@@ -433,7 +433,7 @@ class LanesRig:
         return device(self._driver, candidate.graph, self._pointer, self._events, replays)
 
     def _end(self) -> None:
-        """Restore changed memory, and destroy the graphs that the recording lacks.
+        """Restore changed memory, and destroy graphs that the recording does not own.
 
         Steps that are done are not repeated.
         """
@@ -454,8 +454,8 @@ class LanesRig:
 def _best(candidates: Sequence[Candidate], results: dict[int, LanesTrial], goal: str) -> Candidate:
     """Return the best candidate.
 
-    It has the fewest lanes of the candidates within 1 % of the quickest. A single lane stays unless a candidate among these wins
-    by 3 %.
+    Of the candidates that are at most 1 % slower than the quickest, it has the fewest lanes. If there is a single lane among
+    all candidates, it wins unless the best is quicker by at least 3 %.
     """
 
     def time(candidate: Candidate) -> float:
@@ -480,9 +480,9 @@ def clock(driver: Driver, graph: RecordedGraph, pointer: int, replays: int) -> f
 
 
 def device(driver: Driver, graph: RecordedGraph, pointer: int, events: Sequence[Any], replays: int) -> float:
-    """Return the device's microseconds of a replay with a replay before it."""
+    """Return the device's microseconds of a replay that follows a replay."""
     start, end = events
-    # A replay before the start event keeps the device busy, so that the launch latency does not count.
+    # The device is kept busy by a replay before the start event, so that the latency of a launch is not measured.
     graph.launch(pointer)
     driver.record_event(start, pointer)
     for _ in range(replays):
@@ -495,7 +495,7 @@ def device(driver: Driver, graph: RecordedGraph, pointer: int, events: Sequence[
 def shown_progress(name: str, seconds: float) -> Callable[[str | None], None]:
     """Return a function that shows the progress on a terminal.
 
-    The function clears the progress if its argument is None.
+    Called with None, the function clears the line.
     """
     stream = sys.stderr
     if stream is None or stream.closed or not stream.isatty():
@@ -504,7 +504,7 @@ def shown_progress(name: str, seconds: float) -> Callable[[str | None], None]:
 
     def show(what: str | None) -> None:
         line = "" if what is None else f"{name}: {what}, {monotonic() - start:.1f} of {seconds:.0f} s"
-        # A terminal that is gone or closed is no reason to stop.
+        # An error of the terminal must not stop the tuning.
         with suppress(OSError, ValueError):
             stream.write(f"\r\x1b[K{line}")
             stream.flush()

@@ -91,7 +91,10 @@ class Task:
             raise
 
     def withdraw(self) -> None:
-        """Release the start event of a task that began or never will."""
+        """Release the start event, which is no longer needed.
+
+        The task has begun, or it will never begin.
+        """
         with self._lock:
             start, self._start = self._start, None
         if start is not None:

@@ -13,7 +13,7 @@ from handlepool.tensors.layout import one_run
 
 
 class CopyPlan:
-    """Hold an instance for one item geometry, and copies per item.
+    """An instance for one geometry of items, with copies for each item.
 
     Attributes
     ----------
@@ -23,18 +23,18 @@ class CopyPlan:
     holds : callable
         Returns whether the values that the function reaches are as they were.
     inputs, outputs : list of array
-        The program's arrays, in order. An output that was returned in several places is listed once.
+        The program's arrays, in order. An output that the function returned in several places is listed once.
     returned
-        The structure that the outputs were returned in.
+        The nested structure in which the function returned the outputs.
     results : list of tuple
         Shape, strides and type of each result.
     sizes : list of int
         Bytes of each input.
     plain : bool
-        Whether the outputs have one run of bytes each.
+        Whether each output is one run of bytes without gaps.
     spare : list of tuple
-        Copies that no item in flight uses. With results for the host, also the arrays that the results are copied
-        from.
+        Staging arrays that no item in flight uses. If results go to the host, the arrays from which they are copied are
+        included.
     """
 
     __slots__ = ("holds", "inputs", "instance", "outputs", "plain", "results", "returned", "sizes", "spare", "variant")

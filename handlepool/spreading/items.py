@@ -18,7 +18,7 @@ from handlepool.recording.update import PLAIN, is_foreign
 from handlepool.tensors.graph_types import DeviceArray
 
 MOST_FUNCTIONS = 100
-"""Limit the number of functions whose globals are searched."""
+"""The maximum number of functions whose globals are searched."""
 
 
 def itself(value: object) -> Any:
@@ -27,7 +27,7 @@ def itself(value: object) -> Any:
 
 
 def geometry(value: Any) -> Hashable:
-    """Return the key that items of the same program share."""
+    """Return a key, equal for items that can share a program."""
     if isinstance(value, dict):
         return dict, tuple([(key, geometry(entry)) for key, entry in value.items()])
     if isinstance(value, (list, tuple)):
@@ -47,7 +47,8 @@ def check_copied(place: str, value: object, driver: Driver, *, inside: bool) -> 
             raise ArrayTypeError(f"{place} holds {shown(leaf)}, whose mask is not copied to devices: pass its data and its mask")
         if isinstance(leaf, np.ndarray) and type(leaf) not in (np.ndarray, np.memmap, *driver.array_types):
             raise ArrayTypeError(
-                f"{place} holds {shown(leaf)}, and only its elements would be copied to devices: pass numpy.asarray(...)"
+                f"{place} holds {shown(leaf)}, whose class would be lost, because only elements are copied to devices: pass "
+                f"numpy.asarray(...)"
             )
         if isinstance(leaf, (np.ndarray, *driver.array_types, *PLAIN)):
             continue

@@ -32,15 +32,14 @@ from handlepool.spreading.worker import DeviceWorker, Eager, InFlight
 T = TypeVar("T")
 
 _CUDA = 2
-"""Name a GPU's memory by DLPack's number."""
+"""DLPack's number for the memory of a GPU."""
 _BETWEEN_LOOKS = 2e-5
-"""Set the time between two looks at the devices, in seconds.
+"""The time between two queries of the devices, in seconds.
 
-CUDA can wait for one event, and not for the first of several. Waiting for the oldest item alone would leave a quicker device
-without work until a slower device is done. A callback from the driver costs each item more than a look, which is one query a
-device. It also takes the interpreter's lock from the thread that gives items. So the thread looks at the devices in turn. The
-loop ends at the latest with the oldest item. It ends at once if no item is left or no further item may be given: then there
-is a single event to wait for.
+CUDA can wait for one event, but not for the first of several events. If the thread waited only for the oldest item, a quicker
+device would be without work until a slower device is done. A callback from the driver would cost more than a query, and would
+take the interpreter's lock from the thread that gives items. So the thread queries the devices in turn, until the oldest item
+is done. If no item is left, or no further item may be given, it waits for the oldest item's event instead.
 """
 
 
@@ -87,7 +86,7 @@ def spread(
     lanes : int, optional
         As in `record`; None records the order of streams and forks.
     in_flight : int
-        Most items in flight on a device. As many finished results again may wait for the caller.
+        The maximum number of items in flight on a device. The same number of finished results may wait for the caller.
     to : {None, "host"}
         The place of results: on the device that made them, or in NumPy arrays on the host.
     errors : {"raise", "return"}
@@ -191,10 +190,7 @@ def _chosen(driver: Driver, name: str, devices: object) -> list[int]:
 
 
 def _check_closure(driver: Driver, name: str, function: object, devices: Sequence[int]) -> None:
-    """Raise for an array that a device in use lacks.
-
-    The function reads the array beside its arguments.
-    """
+    """Raise for a closure's array on a wrong device."""
     plain = getattr(function, "__func__", function)
     cells = zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True) if isinstance(plain, FunctionType) else ()
     names = {id(content(cell)): variable for variable, cell in cells}
@@ -280,8 +276,9 @@ class Spread(Iterator[Any]):
         self._failure: Exception | None = None
         # The items in order, except items that the caller has taken.
         self._flights: deque[InFlight] = deque()
-        # Only one advance runs at a time. Another thread that finds the turn taken is refused. `_taking` refuses this thread,
-        # too, if `on_done` or the items call back. The lock is an `RLock`, because only its owner can release an `RLock`.
+        # The lock lets one call at a time advance the spread, and a call of another thread is refused. `_taking` refuses a call
+        # of the same thread, which `on_done` or the items may make. The lock is an `RLock`, because only its owner can release
+        # it.
         self._turn = threading.RLock()
         self._taking = False
         self._workers = Workers(pool.driver, workers)
@@ -325,8 +322,8 @@ class Spread(Iterator[Any]):
         """Run an action alone, and refuse concurrent calls."""
         turn = self._turn
         try:
-            # CPython delivers an interrupt when a call has returned. An interrupt that comes with the turn in hand reaches
-            # the `finally`.
+            # CPython delivers an interrupt after a call has returned. If the interrupt comes after the lock was acquired, the
+            # `finally` releases the lock.
             if not turn.acquire(blocking=False) or self._taking:
                 raise OwnershipError(
                     f"spread({self._name}): another thread, or an outer call of this thread, is taking a result: take results "
@@ -497,7 +494,7 @@ class Spread(Iterator[Any]):
 
 
 class Workers:
-    """Hold the devices of a spread.
+    """The devices of a spread.
 
     Parameters
     ----------
@@ -517,10 +514,9 @@ class Workers:
     def free(self, in_flight: int) -> DeviceWorker | None:
         """Return the worker with the fewest items in flight.
 
-        The worker has fewer items in flight than the limit. Among equals, the worker whose last item is oldest wins.
-        If the winner is known to have none, the other workers are not queried, because each query takes CUDA two
-        microseconds. The exception is a winner that got the last item of all: on a device where all items fail, the
-        queries must run.
+        Workers at the limit are left out. Among equals, the worker whose last item is oldest is taken. If that worker has
+        nothing in flight, the other workers are not queried, because a query takes two microseconds. But if that worker also
+        got the very last item, the others are queried: on a device where all items fail, nothing is ever in flight.
         """
         first = self._first()
         known = not first.running and first.last < max([worker.last for worker in self.all])
@@ -567,6 +563,6 @@ def _settle(workers: Workers, status: Any) -> bool:
 def _copied(value: object) -> Any:
     """Copy a host array into ordinary memory.
 
-    Page-locked memory is used again for later items.
+    The page-locked memory of the array is reused for later items.
     """
     return np.array(value, order="K") if isinstance(value, np.ndarray) else value

@@ -51,21 +51,21 @@ from handlepool.spreading.items import check_copied, geometry, itself, steps
 from handlepool.tensors.layout import one_run
 
 MOST_PROGRAMS = 8
-"""Limit the programs of a device.
+"""The maximum number of programs of a device.
 
-For another geometry, the least recently used program is closed.
+Beyond it, the least recently used program is closed.
 """
 
 
 class InFlight:
-    """Hold an item that was given to a device.
+    """An item that was given to a device.
 
     Attributes
     ----------
     index, device : int
     value
-        The item's result, ready once the item is done. Arrays of the host must be copied: their memory is
-        page-locked.
+        The item's result, ready once the item is done. Host arrays in it must be copied before they go to the caller, because
+        their page-locked memory is reused.
     kept
         The arrays that are held until the item is done.
     event
@@ -176,7 +176,7 @@ class DeviceWorker:
         """
         if self._shared is not None:
             return
-        # If this fails, the device has had its turn, and the next item goes to another device.
+        # This is set first. If the start fails, the next item goes to another device.
         self.last = index
         driver = self._driver
         with on_device(driver, self.device):
@@ -202,7 +202,7 @@ class DeviceWorker:
         """
         arrays: list[Any] | None
         key: Hashable
-        # This gives the same result as the general branch, in a third of the time.
+        # For a single array, this gives the same key as the branch below, in a third of the time.
         if type(item) is self._kind:
             arrays, key, near = [item], (self._kind, (item.shape, item.strides, item.dtype)), True
         else:
@@ -258,7 +258,7 @@ class DeviceWorker:
                     return
             except Exception as error:
                 flight.error = error
-                # The query may have failed alone, before the work has run.
+                # The query may have failed although the work is still running, so the host waits.
                 self._wait_for(flight)
             self._collect(flight)
 
@@ -375,7 +375,7 @@ class DeviceWorker:
         brings, computes, takes = self._pointers
         fresh = not copy_plan.spare
         copies, results = spare = self._spare(copy_plan) if fresh else copy_plan.spare.pop()
-        # The event can be reused for later records, because each wait holds on to the record that it was given.
+        # The same event can be recorded several times, because each wait refers to the record at the time of the wait.
         event = self._events.acquire()
         kept: list[Any] = [spare, arrays]
         try:
@@ -524,7 +524,7 @@ class DeviceWorker:
                 with on_device(driver, then_device):
                     driver.wait_event(then, event)
             finally:
-                # A wait holds on to the record that it was given, so the event can be reused.
+                # The wait refers to the record at the time of the wait, so the event can be reused now.
                 events.release(event)
 
     # Copies

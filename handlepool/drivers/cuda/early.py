@@ -1,8 +1,8 @@
 """Keep kernels from starting before earlier work on their stream has ended.
 
-cuDNN launches some of its kernels so that they begin early, and wait inside before they read (programmatic dependent launch). The
-kernels of cuDNN 9.19 that add a residual read it before they wait. Behind a long queue, convolutions gave wrong values on a
-single stream.
+cuDNN launches some of its kernels by programmatic dependent launch: a kernel begins early, and waits for the previous kernel
+before it reads. In cuDNN 9.19 some of these kernels add a residual, and read the residual too early, before that wait. With a
+long queue on a single stream, such convolutions gave wrong values.
 """
 
 import ctypes

@@ -16,7 +16,7 @@ from handlepool.drivers.executable import AliasPair
 from handlepool.drivers.operands import TENSOR_ALIGNMENT
 
 MOST_TOGETHER = 1 << 20
-"""Most bytes of a map's outputs that share one block.
+"""The maximum number of bytes of outputs that share one block.
 
 Allocating one block takes three quarters of the time. The block lives as long as any of the outputs, so larger outputs, for which
 the time matters less, have blocks of their own.

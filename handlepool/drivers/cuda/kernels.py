@@ -49,7 +49,7 @@ LANES, SHARES = 32, 8
 For contiguous images the two numbers change places.
 """
 MOST_PIXELS, LARGEST_BLOCK = 16, 1024
-"""Most pixels per thread, and most threads of a block.
+"""The maximum of pixels per thread, and of threads per block.
 
 With more pixels an output of a whole image gets more threads.
 """

@@ -32,7 +32,7 @@ PACKS_EACH = 4
 WARP = 32
 """Threads that join their numbers without a barrier for the block."""
 SQUEEZED_LANES, SQUEEZED_THREADS = 8, 256
-"""Most packs of channels, and threads, of a block that sums pixels."""
+"""The maximum of channel packs and threads in a summing block."""
 LAYER_THREADS = 128
 """Threads of a block that computes a layer."""
 EXCITED_LANES, EXCITED_THREADS, EXCITED_EACH, EXCITED_BLOCKS = 16, 512, 2, 132

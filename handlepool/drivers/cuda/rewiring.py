@@ -12,7 +12,7 @@ from handlepool.drivers.cuda.edges import with_edge_data
 from handlepool.errors import CaptureError
 
 MOST_ENDS = 4
-"""Most roots or leaves of a graph without gathering kernels.
+"""The maximum number of roots or leaves without gathering kernels.
 
 A graph with more roots or leaves gets a kernel before and a kernel after all nodes. Each root or leaf costs host time at a
 launch. An empty node would not help.

@@ -53,7 +53,8 @@ class HostExecutable:
         self.engine: str = plan.engine
         self.device = device
         self._steps = tuple(plan.steps)
-        # Shapes and strides in elements are the graph's declarations. The arrays may lie differently.
+        # The geometry has the shapes and the strides, in elements, that the graph declares. The arrays of a launch may have
+        # other strides.
         self._geometry = geometry
         self._streams = streams
         self._memory = memory
