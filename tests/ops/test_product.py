@@ -212,7 +212,10 @@ REFUSED = {
     "a vector": (lambda r: matmul(r(8), r(8, 5)), r"matmul: a has 1 axes, shape \(8,\); it must have 2 or more"),
     "a vector after": (lambda r: matmul(r(3, 8), r(8)), r"matmul: b has 1 axes, shape \(8,\); it must have 2 or more"),
     "weights in batches": (lambda r: linear(r(3, 8), r(2, 5, 8)), r"linear: w has 3 axes, shape \(2, 5, 8\); it must have 2$"),
-    "inner": (lambda r: matmul(r(3, 8), r(7, 5)), r"matmul: 8 columns in a \(3, 8\) and 7 rows in b \(7, 5\), which must be equal; b must"),
+    "inner": (
+        lambda r: matmul(r(3, 8), r(7, 5)),
+        r"matmul: 8 columns in a \(3, 8\) and 7 rows in b \(7, 5\), which must be equal; b must",
+    ),
     "features": (
         lambda r: linear(r(3, 8), r(8, 5)),
         r"linear: 8 columns in x \(3, 8\) and 5 columns in w \(8, 5\), which must be equal; w must",
