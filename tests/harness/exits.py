@@ -15,6 +15,10 @@ import traceback
 import types
 import warnings
 from concurrent.futures import wait
+from pathlib import Path
+
+# The benchmark runs this file without pytest, which would put the tests' folder here.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from harness.insides import loaded_drivers
 from harness.process import leave
