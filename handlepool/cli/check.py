@@ -90,7 +90,7 @@ def main(options: Namespace) -> int:
             return 2
         tell(f"wrote {bundle}: results, versions, paths and settings of this machine; read it before you attach it to a report")
     elif not good:
-        tell("`handlepool check --bundle report.json` writes what a report of this problem needs")
+        tell("`handlepool check --bundle report.json` writes a file for a report of this problem")
     return 0 if good else 1
 
 
