@@ -6,6 +6,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 
+from handlepool import drivers
 from handlepool.cli import check
 from handlepool.pool.pool import HandlePool
 
@@ -26,6 +27,14 @@ def test_every_check_passes_and_is_in_the_bundle(tmp_path, capsys, monkeypatch):
     assert bundle["info"]["packages"]["numpy"] == np.__version__
     assert bundle["stats"]["handles_created"] > 0
     assert str(tmp_path) not in json.dumps(bundle)
+
+
+@pytest.mark.gpu
+def test_every_check_passes_on_a_gpu(tmp_path):
+    if problem := drivers.available("cuda"):
+        pytest.skip(f"needs an NVIDIA GPU: {problem}")
+    status, bundle = run(tmp_path, "cuda")
+    assert status == 0, bundle["checks"]
 
 
 def test_a_driver_that_is_missing_is_the_only_line(tmp_path, capsys, monkeypatch):
