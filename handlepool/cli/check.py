@@ -182,12 +182,12 @@ def _order(pool: HandlePool) -> str:
     random, driver = np.random.default_rng(1), pool.driver
     states, rounds = ParallelStates(_STATES, pool=pool), 20
     w, other = (_filters(random, 16, side) for side in (3, 1))
-    on_device = [driver.asarray(each) for each in (w, other)]
+    on_device = [_placed(driver, each) for each in (w, other)]
     conv2d = partial(ops.conv2d, padding=1, allow_tf32=False, pool=pool)
     pointwise = partial(ops.conv2d, allow_tf32=False, pool=pool)
     for number in range(rounds):
         x = random.standard_normal((1, 16, 20, 20), dtype=np.float32)
-        given = driver.asarray(x)
+        given = _placed(driver, x)
         with states.fork() as fork:
             a = fork.run(conv2d, given, on_device[0])
             b = fork.run(conv2d, a, on_device[0])
@@ -204,7 +204,7 @@ def _order(pool: HandlePool) -> str:
 def _recorded(pool: HandlePool) -> str:
     """Compare a recorded function with the function itself."""
     random, driver = np.random.default_rng(2), pool.driver
-    wide, small = (driver.asarray(_filters(random, 16, side)) for side in (3, 1))
+    wide, small = (_placed(driver, _filters(random, 16, side)) for side in (3, 1))
 
     # The filters are arguments. `recorded` takes functions of this package for its own, and does not look into their closures.
     def network(x: Any, wide: Any, small: Any) -> Any:
@@ -217,7 +217,7 @@ def _recorded(pool: HandlePool) -> str:
     try:
         for side in (16, 24):
             for _ in range(5):
-                x = driver.asarray(_channels_last(random.standard_normal((2, side, side, 16), dtype=np.float32)))
+                x = _placed(driver, random.standard_normal((2, 16, side, side), dtype=np.float32))
                 pairs = zip(fast(x, wide, small), network(x, wide, small), strict=True)
                 _compare(driver, f"call {calls}", *[(found, driver.asnumpy(right)) for found, right in pairs])
                 calls += 1
@@ -238,8 +238,8 @@ def _scratch(pool: HandlePool) -> str:
 
     # The cuDNN plan of the larger size needs 8 MiB of scratch on an H200. NumPy takes too long for it.
     shape, channels = ((64, 256, 14, 14), 256) if driver.name == "cuda" else ((2, 16, 14, 14), 16)
-    w = driver.asarray(_filters(random, channels, 3))
-    images = [driver.asarray(random.standard_normal(shape, dtype=np.float32)) for _ in range(_STATES)]
+    w = _placed(driver, _filters(random, channels, 3))
+    images = [_placed(driver, random.standard_normal(shape, dtype=np.float32)) for _ in range(_STATES)]
     conv2d = partial(ops.conv2d, padding=1, allow_tf32=False, pool=pool)
     expected = [driver.asnumpy(conv2d(x, w)) for x in images]
     rounds = 5
@@ -265,10 +265,10 @@ def _convolution(pool: HandlePool, random: np.random.Generator) -> Callable[[], 
     """Return a call that convolves, and compares the result with NumPy."""
     x, w = random.standard_normal((1, 16, 12, 12), dtype=np.float32), _filters(random, 16, 3)
     expected = _reference(x, w)
-    given = [pool.driver.asarray(each) for each in (x, w)]
 
     def compute() -> None:
-        y = ops.conv2d(*given, padding=1, allow_tf32=False, pool=pool)
+        # The copies run on the current stream, as the convolution does. No other stream has to be waited for.
+        y = ops.conv2d(_placed(pool.driver, x), _placed(pool.driver, w), padding=1, allow_tf32=False, pool=pool)
         _compare(pool.driver, "a convolution", (y, expected))
 
     return compute
@@ -291,13 +291,13 @@ def _reference(x: NDArray[Any], w: _Array) -> NDArray[np.float64]:
 
 
 def _filters(random: np.random.Generator, channels: int, side: int) -> _Array:
-    """Return filters that keep the variance, channels-last."""
-    values = random.standard_normal((channels, side, side, channels), dtype=np.float32)
-    return _channels_last(values / np.float32(side * channels**0.5))
+    """Return filters that keep the variance."""
+    return random.standard_normal((channels, channels, side, side), dtype=np.float32) / np.float32(side * channels**0.5)
 
 
-def _channels_last(values: _Array) -> _Array:
-    return values.transpose(0, 3, 1, 2)
+def _placed(driver: Any, values: _Array) -> Any:
+    """Copy to the device, channels-last, the layout that every operation takes."""
+    return driver.asarray(np.ascontiguousarray(values.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
 
 
 def _report(findings: Iterable[Finding], stats: dict[str, int]) -> str:

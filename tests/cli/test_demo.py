@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib", reason="the demo's extra is not installed: pip
 
 from handlepool import ContractError, HandlePool, drivers  # noqa: E402
 from handlepool.cli import demo  # noqa: E402
-from handlepool.cli.demo import measure, network, network_figure  # noqa: E402
+from handlepool.cli.demo import figure, measure, network, network_figure  # noqa: E402
 from handlepool.cli.demo.filters import Filter, builtin_filters, chain_of, load_filters  # noqa: E402
 from handlepool.cli.demo.images import load_photograph, sample_photograph  # noqa: E402
 from handlepool.cli.demo.measure import Report, Span, Times  # noqa: E402
@@ -251,6 +251,15 @@ def test_the_title_on_the_host_driver_has_no_times():
     )
     wrong = network_figure.claim(reported("host", one_stream=6.0, recorded=2.0, relative=1.0))
     assert wrong.endswith("1 results are wrong")
+
+
+def test_without_a_time_line_the_picture_is_drawn(tmp_path):
+    report = reported(one_stream=6.0, recorded=2.0)
+    pixels = np.zeros((20, 30, 3), np.float32)
+    result = measure.Result("a", (3,), pixels, 1.0, 1.0, 0.0, 0.0, "an engine", 0)
+    figure.draw(dataclasses.replace(report, results=(result,), spans=()), pixels, "a title", tmp_path / "out.png")
+    assert (tmp_path / "out.png").stat().st_size > 1000
+    assert "at a time" not in measure.render(dataclasses.replace(report, spans=(), results=(result,)))
 
 
 def test_overlap_counts_the_filters_that_ran_at_a_time():

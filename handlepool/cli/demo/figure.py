@@ -71,10 +71,10 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
     rows = math.ceil(tiles / columns)
     tile_width = (WIDTH - 2 * MARGIN - (columns - 1) * _GAP) / columns
     tile_height = tile_width * aspect
-    lanes = max(span.lane for span in report.spans) + 1
+    lanes = max((span.lane for span in report.spans), default=-1) + 1
     line_height = _ROW * lanes
     over_tiles = _HEADER + network_figure.HEIGHT
-    total = over_tiles + rows * (tile_height + _CAPTION + _GAP) + 0.65 + line_height + 0.62
+    total = over_tiles + rows * (tile_height + _CAPTION + _GAP) + (line_height + 1.27 if lanes else 0.1)
 
     figure = Figure(figsize=(WIDTH, total), dpi=_DPI, facecolor=PAPER)
     # The canvas writes a PNG without a display. `pyplot` would choose a back end and keep the figure.
@@ -106,8 +106,8 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
             shown, note = _displayable(result)
             note = ", ".join(_by(size, size) for size in dict.fromkeys(result.sizes)) + note
             _tile(figure, box, shown, f"{index}  {result.name}", note, colours[index - 1])
-    axes = axes_at(figure, (1.0, 0.62, WIDTH - 1.0 - MARGIN, line_height))
-    _time_line(axes, report, lanes, colours)
+    if lanes:
+        _time_line(axes_at(figure, (1.0, 0.62, WIDTH - 1.0 - MARGIN, line_height)), report, lanes, colours)
     with warnings.catch_warnings():
         # A filter's name may use any script, and the font may lack its letters.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
