@@ -6,6 +6,8 @@ import re
 import pytest
 from docs.blocks import ROOT
 
+import handlepool
+
 if not (ROOT / "docs").exists():
     pytest.skip("docs/ is not here", allow_module_level=True)
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks" / "results").glob("*/README.md")]
@@ -38,3 +40,8 @@ def test_every_picture_in_two_forms_follows_the_theme(conf):
             assert (page.parent / path).exists()
             count += 1
     assert count >= 10
+
+
+def test_the_citation_has_the_version_of_the_package():
+    text = (ROOT / "docs" / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.*)$", text, re.MULTILINE) == [handlepool.__version__]
