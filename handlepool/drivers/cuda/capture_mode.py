@@ -12,7 +12,7 @@ from handlepool.drivers.cuda.edges import libcuda
 from handlepool.drivers.cuda.status import check
 from handlepool.errors import DriverNotAvailableError
 
-RELAXED = int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODERELAXED)
+RELAXED = int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
 
 def _no_exchange(_: object) -> NoReturn:
