@@ -20,7 +20,7 @@ MOST_ARRAYS = 12
 The launch's argument then stays below the 4 KiB that CUDA takes on every GPU.
 """
 MOST_AXES = 16
-"""The maximum number of axes of an array, after axes that form one axis are joined."""
+"""The maximum number of an array's axes that cannot be joined."""
 MACROS = {"THREADS": THREADS, "MOST_ARRAYS": MOST_ARRAYS, "MOST_AXES": MOST_AXES}
 
 

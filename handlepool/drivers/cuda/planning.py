@@ -275,7 +275,7 @@ class DescribedDevice:
         except GraphNotSupportedError as error:
             if any(words in str(error) for words in _WITHOUT_A_GPU):
                 raise GraphNotSupportedError(
-                    f"cuDNN compiles a kernel for this graph, and hands it to CUDA's driver library, which takes none without a "
+                    f"cuDNN compiles a kernel for this graph, and hands it to CUDA's driver library, which loads none without a "
                     f"GPU: leave it to its first use on {self.properties.name}. {error}"
                 ) from error
             raise

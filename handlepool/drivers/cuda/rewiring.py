@@ -119,7 +119,7 @@ class Rewiring:
         if status == self._bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError(f"CUDA driver error: {status.name}")
         if status:
-            raise CaptureError(f"CUDA cannot copy the graph ({status.name}), as of one that allocates memory")
+            raise CaptureError(f"CUDA cannot copy the graph ({status.name}), for example because it allocates memory")
         return int(copied)
 
     def rewire(self, copied: int, add: Sequence[Edge], remove: Sequence[Edge]) -> None:

@@ -82,7 +82,7 @@ os.register_at_fork(after_in_child=_watchers.after_fork)
 
 
 def watch(report: Callable[[str], None]) -> Callable[[], None]:
-    """Call ``report(name)`` before each use of shared state; return a remover.
+    """Call ``report(name)`` before uses of shared state; return a remover.
 
     The thread that uses the state makes the call.
     """
