@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from handlepool.order.track import Needs, Track
 
 MOST_TRIED = 8
-"""The maximum number of a stream's storages that one node tries to release."""
+"""The maximum number of storages that one node tries to release."""
 
 
 class Storages(Protocol):
@@ -41,7 +41,7 @@ class HeldTensors:
         self._memory = memory
         self._is_own = is_own
         self._by_stream: dict[int, dict[int, tuple[object, Needs]]] = {}
-        # Storages that torch allocated elsewhere. They are held to the end, because the recording might get their memory as its
+        # Storages whose memory is from elsewhere. They are held to the end, because the recording might get their memory as its
         # own once they are released.
         self._foreign: dict[int, object] = {}
 

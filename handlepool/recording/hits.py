@@ -145,5 +145,5 @@ def hit(
 def _overlap(begins: Sequence[int], ends: Sequence[int]) -> bool:
     """Return whether pieces of memory share an address."""
     begins, ends = sorted(begins), sorted(ends)
-    # If no two pieces share an address, their order by begin is their order by end, and each piece begins after the former's end.
+    # If no two pieces share an address, their order by begin is their order by end, and none begins before the former's end.
     return any(map(int.__lt__, begins[1:], ends))

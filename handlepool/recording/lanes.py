@@ -522,9 +522,9 @@ class Lanes:
         captured = ends != self._node_deps and {*ends} != {*self._node_deps}
         if captured and more:
             self.refused = (
-                f"{self.steps[node.step].name} at {place} gave work both to the current stream and to the one that is "
-                f"recorded, which were one when it was called for real, and have no order here: let it launch on the stream "
-                f"that is current inside it"
+                f"{self.steps[node.step].name} at {place} gave work both to the current stream and to the stream that "
+                f"is recorded. In the first call the two were the same stream, and here nothing orders them: let it launch on "
+                f"the stream that is current inside it"
             )
         self.ends[node.step] = ends = lane.end(ends, more, users)
         self.main.end_node(node, place, ends, follows_more=follows_more)

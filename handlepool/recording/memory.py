@@ -233,8 +233,8 @@ class Unwritten:
         if start is not None and piece[0] < piece[1]:
             raise CaptureError(
                 f"{name} returned {shown(array)}, which was allocated at {self._blocks[start][1]} while recording, and no "
-                "recorded call writes it, so replays would leave it as it is. Launch the work for it on the stream that "
-                "is current there"
+                "recorded call writes it, so replays would leave it as it is. Launch the work that writes it on the current "
+                "stream"
             )
 
     def _block_of(self, piece: Piece | Token) -> int | None:

@@ -101,7 +101,7 @@ class Results:
         if is_foreign(output):
             raise ArrayTypeError(
                 f"{self._name} returned a {kind_of(output)}, and the {self._driver.name} driver cannot copy it: replay "
-                "the program, and copy program.outputs with their own library, ordered on that stream"
+                "the program, and copy program.outputs with their own library, after the replay on its stream"
             )
         if not isinstance(output, UNCHANGED):
             raise ArgumentError(

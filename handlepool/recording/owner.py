@@ -55,4 +55,7 @@ class Owned(ABC):
 
     @abstractmethod
     def _use(self, what: str, act: Callable[[], T]) -> T:
-        """Run a function while no other call uses the program; return its value."""
+        """Run a function while no other call uses the program.
+
+        Return the function's value.
+        """

@@ -554,7 +554,10 @@ class Program(Owned):
         dispose(former, held)
 
     def _use(self, what: str, act: Callable[..., T], *args: object) -> T:
-        """Run a function while no other call uses the program; return its value."""
+        """Run a function while no other call uses the program.
+
+        Return the function's value.
+        """
         try:
             if self._busy is not None:
                 self._check_turn(what)
@@ -594,7 +597,7 @@ class Program(Owned):
         self._user = thread.token
 
     def _explain(self, error: Exception) -> None:
-        """Raise a clearer error in place of an error, if there is one."""
+        """Raise a clearer error for an error, if one is known."""
         if process_end.ending and isinstance(error, PoolClosedError):
             process_end.linger()
         self._status.diagnose(error)
@@ -829,6 +832,6 @@ def capturing(pointer: int) -> CaptureError:
     if thread.recording is not None:
         return CaptureError("a program cannot be part of another recording: call its original function there")
     return CaptureError(
-        f"stream {pointer:#x} is being captured, and a program can neither run in a capture nor be ordered after "
-        "its last use there. Use it before the capture, or after"
+        f"stream {pointer:#x} is being captured, and a program can neither run on a captured stream nor wait for it. "
+        "Use the program before the capture, or after"
     )

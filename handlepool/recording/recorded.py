@@ -308,7 +308,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return self._see(call.key) > 1
 
     def _see(self, what: object) -> int:
-        """Count a call of a key; return how often the key has come.
+        """Count a call of a key, and return the count.
 
         Only the last `MOST_SEEN` keys are remembered.
         """

@@ -92,7 +92,7 @@ class Rehearsal:
         return not self._inside and pool is self._pool and pointer == self._pointer
 
     def accessed(self, reads: Pieces, writes: Pieces) -> None:
-        """Ignore the memory of nested calls and of calls that are no nodes."""
+        """Ignore the memory of nested calls and of non-nodes."""
 
     def expect(self, reads: Callable[[], Pieces] | None) -> None:
         """Note the place of the next node."""

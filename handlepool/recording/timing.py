@@ -140,7 +140,9 @@ def _tune_plans(self: "Program", asked: tuple[tuple[int, ...], str, float], anew
     counts, goal, seconds = asked
     until = monotonic() + seconds
     if self._again is None:
-        raise ArgumentError(f"{self._name} was not made by record, so its plans cannot be tuned; tune those of a recording")
+        raise ArgumentError(
+            f"{self._name} was not made by record on several lanes, so its plans cannot be tuned; use record(f, ..., lanes=8)"
+        )
     check_gpu(self._driver, f"{self._name}: tune(plans=True)")
     show = shown_progress(self._name, seconds)
     tuning = self._use("tuned", lambda: _rig(self, lambda rig: rig.tune(counts, goal, seconds / 4, self._run_on, anew)))
