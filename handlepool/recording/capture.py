@@ -1,8 +1,9 @@
 """Capture the work of a function as a graph; own its resources.
 
-A recording owns everything that the graph needs for as long as it may run. While a recording is under way, ``thread.recording``
-holds it: launches report their plans to it, and slots report the place of their scratch. Arrays come from memory of the
-recording's own. So no later allocation reuses memory of a temporary array while a replay may still use it (guarantee 9).
+A recording owns everything that the graph needs, for as long as the graph may run. While a recording is under way,
+``thread.recording`` holds it: launches report their plans to it, and slots report the place of their scratch. Arrays come from
+memory of the recording's own. So no later allocation reuses memory of a temporary array while a replay may still use it
+(guarantee 9).
 """
 
 import sys
@@ -37,14 +38,14 @@ from handlepool.tensors.layout import Piece, Token, piece
 class KeptValues:
     """Values that live as long as a program.
 
-    An eager branch keeps its arguments, and the values in its function's closure, until the join alone, because a stream waits
-    for the branch there. A graph reads these values at each replay.
+    A branch that runs eagerly keeps its arguments, and the values in its function's closure, only until the join, where a stream
+    waits for the branch. A graph reads these values again at each replay, so they must live as long as the program.
 
     Parameters
     ----------
     holds : callable
-        Returns whether a value is in the recording's own memory. That memory lives as long anyway. To keep a temporary array
-        would also stop the recording from giving its memory to the next allocation.
+        Returns whether a value is in the recording's own memory. Such a value is not kept, because that memory lives as long as
+        the program anyway. A kept temporary array would also stop the recording from giving its memory to the next allocation.
     """
 
     def __init__(self, holds: Callable[[object], bool]) -> None:
@@ -97,7 +98,7 @@ class Recording:
     scratch : set of DeviceScratch
         The places where slots were given scratch under this capture.
     event : event
-        The event of the program that was made of this recording; None once the program cannot be used.
+        The event of the program that was made of this recording. None before there is a program, and after the destruction.
     launches_nothing : bool
         Whether a call had a result without elements. Such a call launches nothing, so the graph may be empty.
     kept : KeptValues
@@ -190,8 +191,9 @@ class Recording:
     def memory(self, outputs: object, before: Sequence[LeftoverArrays]) -> Memory:
         """Return the memory that a replay reads and writes.
 
-        A function that returned new arrays alone wrote the memory that it is known to write. Any other function may have written
-        each array that is kept for it, as in a branch. ``before`` are the arrays that the first call made.
+        If all returned arrays are the recording's own, the function wrote these arrays and the memory that it is known to write.
+        Otherwise it may also have written each array that is kept for it, as in a branch. ``before`` are the arrays that the
+        first call made.
 
         Raises
         ------
@@ -205,7 +207,8 @@ class Recording:
         reads, writes = self.reads.union(*[each for each, _ in used]), self.writes.union(*[each for _, each in used])
         known = self.reads if self.lanes is None else self.reads.union(*self.lanes.read)
         for new in before:
-            # The reads of operations are not known, so all memory that they could read counts.
+            # The declared reads of operations on lanes do not count here, because an operation may declare memory that it does
+            # not read.
             new.check(self._name, known, writes)
         arrays = [value for value in leaves(outputs) if memory_of(driver, value) is not None]
         own = all(map(self._memory.holds, arrays))
@@ -273,10 +276,7 @@ class Recording:
         return self.lanes is None or any(step.lane is None for step in self.lanes.steps)
 
     def shares_with(self, other: "Recording") -> bool:
-        """Return whether two recordings lease side slots of one device.
-
-        Both also belong to the same pool.
-        """
+        """Return whether two recordings lease side slots of one device and pool."""
         return self.pool is other.pool and self.device == other.device
 
     def release_plans(self) -> None:
@@ -325,7 +325,7 @@ class Recording:
     ) -> T:
         """Call a function under capture, and return its value.
 
-        With lanes the method calls ``check_state`` before it compares the calls with the first call's.
+        With lanes, the method calls ``check_state`` before it compares the recorded calls with the calls of the first run.
 
         The captured stream belongs to a side slot, because the caller's stream may be the null stream, which CUDA cannot capture.
         The slot takes part in no fork meanwhile. No capture is left open in any case.
@@ -361,7 +361,7 @@ class Recording:
     def take(self, sides: SideSlots, slot: Slot) -> bool:
         """Take over a joined fork's side slot; return whether it is taken.
 
-        The slot is taken where no other owner may use its stream, as with torch in use.
+        The slot is taken if torch is in use. Torch keeps memory for each stream, so no other owner may use the slot's stream.
         """
         if self._tensors is not None:
             self._taken.append((sides, slot))
@@ -496,7 +496,8 @@ class Recording:
             check_state()
             check_same(self._name, self._rehearsed, [each for each in lanes.calls if each.what is not OF_CONSTANT])
             lanes.join(self._name, value)
-            # Both the signatures here and the calls of the lanes hold plans, which `release_plans` has to release.
+            # These signatures and the calls of the lanes also hold plans. They are dropped here, so that `release_plans` drops
+            # the last reference to each plan.
             self._rehearsed = ()
             lanes.calls.clear()
             return value

@@ -25,10 +25,11 @@ class Progress(NamedTuple):
     Attributes
     ----------
     calls, of : int
-        Calls that became nodes, and calls of the function's first call.
+        Calls that became nodes so far, and all such calls in the function's first run.
     lanes : int
+        Number of lanes.
     nbytes, on_one_lane : int
-        Bytes of device memory, and about the bytes that a recording on one lane takes.
+        Bytes of device memory so far, and an estimate of these bytes for one lane.
     """
 
     calls: int

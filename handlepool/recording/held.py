@@ -1,8 +1,8 @@
 """Hold the tensors that nodes of other lanes read (guarantee 8).
 
-A tensor is held until its own lane follows all of these nodes. Torch's allocator gives a freed block to the next allocation for
-the stream that the block was allocated for. The nodes of a lane run in order, so that is right as long as no other stream reads
-the block.
+Torch's allocator gives a freed block to the next allocation for the stream that the block was allocated for. The nodes of a lane
+run in order, so that is right as long as the block is used on its own lane alone. If nodes of other lanes read the block, its
+tensor is held until its own lane follows all of these nodes.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from handlepool.order.track import Needs, Track
 
 MOST_TRIED = 8
-"""The most storages of one stream that one node tries to release."""
+"""The maximum number of storages that one node tries to release."""
 
 
 class Storages(Protocol):
@@ -31,20 +31,22 @@ class HeldTensors:
     Parameters
     ----------
     memory : Storages
+        Tells the stream that a storage was allocated for.
     is_own : callable
-        Returns whether a block of the recording's own memory begins at an address. Such a block is not held, because its memory
-        only goes to nodes that may have it.
+        Returns whether a block of the recording's own memory begins at an address. Such a block is not held, because the
+        recording gives freed memory only to nodes that follow its users.
     """
 
     def __init__(self, memory: Storages, is_own: Callable[[int], bool]) -> None:
         self._memory = memory
         self._is_own = is_own
         self._by_stream: dict[int, dict[int, tuple[object, Needs]]] = {}
-        # These storages are held to the end: memory that is released might come back as the recording's own.
+        # Storages whose memory is from elsewhere. They are held to the end, because the recording might get their memory as its
+        # own once they are released.
         self._foreign: dict[int, object] = {}
 
     def read(self, pointer: int, track: Track, call: int, storages: Iterable[tuple[int, Any]]) -> None:
-        """Note the storages that a lane's last call is given."""
+        """Note the storages that the last call of a lane was given."""
         for start, storage in storages:
             if start in self._foreign or self._is_own(start):
                 continue
@@ -56,9 +58,9 @@ class HeldTensors:
                 readers[track] = call
 
     def follow(self, pointer: int, known: Needs) -> None:
-        """Release a stream's storages whose readers its next call follows.
+        """Release storages of a stream if its next call follows their readers.
 
-        A call tries a few storages at a time.
+        Each call tries only a few storages.
         """
         held = self._by_stream.get(pointer)
         if held:

@@ -1,6 +1,7 @@
 """Write out a known call of a recorded function as one function.
 
-It has the key, the guards, the lease and the turn. As layers, these cost a third of a program's call.
+The function compares the key, checks the guards, leases an instance and uses its program. As separate functions, these steps cost
+a third of a program's call.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +17,16 @@ from handlepool.recording.state_kinds import is_tensor
 Hit = Callable[..., Any]
 """A known call, written out.
 
-Its arguments are the call's, and optionally a stream, and a function that is called before the first copy.
+It takes the tuple of the call's arguments. Optionally it takes a stream, and a function that it calls before the first copy.
 """
 
 MISSED: Any = object()
-"""The value of a hit for other arguments, or at another moment.
+"""The value of a hit that does not serve a call.
 
-Nothing was enqueued."""
+The arguments differ, or the call has to go the long way now. Nothing was enqueued.
+"""
 _PLAIN = (bool, int, str, bytes, type(None))
-"""Types whose values equality tells apart, within a type."""
+"""Types of plain values, which a hit compares by type and equality."""
 
 _HIT = """\
 def hit(args, stream=None, begin=None):
@@ -70,8 +72,8 @@ def hit(
 ) -> Hit | None:
     """Return a function that calls a recorded function's program.
 
-    It takes positional arguments, and returns `MISSED` where they are not as the given arguments. It is None where an argument is
-    neither an array nor a plain value.
+    The returned function takes positional arguments, and returns `MISSED` if they are not like ``args``. Return None in place of
+    the function if some argument is neither an array nor a plain value, or no argument is an array.
 
     Parameters
     ----------
@@ -81,10 +83,11 @@ def hit(
     device : int
         Ordinal of the programs' device.
     edges : list of int
-        Begin and end of each piece of memory that the function reaches, in order.
+        Begin and end of each piece of memory that the function reaches, ascending.
     instances : list of Instance
+        The instances of the key. The list may grow later.
     limit : int
-        The most instances.
+        Maximum number of instances.
     holds : callable
         Returns whether the guards hold.
     reused : bool
@@ -103,7 +106,7 @@ def hit(
     apart = ""
     if tensors:
         differ, read, space = compared_tensors(arrays)
-        # Torch's current stream is another stream than CuPy's, which the long way makes current.
+        # If torch's current stream is another stream than CuPy's, the call goes the long way, which makes torch's stream current.
         apart = f"theirs({device}) != pointer or "
     else:
         differ, read, space = compared(driver, arrays, device if driver.device_count() > 1 else None)
@@ -125,7 +128,8 @@ def hit(
         apart=apart,
         meet="".join(f" or {each}" for each in meet),
         claim=" and instance.claim(stream)" if reused else "",
-        # A copy of an array with gaps runs on the current stream, and so does the use of outputs that a stream keeps.
+        # Arrays with gaps can only be copied on the current stream, and outputs are only reserved for the current stream. In both
+        # cases a call with a given stream goes the long way.
         elsewhere="" if instances[0].direct and not reused else "\n    else:\n        return MISSED",
         limit=limit,
         reused=reused,
@@ -141,5 +145,5 @@ def hit(
 def _overlap(begins: Sequence[int], ends: Sequence[int]) -> bool:
     """Return whether pieces of memory share an address."""
     begins, ends = sorted(begins), sorted(ends)
-    # Of pieces without a common address, the next begins where the last has ended, in both orders.
+    # If no two pieces share an address, their order by begin is their order by end, and none begins before the former's end.
     return any(map(int.__lt__, begins[1:], ends))

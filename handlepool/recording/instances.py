@@ -1,10 +1,9 @@
-"""Lease the programs of one key to calls.
+"""Lease the programs of one key to calls, as forks lease slots.
 
-Forks lease slots in the same way.
-
-A call leases an instance while it enqueues, under the lock of the program, inside which no user code runs. Each use ends with the
-instance's event, and the next use on another stream waits for that event (`Program`, lent). So calls overlap on the device where
-they use different streams and there are enough instances, and are right in any case.
+An instance is a program with the arrays that its calls copy. A call leases an instance while it enqueues its work, under the
+program's lock. No user code runs under that lock. Each use ends with a record of the program's event, and the next use on another
+stream waits for that event. So calls overlap on the device if they use different streams and there are enough instances. With too
+few instances, calls wait on the device, and their values are right.
 """
 
 import threading
@@ -34,7 +33,7 @@ from handlepool.tensors.layout import Token, share
 submitted = count()
 """Numbers of calls, in order of submission."""
 RECENT = 64
-"""Calls until the stream of an instance counts as unused."""
+"""Number of calls after which an instance's stream counts as unused."""
 
 
 class Instance:
@@ -49,15 +48,16 @@ class Instance:
     outputs
         The value of the function under capture.
     returned : Returned
+        The function's returned arrays, sorted by their memory.
     written : sequence of int
-        Places of the inputs that are copied back.
+        Places of the inputs that a call copies back into its arguments, because the function may write them.
     reused : bool
         Whether calls return the program's own outputs.
 
     Attributes
     ----------
     stream : Stream
-        The stream of its last use, or of its capture.
+        The stream of its last use. Before the first use, the stream that was current at its capture.
     number : int
         The number of its last call, in order of submission.
     away : bool
@@ -71,7 +71,7 @@ class Instance:
     run : callable or None
         Enqueues a prepared call. None where tensors are among the arrays.
     single : bool
-        Whether a call returns its only new array.
+        Whether the value of a call is a single new array.
     direct : bool
         Whether a prepared call may run on a stream that is not current.
     """
@@ -116,7 +116,7 @@ class Instance:
         self.writes = bool(written)
         # The thread and the stream whose result the outputs hold, where outputs are reused.
         self._keeper: tuple[ThreadToken, Any] | None = None
-        # Two threads may claim the instance at once, and the second is refused. No call is made under this lock.
+        # If two threads claim the instance at once, this lock lets one of them succeed. No call is made under this lock.
         self._lock = threading.RLock()
         self.inputs, self.outputs = inputs, outputs
         self._own, self._written, self._reused = returned.own, written, reused
@@ -135,14 +135,17 @@ class Instance:
     def claimable(self, stream: object) -> bool:
         """Return whether its outputs are free for this thread and stream.
 
-        They are not where another thread or stream holds a result in them.
+        They are not free while they hold the result of another live thread, or of another stream.
         """
         # The keeper is read once, because another thread may replace it in between.
         keeper = self._keeper
         return keeper is None or keeper[0].over or (keeper[0] is thread.token and keeper[1] == stream)
 
     def claim(self, stream: object) -> bool:
-        """Keep its outputs for this thread and a stream; return the success."""
+        """Reserve its outputs for this thread and a stream, if possible.
+
+        Return whether they are reserved now.
+        """
         with self._lock:
             if not self.claimable(stream):
                 return False
@@ -157,7 +160,10 @@ class Instance:
             self.stream = None
 
     def replay(self, stream: object) -> None:
-        """Launch the program on a stream, between copies of the caller's."""
+        """Launch the program on a stream, without any copies.
+
+        The caller copies the inputs before, and the outputs after.
+        """
         self.number, self.stream = next(submitted), stream
         self.program._turn(_launched, (), stream)  # noqa: SLF001 - as in `call`
 
@@ -215,14 +221,14 @@ def lease(
 ) -> Instance | None:
     """Return an instance for a call on a stream.
 
-    None if every instance is away or keeps its outputs.
+    Return None if every instance is away, or keeps its outputs for another thread or stream.
 
     Parameters
     ----------
     reused : bool
         Whether the instance also has to keep its outputs for this thread and stream.
     grow : callable, optional
-        Captures a further instance, which comes before instances that the device still uses.
+        Captures a further instance. It is preferred to an instance that the device still uses.
     """
     free = []
     for instance in instances:
@@ -232,8 +238,9 @@ def lease(
                 return instance
             free.append(instance)
     free.sort(key=attrgetter("number"))
-    # An idle instance of another stream needs no wait either. Where that stream is in use, its next call would have to take an
-    # instance from another stream in turn, and so on. So a further instance comes before such an instance.
+    # An idle instance of another stream needs no wait either. But if calls still come on that stream, the next of these calls
+    # would have to take the instance of yet another stream, and so on. So if a further instance can be captured, an idle instance
+    # is taken only if its stream counts as unused.
     old = max([each.number for each in instances]) - RECENT
     for instance in free:
         if (grow is None or instance.number < old) and instance.program.idle and (not reused or instance.claim(stream)):
@@ -241,7 +248,8 @@ def lease(
     if grow is not None:
         new = grow()
         free = [new] if new is not None else sorted(free, key=lambda each: not each.program.idle)
-    # A new instance is left, or the instances whose calls were submitted first. The call may wait on the device.
+    # Either the new instance is left, or the free instances, of which the first choice comes first. The call may then wait on the
+    # device.
     for instance in free:
         if not reused or instance.claim(stream):
             return instance
@@ -259,7 +267,7 @@ def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
     """
     made: list[Any] = [None] * len(arrays)
     for place, array in enumerate(arrays):
-        # Tensors are made above by torch. The other arrays are grouped by the memory that they share.
+        # Torch makes the tensors. The other arrays are grouped below by the memory that they share.
         if is_tensor(array):
             made[place] = integration().empty_lying_as(array)
     places = [place for place, each in enumerate(made) if each is None]
@@ -269,7 +277,8 @@ def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
     alone = {*range(len(plain))}.difference(*together)
     for group in [*together, *[[each] for each in sorted(alone)]]:
         begin, end = min(pieces[each][0] for each in group), max(pieces[each][1] for each in group)
-        # The new address lies as far after an aligned address as the caller's, so that its arrays are aligned alike.
+        # The new memory begins as far after an aligned address as the caller's memory. So the new arrays are aligned as the
+        # caller's.
         shift = begin % ALIGNED
         with driver.relaxed():
             block = driver.empty((shift + end - begin,), (1,), np.dtype(np.uint8))
@@ -284,7 +293,8 @@ def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
 def written_places(recording: Recording, arrays: list[Any], changed: Sequence[bool | None]) -> list[int]:
     """Return the places of the inputs that a capture may write.
 
-    Where the writes of some work are not known, all inputs count except tensors whose writes torch has counted: ``changed``.
+    If the writes of some work are not known, every input counts, except tensors that did not change. ``changed`` says for each
+    input whether torch counted a write, or is None if torch cannot tell.
     """
     driver, writes = recording.pool.driver, [each for each in recording.known_writes if not isinstance(each, Token)]
     pieces = [piece_of(driver, each) for each in elements_of(driver, arrays)]

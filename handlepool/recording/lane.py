@@ -1,7 +1,7 @@
 """The streams of a recording: its main stream, and its lanes.
 
-A lane is a leased side slot with its nodes. Outside of nodes the main stream waits for all leaves. So untracked work runs after
-everything recorded before it.
+A lane is a leased side slot with its nodes. A leaf is a node that no later node follows yet. Outside of nodes, the main stream
+waits for all leaves. So untracked work runs after everything recorded before it.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -18,7 +18,7 @@ from handlepool.recording.other_work import OtherWork
 LEFT_FREE = 4
 """Side slots that a recording leaves to other users.
 
-The recording leaves them free once it has as many lanes as were asked for.
+The rule holds once the recording has as many lanes as were asked for.
 """
 
 
@@ -72,7 +72,7 @@ class Lane:
     Attributes
     ----------
     ends : tuple
-        The nodes of the capture that the stream waited for when it was last looked at.
+        The dependencies of the stream (nodes of the capture) when they were last read.
     shown : bool
         Whether user code has had the stream, and may use it again.
     """
@@ -136,8 +136,9 @@ class MainStream:
     Attributes
     ----------
     slot : Slot
-        Set by `begin`.
+        The slot that captures. Set by `begin`.
     pointer : int
+        Pointer of the slot's stream.
     deps : tuple
         The nodes of the capture that the stream was made to wait for.
     floor, floor_steps : tuple
@@ -174,7 +175,7 @@ class MainStream:
     def new_work(self) -> tuple[Any, ...] | None:
         """Return the dependencies of a stream that was given untracked work.
 
-        Return None where it was given none since it was made to wait for `deps`.
+        Return None if the stream was given no work since it was made to wait for `deps`.
         """
         # The stream's dependencies change with any work that it is given, so they tell of work that no caller reported.
         found, known = self._driver.dependencies(self.pointer) or (), self.deps
@@ -225,7 +226,7 @@ class MainStream:
         for lane in lanes:
             if lane.slot is self.slot:
                 continue
-            # With the main stream's own dependencies, the end event of the lane adds no dependency to the main stream.
+            # The lane first gets the main stream's own dependencies, so its end event adds no dependency to the main stream.
             driver.set_dependencies(lane.pointer, self.deps)
             driver.record_event(lane.slot.end_event, lane.pointer)
             driver.wait_event(self.pointer, lane.slot.end_event)
@@ -245,7 +246,7 @@ class LeasedLanes:
     pool : PoolInternals
     device : int
     limit : int
-        The most nodes that will run at once. With 1 there is one lane. With more, there are as many as the data allows.
+        Maximum number of nodes that will run at once. With 1 there is one lane. With more, there are as many as the data allows.
     slots : list of Slot
         Gets each slot that is leased.
 
@@ -292,7 +293,7 @@ class LeasedLanes:
         In order of preference, the lane is a producer's, a lane that the node already follows, a new lane, or the lane that has
         been idle for longest. A new lane waits for ``ends``, as the main stream does.
         """
-        # On the lane of a producer that is last there, the node waits for no other node of that lane.
+        # If a producer is the last node of its lane, a node on that lane waits for no other node of the lane.
         last: Node | None = None
         for each in producers:
             if self.of[each.track].nodes[-1] is each and (last is None or each.step > last.step):
@@ -325,8 +326,7 @@ class LeasedLanes:
     def _lease(self, ends: tuple[Any, ...]) -> Lane | None:
         """Lease one more lane, or return None.
 
-        The lane is the main stream where no slot is free for the first lane. The method returns None where the present lanes must
-        do.
+        If no slot is free for the first lane, the main stream becomes this lane. Return None if the present lanes must suffice.
         """
         if len(self.all) >= self._width:
             return None

@@ -1,12 +1,13 @@
 """Record the calls of a sequential function as nodes (guarantee 17).
 
-A node waits for its data alone. A lane is a leased side slot whose stream takes part in the capture. Each node goes on one lane.
-The lane first waits for the nodes that the call follows by its data, and for its own last node. Other libraries keep data by
-stream, so this order lets one node at a time use that data and the slot's scratch. The books are the same as for a region, with
-a track for each lane.
+In the program, a node waits for its data alone. A lane is a leased side slot whose stream takes part in the capture. Each node
+goes on one lane. The lane first waits for the nodes that the call follows by its data, and for its own last node. Other libraries
+keep data per stream. The nodes of a lane run one after the other, so no two use that data, or the slot's scratch, at once. The
+books, which note the use of memory, are the same as for a region, with a track for each lane.
 
-The next node after untracked work finds that work in the main stream's dependencies, and new books begin after it. There are as
-many lanes as the data allows: `handlepool.recording.schedule` reduces them to the number that was asked for.
+Untracked work is work that is no node. It changes the dependencies of the main stream, where the next node finds it. New books
+begin after that work. There are as many lanes as the data allows: `handlepool.recording.schedule` reduces them to the number that
+was asked for.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +38,7 @@ Pieces = Sequence[Piece | Token]
 
 GAVE_TO_MAIN = "it gave work to the stream that is recorded, and not to its own lane alone"
 MOST_NODES = 20_000
-"""The most nodes of one recording."""
+"""The maximum number of nodes in one recording."""
 
 
 _Open = tuple[CallSignature, Lane, Node, Pieces, Pieces, list[Use], list[Use]]
@@ -57,7 +58,7 @@ class Lanes:
     pool : PoolInternals
     device : int
     limit : int
-        The most nodes that will run at once. With 1, all nodes are recorded on one lane.
+        Maximum number of nodes that will run at once. With 1, all nodes are recorded on one lane.
     leased : list of Slot
         Gets each slot that is leased.
     keep : callable
@@ -66,6 +67,7 @@ class Lanes:
     Attributes
     ----------
     steps : list of Step
+        The nodes and the untracked work, in the order of the recording.
     calls : list of CallSignature
         The calls that became nodes.
     ends : list of tuple of node
@@ -78,11 +80,14 @@ class Lanes:
     memory : NodeMemory
         The blocks that were allocated.
     leased : LeasedLanes
+        The lanes.
     main : MainStream
+        The captured stream.
     exact : bool
-        Whether the driver can let a stream wait for nodes by choice.
+        Whether the driver can let a stream wait for chosen nodes alone.
     refused : str
-        The reason why a call was refused. The function may have caught that error, and without the call the program would differ.
+        The reason why a call was refused, or "". With a reason the recording fails, even if the function caught the error,
+        because the program would lack the call.
     """
 
     def __init__(self, pool: PoolInternals, device: int, limit: int, leased: list[Slot], keep: Callable[[object], None]) -> None:
@@ -183,7 +188,7 @@ class Lanes:
             self._nested_accesses.append((reads, writes))
 
     def made(self, arrays: object) -> None:
-        """Note new arrays that a node has made."""
+        """Ignore the new arrays of a node: only a rehearsal notes them."""
 
     def expect(self, reads: Callable[[], Pieces] | None) -> None:
         """Note a function that returns the memory that the next node reads.
@@ -197,13 +202,13 @@ class Lanes:
     def may_have(self, start: int, stop: int) -> bool:
         """Return whether freed memory may be given out now.
 
-        That is so where all calls that used the memory come before the call that will write there. Outside of nodes the answer is
-        a guess, and the books order the call as any other.
+        It may if all calls that used the memory come before the call that will write there. Outside of nodes that call is only
+        expected. If another call writes there, the books order that call after the users.
         """
         # With one lane, all nodes run in order.
         if self.limit == 1:
             return True
-        # The call comes from a finalizer that interrupted its thread in the middle of the books.
+        # While the books are busy, only a finalizer that interrupted their change can ask.
         if self._busy:
             return False
         self._busy = True
@@ -255,7 +260,7 @@ class Lanes:
         call : callable
             Given the slot to launch on.
         new : callable, optional
-            Returns, for the value, the other memory that the call wrote. The call's allocations are known.
+            Takes the call's value, and returns the memory that the call wrote beyond ``writes`` and its own allocations.
         what : tuple
             See `CallSignature`.
         assumed_writes : sequence of Piece
@@ -264,7 +269,7 @@ class Lanes:
         Raises
         ------
         CaptureError
-            For more nodes than a recording may have, and for a call whose work the capture did not get, or in no known order.
+            For more nodes than a recording may have. For a call whose work the capture did not get, or got without a known order.
         OwnershipError
             In a finalizer that found its thread in the middle of the books.
         """
@@ -377,8 +382,8 @@ class Lanes:
                 self._held.follow(lane.pointer, node.known)
                 self._held.read(lane.pointer, lane.track, node.call, self._tensors.storages(keep))
             self._expected, self._inside, self._current, self._serial_reason = None, True, lane, ""
-            # The call is noted only now. So a node that could not begin is missing in the comparison at the end, even where the
-            # function caught its error.
+            # The call is noted only now. So the comparison at the end misses a node that could not begin, and refuses the
+            # recording even if the function caught the error.
             self.calls.append(made)
             return made, lane, node, reads, writes, met, changed
         finally:
@@ -388,7 +393,7 @@ class Lanes:
         """Choose a lane, and let it wait for its next node's predecessors."""
         leased = self.leased
         after = leased.nodes(needs)
-        # The only node to follow is the last node of its lane, so the new node goes on that lane.
+        # If the only node to follow is the last node of its lane, the new node goes on that lane.
         if len(after) == 1 and after[0].call == after[0].track.count:
             lane = leased.of[after[0].track]
         else:
@@ -406,7 +411,8 @@ class Lanes:
         else:
             deps, steps = ends_of(after), steps_of(after)
         self._node_deps = deps = deps or self.main.floor
-        # User code that has had a lane may have given it work since. No node follows that work, and `Schedule` refuses it.
+        # User code that was shown a lane may have given it work since its last node. So the dependencies are set again. No node
+        # follows that work, and `Schedule` refuses it.
         if self.exact and (lane.shown or deps != lane.ends):
             self._driver.set_dependencies(lane.pointer, deps)
         self.steps.append(Step(made.name, made.place, lane.number, steps or self.main.floor_steps))
@@ -437,7 +443,7 @@ class Lanes:
     def _finish(self, opened: _Open, written: Sequence[Piece | Token], result: object, *, alone: bool = False) -> None:
         """End a node, and note the memory that it used.
 
-        ``written`` is other memory that the node wrote. With ``alone`` it ran no other code than a launch.
+        ``written`` is other memory that the node wrote. With ``alone``, the node ran nothing but a launch.
         """
         signature, lane, node, reads, writes, met, changed = opened
         memory, self._busy = self.memory, True
@@ -485,10 +491,10 @@ class Lanes:
         changed += inner[1]
 
     def _users_of(self, node: Node, written: Iterable[Piece | Token]) -> list[Node]:
-        """Return the earlier nodes that a later call has to follow too.
+        """Return earlier nodes that followers of this node must also follow.
 
-        These nodes used memory that this call returned and did not allocate, and the call does not already follow them. The books
-        forget these nodes for the call, which was not ordered after them.
+        These nodes used memory that this node returned but did not allocate, and this node does not follow them. From now on the
+        books name only this node as the memory's user.
         """
         needs = self.memory.users(written)
         return self.leased.nodes({track: call for track, call in needs.items() if node.known.get(track, 0) < call})
@@ -516,9 +522,9 @@ class Lanes:
         captured = ends != self._node_deps and {*ends} != {*self._node_deps}
         if captured and more:
             self.refused = (
-                f"{self.steps[node.step].name} at {place} gave work both to the current stream and to the one that is "
-                f"recorded, which were one when it was called for real, and have no order here: let it launch on the stream "
-                f"that is current inside it"
+                f"{self.steps[node.step].name} at {place} gave work both to the current stream and to the stream that "
+                f"is recorded. In the first call the two were the same stream, and here nothing orders them: let it launch on "
+                f"the stream that is current inside it"
             )
         self.ends[node.step] = ends = lane.end(ends, more, users)
         self.main.end_node(node, place, ends, follows_more=follows_more)
@@ -545,7 +551,7 @@ class Lanes:
     def _see_others(self, found: tuple[Any, ...], place: str) -> None:
         """Begin new books after work that the main stream was given.
 
-        The work came since the last node. The main stream waits for it by the nodes in ``found``.
+        The work came after the last node. ``found`` are the nodes of the capture that the main stream waits for now.
         """
         # The books do not know which memory that work wrote.
         self.memory.unwritten.clear()
@@ -569,7 +575,7 @@ class Lanes:
     def _note_shared(self, name: str) -> None:
         """Note the use of state that streams share.
 
-        Nothing may run beside it.
+        Nothing may run beside such a use.
         """
         lane = self._current
         if thread.recording is None or thread.recording.lanes is not self:
@@ -589,7 +595,7 @@ class Lanes:
     def _note_plain(self, name: str) -> None:
         """Note untracked work that the driver saw.
 
-        The work may be another thread's, or a branch's, and these are not noted.
+        Work of another thread, or of a branch, is not noted.
         """
         if thread.region is None and thread.recording is not None and thread.recording.lanes is self:
             self.note_untracked(name)

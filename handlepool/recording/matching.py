@@ -30,14 +30,14 @@ def match(arrays):
 def matcher(driver: Driver, arrays: Sequence[Any], device: int | None, edges: list[int]) -> Callable[[Sequence[Any]], bool]:
     """Return a function that compares arrays with given arrays.
 
-    It tells whether layouts are the same, and the arrays share no memory with some pieces of memory.
+    That function returns True if all layouts are equal, and no array shares memory with the pieces that ``edges`` describes.
 
     Parameters
     ----------
     device : int or None
-        The ordinal to compare, where the machine has several devices.
+        The ordinal to compare, or None on a machine with one device.
     edges : list of int
-        Begin and end of each piece, in order.
+        Begin and end of each piece, ascending.
     """
     names = [f"x{place}" for place in range(len(arrays))]
     differ, read, space = compared(driver, dict(zip(names, arrays, strict=True)), device)
@@ -71,7 +71,8 @@ def compared(driver: Driver, arrays: dict[str, Any], device: int | None) -> tupl
 def compared_tensors(tensors: dict[str, Any]) -> tuple[list[str], list[str], dict[str, Any]]:
     """Return comparisons with named tensors of torch's, as text.
 
-    The lists are those of `compared`. Torch's modes are those of now, and its current stream is the stream of the call.
+    The values are as in `compared`. The comparisons also hold torch's modes to those of now. Among the names is ``theirs``, which
+    returns torch's current stream.
     """
     torch = integration()
     differ, read = ["modes() != mode", "derives()"], list[str]()
@@ -89,7 +90,7 @@ def compared_tensors(tensors: dict[str, Any]) -> tuple[list[str], list[str], dic
 
 
 def meets(name: str) -> str:
-    """Return a text: whether an array shares memory with the pieces."""
+    """Return the text of a test whether an array overlaps the pieces."""
     # An odd place is inside a piece of memory. If the place at the array's end differs, a piece begins inside the array.
     return f"((at := bisect_right(edges, b{name})) & 1 or bisect_left(edges, e{name}, at) != at)"
 

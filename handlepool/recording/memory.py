@@ -2,9 +2,9 @@
 
 The module knows the calls that used each piece of memory, and whether a node has written a block.
 
-Freed memory is given to a node only where that node follows all calls that used the memory, and no edge is added for that. Where
-the driver cannot do so, all memory is kept to the end of the recording. Memory for a stream of the function's own stays with that
-stream, as outside of recordings: the books do not know the users of that memory.
+Freed memory is given to a node only if that node already follows all calls that used the memory, so reuse adds no edge. If the
+driver cannot choose the node, all memory is kept to the end of the recording. Memory that was allocated for a stream which the
+function itself made goes only to that stream, as outside of recordings, because the books do not know its users.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -37,7 +37,7 @@ class NodeMemory:
     unwritten : Unwritten
         The blocks that no node has written.
     reuse_queries : list of int
-        The begins of freed memory that was looked up since the last node began.
+        The start addresses of freed memory that was looked up since the last node began.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -47,7 +47,7 @@ class NodeMemory:
         self.reuse_queries: list[int] = []
         self._driver = driver
         self._uses = Uses()
-        # A list of all blocks where freed memory may not be given out again; otherwise None.
+        # All blocks, if freed memory may not be given out again; otherwise None.
         self._kept: list[object] | None = None
         # Maps the begin of freed memory to its end and its last users.
         self._freed: dict[int, tuple[int, Needs]] = {}
@@ -62,8 +62,7 @@ class NodeMemory:
     def add(self, block: object, place: str, *, in_node: bool, is_output: bool) -> int:
         """Note a block and the place of its allocation; return its address.
 
-        As far as is known, a node writes its outputs and the memory that is allocated inside it. Any other block counts as
-        unwritten.
+        A node counts as the writer of its outputs and of memory that is allocated inside it. Any other block counts as unwritten.
         """
         if self._kept is not None:
             self._kept.append(block)
@@ -121,7 +120,7 @@ class NodeMemory:
     def forget_users(self, used: Iterable[Piece | Token]) -> None:
         """Forget the last users of freed memory that the node used itself.
 
-        The node looked them up before its use was noted.
+        The look-up came before the node's own use was noted, so its answer is out of date.
         """
         for start in self.reuse_queries:
             if start in self._freed:
@@ -149,7 +148,7 @@ class NodeMemory:
 class Unwritten:
     """The blocks that no node has written.
 
-    A call that reads such a block reads values from before the allocation.
+    A call that reads such a block reads leftover values from before the allocation.
 
     Attributes
     ----------
@@ -181,7 +180,7 @@ class Unwritten:
         for each in self.starts[first:last]:
             del self._blocks[each]
         del self.starts[first:last]
-        # A block that begins earlier may reach into the memory, and keeps its part before it.
+        # A block that begins earlier may reach into the memory. It keeps the part before that memory.
         if first:
             before = self.starts[first - 1]
             end, place = self._blocks[before]
@@ -234,14 +233,14 @@ class Unwritten:
         if start is not None and piece[0] < piece[1]:
             raise CaptureError(
                 f"{name} returned {shown(array)}, which was allocated at {self._blocks[start][1]} while recording, and no "
-                "recorded call writes it, so replays would leave it as it is. Launch the work for it on the stream that "
-                "is current there"
+                "recorded call writes it, so replays would leave it as it is. Launch the work that writes it on the current "
+                "stream"
             )
 
     def _block_of(self, piece: Piece | Token) -> int | None:
-        """Return the begin of the unwritten block of a piece, or None.
+        """Return the start of the unwritten block that has a piece.
 
-        The answer is None where no unwritten block has the piece.
+        Return None if no unwritten block has the piece.
         """
         if isinstance(piece, Token) or not self.starts:
             return None
@@ -254,7 +253,7 @@ class Unwritten:
 def writes_outside(driver: Driver, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], result: object) -> bool:
     """Return whether a call that gave the capture no work wrote something.
 
-    It did where it says so, or where it returned memory of another library that it was not given.
+    It did if it declares writes, or if it returned memory of another library that it was not given.
     """
     if any(not isinstance(memory, Token) for memory in writes):
         return True

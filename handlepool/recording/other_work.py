@@ -1,6 +1,6 @@
 """Collect the work of a recorded function between two nodes.
 
-This work is plain work, and forks. Each fork is one step.
+Such work is plain work (calls that are no nodes) and forks. Each fork is one step.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ PLAIN = "no graph function and no operation: handlepool.operation declares one"
 IN_ORDER = "recorded in the order of streams and forks"
 
 Told = tuple[str, str, str]
-"""The step's name, the reason against a node, and its place."""
+"""The step's name, the reason why it is no node, its place."""
 
 
 class _Fork:
@@ -79,14 +79,14 @@ class OtherWork:
     def allocated(self, place: str) -> None:
         """Note a line that allocated memory.
 
-        Work that was not reported may stand near the line.
+        Work that no caller reported may be near the line.
         """
         self._allocations.append(place)
 
     def steps(self, last: str, place: str) -> Iterator[Told]:
         """Yield the name, reason and place of each step.
 
-        Unreported work is between the ``last`` node and a ``place``.
+        For work that no caller reported, the place is between ``last``, the last node's place, and ``place``.
         """
         if not self._told:
             where = f"between {last} and {place}"

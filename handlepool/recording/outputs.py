@@ -51,8 +51,8 @@ class Results:
     Raises
     ------
     ArgumentError
-        For another structure, shape or type. For two arrays of ``out`` that share memory. For an output that is neither an array
-        nor a number, a string or None. For a container that contains itself.
+        For an ``out`` of another structure, shape or type. For two arrays of ``out`` that share memory. For an output that is
+        neither an array nor a number, a string or None. For a container that contains itself.
     ArrayTypeError
         For an output, or an array of ``out``, that is not an array of the driver's.
     DeviceMismatchError
@@ -101,7 +101,7 @@ class Results:
         if is_foreign(output):
             raise ArrayTypeError(
                 f"{self._name} returned a {kind_of(output)}, and the {self._driver.name} driver cannot copy it: replay "
-                "the program, and copy program.outputs with their own library, ordered on that stream"
+                "the program, and copy program.outputs with their own library, after the replay on its stream"
             )
         if not isinstance(output, UNCHANGED):
             raise ArgumentError(
@@ -161,9 +161,9 @@ class Results:
 
 
 def steps_without_gaps(array: DeviceArray) -> tuple[int, ...]:
-    """Return the strides in bytes of a gapless array.
+    """Return strides in bytes for a new array without gaps.
 
-    The axes keep the order of the given array's axes.
+    Its axes keep the order in memory of the given array's axes.
     """
     order = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
     return tuple([step * array.dtype.itemsize for step in dense_strides(array.shape, order)])

@@ -82,7 +82,7 @@ class Outside:
         # Memory that is no argument and no held array cannot be saved, so its call is refused.
         for piece, call in written.items():
             if not any(_has(memory, piece) for memory in known):
-                raise self._refused(f"{call} writes memory that the function was not given, or not all of")
+                raise self._refused(f"{call} writes memory that the function was not given, or was given in part")
 
     def save(self) -> None:
         """Enqueue copies of all arrays."""

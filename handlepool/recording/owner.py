@@ -28,9 +28,9 @@ class Owned(ABC):
     def hand_over(self) -> None:
         """Give the program up, so that another thread may own it.
 
-        The next thread that uses `update`, `replay` or `outputs` owns these methods. Your threads must start this use after
-        `hand_over`. The program orders the work on the GPU, as for any two replays. Without an owner, or with an owner that has
-        ended, nothing happens.
+        The next thread that uses `update`, `replay` or `outputs` owns these methods. Make sure that it uses them only after
+        `hand_over` has returned. The program orders the work on the GPU, as for any two replays. Without an owner, or with an
+        owner that has ended, nothing happens.
 
         Raises
         ------
@@ -55,4 +55,7 @@ class Owned(ABC):
 
     @abstractmethod
     def _use(self, what: str, act: Callable[[], T]) -> T:
-        """Do something while no other call uses the program; return the value."""
+        """Run a function while no other call uses the program.
+
+        Return the function's value.
+        """

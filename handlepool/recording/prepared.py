@@ -20,7 +20,10 @@ def copies_of(inputs: Sequence[Any], outputs: Sequence[Any], back: Sequence[int]
 
 
 def bounds(pieces: Sequence[Piece]) -> list[int]:
-    """Return the ends of pieces of memory, with touching pieces joined."""
+    """Return begin and end of each piece of memory, ascending.
+
+    Pieces that touch or overlap are joined.
+    """
     found: list[int] = []
     for begin, end, _ in sorted(pieces, key=itemgetter(0)):
         if begin == end:
@@ -35,8 +38,8 @@ def bounds(pieces: Sequence[Piece]) -> list[int]:
 def builder(value: object, places: dict[int, Callable[[Sequence[Any]], Any]]) -> Callable[[Sequence[Any]], Any]:
     """Return a function that puts other arrays into a value's structure.
 
-    ``places`` maps the identifier of each array of the value to a function. The function takes the array's stand-in out of the
-    arrays.
+    ``places`` maps the identifier of each array of the value to a function. That function takes the sequence of the other arrays,
+    and returns the array that replaces this array.
     """
     place = places.get(id(value))
     if place is not None:
@@ -58,7 +61,7 @@ def builder(value: object, places: dict[int, Callable[[Sequence[Any]], Any]]) ->
 def arrays_once(driver: Driver, value: object, found: dict[int, Any]) -> bool:
     """Collect the driver's arrays of a value, by identifier.
 
-    Return whether the rest of the value is plain.
+    Return whether all other parts of the value are plain.
     """
     if isinstance(value, (list, tuple, dict)):
         inside = value.values() if isinstance(value, dict) else value

@@ -52,26 +52,27 @@ class Program(Owned):
     arrays that `record` was given. They belong to the caller; the program keeps them alive, and `update` and calls overwrite
     them.
 
-    All replays write the same memory, so no two replays of a program run concurrently. A replay on a new stream waits for all
-    work that the last stream was given by then, including readers of the outputs. Consecutive replays on the same stream need no
-    wait. Some streams may be gone, or have another user, by the next replay: streams of a branch or a task, the per-thread
-    default stream, a bare pointer, another library's stream. After such a stream, the next replay waits for the last replay
-    alone, so order the readers there yourself.
+    All replays write the same memory, so no two replays of a program run concurrently. If a replay uses another stream than the
+    replay before it, it waits for all work that the former stream has by then, including readers of the outputs. Consecutive
+    replays on the same stream need no wait. The former stream may be gone, or have another user, if it was the stream of a branch
+    or a task, the per-thread default stream, a bare pointer or another library's stream. After a replay on such a stream, the
+    next replay waits for that replay alone. Readers of the outputs there you must order before the next replay yourself.
 
     `update`, `replay` and `outputs` belong to the thread that used any of them last, until this thread calls `hand_over` or ends.
-    Any other thread gets an `OwnershipError`, because it would mix its values with the owner's values. Any thread may call the
-    program, at any time. A call overwrites inputs and outputs, so it makes the calling thread the owner. From then on the former
-    owner gets an error, and cannot mistake the values of the call for its own. Different threads may replay different programs at
-    the same time.
+    In any other thread they raise an `OwnershipError`, because that thread would mix its values with the owner's values. Any
+    thread may call the program itself, as in ``program(x)``, at any time. A call overwrites inputs and outputs, so it makes the
+    calling thread the owner. From then on the former owner gets an error, and cannot mistake the values of the call for its own.
+    Different threads may replay different programs at the same time.
 
     Attributes
     ----------
     device : int
         Ordinal of the program's device.
     nodes : int
-        Number of kernels, copies and the like in the graph. A call, which `explain` counts as a node, may add no node or several.
+        Number of kernels, copies and the like in the graph. `explain` counts calls as nodes instead: a call may add no kernel,
+        one or several.
     tunings : tuple of Tuning
-        Measurements of plans by ``record(..., plans=True)``, in the order of their weight. Each can be printed.
+        Measurements of plans by ``record(..., plans=True)``, with the plan that took the most time first. Each can be printed.
     """
 
     nodes: int
@@ -79,8 +80,8 @@ class Program(Owned):
     _streams: ClassVar[dict[int, Stream]] = {}
     """The last streams of all programs, by the program's number.
 
-    The collector runs the destructors of a whole cycle at once. It may destroy a stream whose program defers its own end. This
-    dictionary keeps the stream until the program is closed.
+    Python's collector may find a program and its stream in one cycle, and destroy both at once. The program's end is deferred,
+    and still needs the stream. So this dictionary keeps the stream until the program is closed.
     """
     _numbers: ClassVar[Iterator[int]] = count()
 
@@ -114,13 +115,15 @@ class Program(Owned):
         self._inputs = inputs
         self._outputs = outputs
         self._memory = memory
-        # The check of a call's arrays, the call, and the call's value from its new arrays.
+        # The functions of a prepared call: the first checks the call's arrays, the second enqueues the call, the third builds the
+        # call's value from the new arrays.
         self._prepared: tuple[Callable[..., bool], Callable[..., Any], Callable[[Any], Any]] | None = None
         # Records the same call again: see `replanning`.
         self._again = again
         # Whether the program's function is being called outside of the lock, so that other uses are refused.
         self._retaking = False
-        # If `_lent`, each use records its event at once, and a use on another stream waits for the last use alone.
+        # With `_lent`, the program serves calls of a recorded function. Each use then records the event at once, and a use on
+        # another stream waits for the last use alone.
         self._lent = lent
         # `_unmarked` tells that a use began whose event is not recorded yet. An interrupt may leave it so, and the next use on
         # another stream records the event first (guarantee 8).
@@ -139,17 +142,17 @@ class Program(Owned):
             self._event = recording.make_event()
         graph.upload(home.pointer)
         process_end.add(self._end_at_exit)
-        # `_last` is the last stream that used the memory, if its object owns the stream. The event is recorded there when another
-        # stream follows. `_last` is None for any other stream, which may be gone by then, so the event is recorded after each
-        # use. It is also None for a side stream: the pool leases side streams to other callers. They may capture the stream, so
-        # the program must not record or wait there later.
+        # `_last` is the stream of the last use, if the stream's Python object owns the stream. The event is then recorded on it
+        # only when another stream follows. Any other stream may be gone by then, so `_last` is None and the event is recorded
+        # after each use. For a side stream `_last` is None too: the pool leases it to other callers, which may capture it, so the
+        # program must not record an event there later.
         self._last: Stream | None = None
         self._used_by(home)
         if self._last is None or lent:
             try:
                 driver.record_event(self._event, home.pointer)
             except BaseException:
-                # No close follows, which would let the stream go.
+                # No `close` follows that would release the stream.
                 self._streams.pop(self._number, None)
                 raise
         self._recording = recording
@@ -160,8 +163,9 @@ class Program(Owned):
 
         Each replay writes its arrays, in the order of its stream.
 
-        A branch that asks for the outputs here reads them, and waits for the branches that replay. In the body of a fork nothing
-        waits for the outputs: give them to a branch, or to `Fork.wait`.
+        In a branch of a fork, the access counts as a read of the outputs, so the branch waits for branches that replay the
+        program. In the fork's body, outside of branches, the access waits for no branch: give the outputs to a branch, or to
+        `Fork.wait`.
 
         An access raises `OwnershipError` if the program belongs to another thread.
         """
@@ -181,9 +185,9 @@ class Program(Owned):
 
     @property
     def idle(self) -> bool:
-        """Whether no thread uses the program and its last use has passed.
+        """Whether no thread uses the program, and its last use has finished.
 
-        It is for a program that records its event at every use.
+        The answer is valid only for a program that records its event after every use.
         """
         if self._busy is not None or self._unmarked:
             return False
@@ -273,25 +277,26 @@ class Program(Owned):
 
         Later replays see the new values.
 
-        The inputs are the arrays that `record` was given, which are overwritten.
+        The inputs are the arrays that `record` was given, and the update overwrites them.
 
         Parameters
         ----------
         *args, **kwargs
-            The arguments of `record`, in the same places. Arguments without an array have the recorded value. You may leave out
-            all positional arguments without an array, and each keyword argument without an array. Arrays are of the driver's
+            The arguments of `record`, in the same places. Arguments without an array must have the recorded value. You may leave
+            out all positional arguments without an array, and each keyword argument without an array. Arrays are of the driver's
             kind, and tensors of torch replace recorded tensors. Shapes, strides, types and device are as recorded. Tensors are
-            also copied in the order of torch's current stream. Containers are nested alike: lists and tuples of the same lengths
-            (a list may replace a tuple and the reverse), dictionaries of the same keys. None leaves an argument with arrays, or
-            an entry, as it is. Every value is read before the first is overwritten, so inputs can be swapped.
+            also copied in the order of torch's current stream. Containers are nested as recorded: lists and tuples of the same
+            lengths (a list may replace a tuple and the reverse), dictionaries of the same keys. None in the place of an argument
+            with arrays, or of an entry, leaves the recorded values as they are. Every value is read before the first is
+            overwritten, so inputs can be swapped.
 
         Raises
         ------
         ArgumentError, ArrayTypeError, DeviceMismatchError
-            For a value that differs from the recording, by its place, also in an argument without an array. For two values for
-            the same memory, as for an array that was recorded in two places. For a recorded array itself, if an update or a call
-            has overwritten it: pass None instead. For a value other than None in the place of an array of a library other than
-            torch. After an error nothing was copied.
+            For a value that differs from the recording, also in an argument without an array; the message names its place. For
+            two values for the same memory, as for an array that was recorded in two places. For a recorded array itself, if an
+            update or a call has overwritten it: pass None instead. For a value other than None in the place of an array of a
+            library other than torch. After an error nothing was copied.
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
             As in `replay`.
         """
@@ -318,9 +323,9 @@ class Program(Owned):
         ``x.copy(order="K")``, if you need ``x`` itself. Passing the original ``x`` again is an error, because the program has
         overwritten it.
 
-        All work is enqueued on the current stream of any thread, and the call does not wait for the GPU. The returned arrays
-        belong to the caller, and no later use of the program writes to them. Afterwards `update`, `replay` and `outputs` belong
-        to the calling thread; see `hand_over`.
+        Any thread may call. All work is enqueued on its current stream, and the call does not wait for the GPU. The returned
+        arrays belong to the caller, and no later use of the program writes to them. Afterwards `update`, `replay` and `outputs`
+        belong to the calling thread; see `hand_over`.
 
         Parameters
         ----------
@@ -329,7 +334,7 @@ class Program(Owned):
         out : optional
             Arrays to copy the outputs into, in the structure of `outputs`, and torch's tensors for outputs that are tensors.
             Shapes and types are the same, and no two arrays share memory. None, also in the place of an array, asks for a new
-            array. An input that was recorded by this name stays as it is.
+            array. A recorded argument that is itself named ``out`` cannot be given here, and keeps its values.
 
         Returns
         -------
@@ -346,7 +351,8 @@ class Program(Owned):
         MemoryError
             If there is no memory for the copies.
         CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
-            As in `replay`; but the program may belong to another thread. The call waits for that thread's use.
+            As in `replay`, except that the program may belong to another thread. If that thread is using the program, the call
+            waits.
         """
         if self._status.unusable:
             self._status.check()
@@ -363,7 +369,7 @@ class Program(Owned):
         """Use the program once on a stream; return the value.
 
         The use is ``run(arrays, pointer, launch, begin)``. It is for prepared calls, which have checked the arrays. ``checked``
-        tells that the stream was found not to be captured just now.
+        says that the caller has just found the stream not to be captured.
         """
         lock = self._lock
         try:
@@ -374,7 +380,7 @@ class Program(Owned):
                 lock.acquire()
                 try:
                     self._busy = "called"
-                    # A closed program has no last stream, and `_follow` refuses it.
+                    # A closed program has no last stream, so it comes here, and `_follow` refuses it.
                     if stream is not self._last or recordings or not (self._bound or self._current_device() == self.device):
                         self._follow(stream)
                     # The owner is set for the same reason as in `_call`.
@@ -384,7 +390,7 @@ class Program(Owned):
                         raise capturing(pointer)
                     if self._last is not None and not self._lent:
                         return run(arrays, pointer, self._launch, begin)
-                    # From here this is `_enqueue`, without its call.
+                    # The rest repeats `_enqueue`, to spare the cost of calling it.
                     self._unmarked = True
                     try:
                         return run(arrays, pointer, self._launch, begin)
@@ -408,7 +414,8 @@ class Program(Owned):
         driver = self._driver
         given = self._inputs.match(driver, self._name, self.device, args, kwargs)
         results = Results(driver, self._name, self.device, self._outputs, out)
-        # A prepared call skips the notes on overwritten inputs, which this call may change. `_prepare` makes the call anew.
+        # A prepared call neither reads nor changes the notes on overwritten inputs. This call may change these notes, so the
+        # former prepared call is dropped. `_prepare` may make a new prepared call.
         self._prepared = None
 
         def turn() -> None:
@@ -421,8 +428,8 @@ class Program(Owned):
             changed = [*pieces_of(driver, [copy.target for copy in given]), *results.pieces]
             keep = self, given, results
             self._after_branches([*self._memory.reads, *read], [*self._memory.writes, *changed], None, keep)
-        # Otherwise the former owner would replay with the inputs of this call, or read its outputs, and take both for its own
-        # values.
+        # This thread becomes the owner. Otherwise the former owner could replay with the inputs of this call, or read its
+        # outputs, and take both for its own values.
         self._user = thread.token
         self._follow(None)
         self._inputs.copied(driver, given)
@@ -433,9 +440,9 @@ class Program(Owned):
         return results.value
 
     def _prepare(self) -> None:
-        """Prepare later calls with one array for each input.
+        """Prepare later calls that give one array for each input.
 
-        All inputs hold the values of a call by now.
+        By now, a call has overwritten every input.
         """
         driver, inputs, outputs = self._driver, self._inputs.flat(self._driver), dict[int, Any]()
         if inputs and arrays_once(driver, self._outputs, outputs):
@@ -506,7 +513,8 @@ class Program(Owned):
         """
 
         def begin(pointer: int) -> int:
-            # Without a last stream each use takes the slow way, which refuses it, and an event is recorded after this one.
+            # Without a last stream, any other use goes through `_follow`, which refuses the use. `end` records the event for
+            # later uses.
             self._last, self._retaking = None, True
             return pointer
 
@@ -523,7 +531,7 @@ class Program(Owned):
     def _become(self, take: Take) -> None:
         """Replay another recording of the same call from now on.
 
-        The caller holds the lock, and gives up the recording that `take` holds. The outputs are new arrays.
+        The caller holds the lock. The program becomes the owner of the recording in ``take``, whose outputs are new arrays.
         """
         former, recording, inputs, again = self._recording, take.recording, self._inputs, self._again
         graph, home = recording.graph, resolve(self._driver)
@@ -546,7 +554,10 @@ class Program(Owned):
         dispose(former, held)
 
     def _use(self, what: str, act: Callable[..., T], *args: object) -> T:
-        """Do something while no other call uses the program; return the value."""
+        """Run a function while no other call uses the program.
+
+        Return the function's value.
+        """
         try:
             if self._busy is not None:
                 self._check_turn(what)
@@ -586,7 +597,7 @@ class Program(Owned):
         self._user = thread.token
 
     def _explain(self, error: Exception) -> None:
-        """Raise a clearer error for an error, if there is any."""
+        """Raise a clearer error for an error, if one is known."""
         if process_end.ending and isinstance(error, PoolClosedError):
             process_end.linger()
         self._status.diagnose(error)
@@ -603,9 +614,10 @@ class Program(Owned):
     def _after_branches(
         self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], stream: object, keep: object = None
     ) -> None:
-        """Let a stream wait for branches of this thread that conflict.
+        """Let a stream wait for branches that conflict with a use.
 
-        The branches are of this thread's forks, and conflict with a use of the program (guarantee 17).
+        The branches belong to forks of this thread. They conflict if they access the memory that this use of the program reads or
+        writes (guarantee 17).
         """
         recording = self._recording
         if recording is not None:
@@ -613,9 +625,10 @@ class Program(Owned):
             before(recording.pool, reads, writes, keep or (self, self._outputs), pointer)
 
     def _follow(self, stream: object) -> None:
-        """Make another stream the stream that uses the memory.
+        """Make a stream the one that uses the program's memory next.
 
-        It waits for all work that the last stream was given by now.
+        If the last use was on another stream, the stream waits for all work that the other stream has by now. If the other stream
+        may be gone, it waits for the last use alone.
         """
         if self._recording is None:
             self._refuse()
@@ -674,14 +687,14 @@ class Program(Owned):
 
         Scratch is freed as well. `close` is idempotent.
 
-        Outputs that the caller holds stay valid; their memory is freed after them. Do not call `close` in a destructor, which may
-        run inside another program's launch: two threads could wait for each other. Drop the reference to the program there
+        Outputs that the caller holds stay valid; their memory is freed when they are. Do not call `close` in a destructor, which
+        may run inside another program's launch: two threads could wait for each other. Drop the reference to the program there
         instead.
 
         Raises
         ------
         CaptureError
-            If the stream of the last replay is being captured; close the program afterwards.
+            If the stream of the last replay is being captured. Close the program after the capture.
         OwnershipError
             In a finalizer inside another use of the program.
         """
@@ -705,7 +718,7 @@ class Program(Owned):
         finally:
             if held and recording is not None:
                 try:
-                    # The destruction comes after the program's turn, because it may close another program, or this program.
+                    # The destruction comes after the lock is released, because it may close another program, or this program.
                     with on_device(self._driver, self.device), self._driver.relaxed():
                         del held[1:]
                     if recording.destroy():
@@ -759,7 +772,8 @@ class Program(Owned):
     def _detach(self, held: list[object]) -> None:
         """Move all objects of the program into a list, the recording first."""
         stream = self._last, self._owner, self._streams.pop(self._number, None)
-        # No call follows, after which an interrupt could come: the holder of the list owns the recording.
+        # Only assignments follow, and an interrupt comes only after a call. So from here on the holder of the list owns the
+        # recording.
         kept = self._inputs, self._outputs, stream, self._launch, self._launch_on, self._prepared, self._again
         held += [self._recording, kept]
         self._recording = self._owner = self._last = self._user = self._prepared = self._again = None
@@ -768,7 +782,8 @@ class Program(Owned):
     def _end_at_exit(self, deadline: float) -> None:
         """Drop the plans at the end of the process; destroy nothing else.
 
-        No replay follows. If another thread uses the program until the deadline (by the monotonic clock), its work is left alone.
+        No replay follows. If another thread still uses the program at the deadline (of the monotonic clock), the program is left
+        as it is.
         """
         recording = self._recording
         if recording is None or self._status.forked or not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
@@ -786,7 +801,8 @@ class Program(Owned):
         try:
             return self._end(wait=False)
         except Exception:
-            # A later failure belongs to the recording, which is deferred.
+            # If the recording was already detached, its own deferred step retries the destruction. Otherwise this step is
+            # retried.
             return self._recording is None
 
     def __del__(self, _defer: Callable[[Callable[[], bool]], None] = defer) -> None:
@@ -798,9 +814,9 @@ class Program(Owned):
         return self._outputs
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied, also by `copy.copy`.
+        """Refuse to be pickled, or copied by `copy.copy`.
 
-        Two copies would end the same graph.
+        Two copies would destroy the same graph.
         """
         raise TypeError(f"the program {self._name} owns a graph and memory and cannot be copied or pickled; record it again")
 
@@ -816,6 +832,6 @@ def capturing(pointer: int) -> CaptureError:
     if thread.recording is not None:
         return CaptureError("a program cannot be part of another recording: call its original function there")
     return CaptureError(
-        f"stream {pointer:#x} is being captured, and a program can neither run in a capture nor be ordered after "
-        "its last use there. Use it before the capture, or after"
+        f"stream {pointer:#x} is being captured, and a program can neither run on a captured stream nor wait for it. "
+        "Use the program before the capture, or after"
     )

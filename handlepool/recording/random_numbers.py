@@ -1,7 +1,8 @@
 """Refuse torch's random numbers in a recording, and name the place.
 
 Torch registers a generator in the capture of a `torch.cuda.CUDAGraph`, and advances the generator's offset at each replay. Torch
-offers neither step for another graph. Torch therefore raises an error, whose text is for torch's developers.
+offers neither step for any other graph. Random numbers in such a capture therefore raise an error, with a text for torch's
+developers.
 """
 
 from handlepool._util.causes import causes
@@ -14,7 +15,7 @@ Torch raises the first text when numbers are drawn, and the second when a genera
 
 
 def refusal(error: BaseException | None, place: str) -> str | None:
-    """Return an error text if torch's random numbers caused an error.
+    """Return an error text if torch's random numbers caused the error.
 
     Return None for any other error.
 
@@ -23,7 +24,7 @@ def refusal(error: BaseException | None, place: str) -> str | None:
     error : BaseException or None
         The function's error, or an error that the function's error caused.
     place : str
-        The caller's file and line that the error came from.
+        File and line of the user's code that raised the error, or "".
     """
     # The function's error may have torch's error as its cause or context.
     if any(isinstance(each, RuntimeError) and any(text in str(each) for text in _TEXTS) for each in causes(error)):

@@ -68,22 +68,23 @@ def record(
         Arguments of the function. Arrays among the arguments, also in lists, tuples and dictionaries, are the inputs. The program
         keeps the inputs alive, and each replay reads the inputs. `Program.update` and calls of the program overwrite the inputs,
         including torch's tensors: after ``program(x2)`` the ``x`` that was given here holds ``x2``. If you need ``x`` itself,
-        give ``x.copy(order="K")``, which keeps the layout; ``x.copy()`` alone makes it contiguous. The program cannot write
-        arrays of other libraries; if it must, give the array that ``cupy.from_dlpack`` returns. The program also keeps alive the
-        objects in closures of the function and of functions that run in branches. The caller must keep objects that are read
-        elsewhere (globals, attributes).
+        give ``x.copy(order="K")``, which keeps the layout; ``x.copy()`` alone makes it contiguous. Arrays of libraries other than
+        torch cannot be overwritten; for such an input, give the array that ``cupy.from_dlpack`` makes of it. The program also
+        keeps alive the objects in closures of the function and of functions that run in branches. The caller must keep alive the
+        arrays that the function reads from globals or attributes.
     pool : HandlePool, optional
-        Pool for work in the function that is given no pool. By default it is the pool of the states for a method of
-        `ParallelStates`, else the default pool. To give the function itself a parameter of this name, use `functools.partial`.
+        Pool for the calls in the function that get no pool of their own. For a method of `ParallelStates`, the default is the
+        pool of the states. For any other function it is the default pool. If the function itself has a parameter of this name,
+        set it by `functools.partial`.
     lanes : int, optional
         1 to 32. The outermost calls of graph functions and operations become nodes. Data alone orders the nodes, and at most this
         number of nodes runs at once. Give 8 or 16: `Program.tune` finds the best number, also above 16. The nodes are recorded on
-        as many lanes as the data allows, up to 31. Each lane leases a side slot during the recording. `Program.nbytes` counts
-        these lanes, not the number that is given here. Only 1 takes the least memory, and cannot be tuned. Forks and any other
-        work run after everything recorded before them and before everything recorded after them; `Program.explain` says where.
-        Memory is reused only by calls that come after its last users.
-        By default the order of streams and forks is recorded. Where ``HANDLEPOOL_DRAW`` names a folder, each recording with lanes
-        is drawn there, as by `Program.draw`.
+        as many lanes as the data allows, up to 31. Each lane leases a side slot during the recording. `Program.nbytes` counts the
+        memory of these lanes, whatever number is given here. Only ``lanes=1`` saves memory, and such a program cannot be tuned.
+        Forks and any other work run after everything recorded before them and before everything recorded after them;
+        `Program.explain` says where. Memory is reused only by calls that come after its last users. Without ``lanes``, the
+        program keeps the order of streams and forks. Where ``HANDLEPOOL_DRAW`` names a folder, each recording with lanes is drawn
+        there, as by `Program.draw`.
     plans : bool
         Between the two calls, time other plans of the graph functions that take most of the time. Like `tune`, time each plan
         alone, over random arrays. A plan stays unless another plan is quicker by 3 %. Later calls of graph functions with such
@@ -93,18 +94,18 @@ def record(
     Returns
     -------
     Program
-        Its ``outputs`` hold the values of the function's arguments from the first replay on.
+        Its ``outputs`` hold the function's results once the program has been replayed.
 
     Raises
     ------
     CaptureError
-        For work that cannot be recorded, by its name. Inside a capture, a recording, a branch or a task. If nothing was recorded.
-        Inside ``torch.cuda.use_mem_pool``, because torch keeps to that pool. If torch uses the GPU and is older than 2.8. For
-        graph functions that differ at the second call, and results of other shapes or types. With ``lanes`` also for operations
-        that differ, in the body of a fork, and for an operation that wrote and gave no work to the stream. For state: an
-        attribute, a container, a closure, a global or a random generator that the second call changes, by its name. Write state
-        in place, in a single array. For a copy from the host, except an array of the driver's ``asarray`` with equal bytes in
-        both calls, which is a constant. The function's objects are left as its first call left them.
+        For work that cannot be recorded, which the message names. Inside a capture, a recording, a branch or a task. If nothing
+        was recorded. Inside ``torch.cuda.use_mem_pool``, because torch keeps to that pool. If torch uses the GPU and is older
+        than 2.8. If the second call has other graph functions than the first, or results of other shapes or types. With
+        ``lanes``, also if operations differ, in the body of a fork, and if an operation wrote memory and gave the stream no work.
+        If the second call changes state: an attribute, a container, a closure, a global or a random generator, which the message
+        names. Write state in place, in a single array. For a copy from the host, unless the driver's ``asarray`` makes the array,
+        with equal bytes in both calls: such an array is a constant. The function's objects are left as its first call left them.
     DriverNotAvailableError
         With ``plans`` on the host driver.
     ArgumentError
@@ -133,7 +134,7 @@ def record(
         check_gpu(chosen.driver, TUNED)
     name = name_of_call(function)
     home = check_recordable(chosen, name, width, function)
-    # The arguments are walked once, which `leaves` ends although a container may contain itself.
+    # The arguments are walked once. The walk by `leaves` ends even if a container contains itself.
     values = [*leaves(args, kwargs)]
     check_values(name, values, args, kwargs)
     picture = drawing.asked_for(name) if width is not None and os.environ.get(drawing.VARIABLE) else None

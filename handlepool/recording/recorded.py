@@ -49,25 +49,32 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 MOST_REBOUND = 3
-"""Programs that may be replaced since an array was rebound.
+"""The maximum number of programs dropped because an array was rebound.
 
-After that the function runs eagerly."""
+One more drop makes the function run eagerly.
+"""
 MOST_LACKED = 3
-"""Recordings that may find too little memory, or too few side streams.
+"""The maximum number of recordings that may lack memory or side streams.
 
-After that such keys run eagerly."""
+The key of each further such recording runs eagerly.
+"""
 MOST_TRIED = 4
-"""The most written-out calls that a call tries.
+"""The maximum number of written-out calls that a call tries.
 
-The long way finds other calls."""
+If none of them takes the arguments, the call goes the long way.
+"""
 MOST_PENDING = 256
-"""The most calls by `submit` that are pending.
+"""The maximum number of pending calls by `submit`.
 
-A further call waits for the oldest."""
+A further call waits for the oldest.
+"""
 MANY_VALUES = 8
-"""Keys that may differ in a value before a warning names it."""
+"""A warning names a value in which this many keys differ."""
 MOST_SEEN = 1024
-"""Keys that are remembered without a program."""
+"""The maximum number of keys whose calls are counted.
+
+The key that came least recently is forgotten first.
+"""
 _PER_OBJECT = "_handlepool_recorded"
 """Attribute of an object that holds its methods' recorded functions."""
 
@@ -114,15 +121,15 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._takes_out = _has_parameter(function, "out")
         self._reader: Reader | None = None
         self._variants: dict[tuple[Any, ...], list[Variant]] = {}
-        # Each variant with its written-out call, where calls try it.
+        # Maps each variant to its written-out call, or to None if it has none that calls try.
         self._order: dict[Variant, Hit | None] = {}
         # Written-out calls, by the shape of the first argument.
         self._hits: dict[Any, tuple[Hit, ...]] = {}
-        # The lock guards the two tables, which calls read without the lock. No function of the user runs under the lock.
+        # The lock guards changes of these tables. Calls read the tables without it. No function of the user runs under the lock.
         self._lock = threading.RLock()
-        # The dictionary maps a pool to a mark of the call that records now. A single call records at a time, and no other call
-        # waits for it. So no lock is held while the function runs (guarantee 15). `setdefault` is a single step, and an interrupt
-        # finds the `finally`.
+        # The dictionary maps a pool to a mark of the call that records now. One call records at a time, and other calls run
+        # eagerly instead of waiting. The mark replaces a lock, which must not be held while the function runs (guarantee 15).
+        # `setdefault` is a single step, so two calls cannot both set a mark. After an interrupt, the `finally` removes the mark.
         self._under_way: dict[PoolInternals, object] = {}
         self._eager: str | None = None
         self._said = False
@@ -146,7 +153,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return f"<recorded function {self._options.name}, {len(self._order)} keys>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function, by a program if such arguments have a program.
+        """Replay the program for such arguments, or call the function.
 
         Parameters
         ----------
@@ -168,7 +175,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             for hit in hits:
                 try:
                     found = hit(args)
-                # The user may have closed the program, which the long way finds.
+                # The user may have closed the program. The long way notices that.
                 except PoolClosedError:
                     break
                 if found is not MISSED:
@@ -180,7 +187,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         """Call the function the long way, without a hit."""
         out = kwargs.pop("out", None) if kwargs and not self._takes_out else None
         pool = current_pool()
-        # A call inside a recording gives its own work, which becomes a part of that recording.
+        # A call inside a recording runs the function itself, so that its work becomes a part of that recording.
         if self._eager is not None or (recordings and _inside_recording()):
             return self._plain(pool, args, kwargs, out)
         if pool.status.unusable:
@@ -202,7 +209,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             raise
         if call.tensors and driver.name == "cuda":
             theirs = integration().current_stream(driver.current_device())
-            # A capture of torch's current stream takes the function's own work, as a capture of CuPy's does.
+            # If torch's current stream is being captured, the function itself runs, as under a capture of CuPy's stream.
             if theirs != LEGACY_STREAM and driver.is_capturing(theirs):
                 return self._plain(pool, args, kwargs, out)
         # The table is read without the lock.
@@ -252,7 +259,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return results.value
 
     def _missed(self, pool: PoolInternals, call: Call, stream: object, args: object, kwargs: object, out: object) -> Any:
-        """Call the function after a lookup without a program."""
+        """Serve a call for which the lookup found no program."""
         variants = self._variants.get(call.key, [])
         values: dict[str, int] = {}
         # Another thread may insert a variant meanwhile, so the loop walks a copy of the list.
@@ -291,7 +298,8 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def _may_record(self, pool: PoolInternals, call: Call) -> bool:
         """Return whether to record a key.
 
-        In a region no key is recorded. After many keys that came a single time, a key is recorded when it comes again.
+        In a region no key is recorded. After many recordings whose programs served no call, a key is recorded only when it comes
+        a second time.
         """
         if thread.region is not None or (active and open_order(pool.driver, pool.current_device()) is not None):
             return False
@@ -300,7 +308,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return self._see(call.key) > 1
 
     def _see(self, what: object) -> int:
-        """Count how often a key has come, within the remembered keys."""
+        """Count a call of a key, and return the count.
+
+        Only the last `MOST_SEEN` keys are remembered.
+        """
         with self._lock:
             seen = self._seen[what] = self._seen.pop(what, 0) + 1
             if len(self._seen) > MOST_SEEN:
@@ -369,7 +380,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def _drop(self, variant: Variant) -> None:
         """Forget a variant.
 
-        Its programs end with their last call, when the device has passed that call.
+        Each of its programs is destroyed once the device has finished the program's last call.
         """
         with self._lock:
             if variant not in self._order:
@@ -454,7 +465,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return None
 
     def _keeps(self, variant: Variant) -> bool:
-        """Return whether a variant has not made way."""
+        """Return whether the table still has a variant."""
         return variant in self._order
 
     def _close(self) -> None:
@@ -496,8 +507,8 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def tune(self, lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0) -> list[LanesTuning]:
         """Measure the best number of lanes for each key, and use it.
 
-        `Program.tune` does so for a single program. No call waits, because the measured program is not leased meanwhile. Calls
-        take another program of the key, or run eagerly.
+        `Program.tune` does so for a single program. No call waits for the measurement: meanwhile calls take another program of
+        the key, or run eagerly.
 
         Parameters
         ----------
@@ -519,8 +530,8 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         Parameters
         ----------
         *specs : ArraySpec or tuple
-            Each has the arguments of a call: `ArraySpec` in the places of arrays, and other values as they are. A single
-            `ArraySpec` stands for a single argument.
+            Each has the arguments of one call: an `ArraySpec` in the place of each array, and other values as they are. Outside
+            of a tuple, a value is the call's single argument.
         tune : bool
             Whether `tune` is called afterwards, if the function is recorded on several lanes.
         """
@@ -535,8 +546,8 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> StreamFuture[R]:
         """Call the function on a stream of its own.
 
-        The call comes after the current stream's work so far. It also comes after earlier calls by `submit` of the same client, a
-        thread or a task of asyncio. Calls of several clients overlap on up to ``instances`` streams.
+        The call comes after the current stream's work so far. It also comes after earlier calls by `submit` of the same client. A
+        client is a thread, or a task of asyncio. Calls of several clients overlap on up to ``instances`` streams.
 
         Arguments that have no program yet are recorded first, by a call in this thread. Up to 256 calls are pending on the GPU. A
         further call waits for the oldest.
@@ -544,8 +555,8 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         Parameters
         ----------
         *args, **kwargs
-            As in a call. Arrays of NumPy are copied to the device through page-locked memory, and then the results are arrays of
-            NumPy too. `ParallelStateExecutor` has options for both.
+            As in a call. Arrays of NumPy are copied to the device through page-locked memory. If there are any, the results come
+            back as arrays of NumPy. `ParallelStateExecutor` has options for both.
 
         Returns
         -------
@@ -574,7 +585,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                     if found is not MISSED:
                         self._unused = 0
                         return found
-            # The user may have closed the program, which the long way finds.
+            # The user may have closed the program. The long way notices that.
             except PoolClosedError:
                 break
             if attempt or not self._widen(args, stream):
@@ -584,7 +595,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def _widen(self, args: tuple[Any, ...], stream: Any) -> bool:
         """Capture a further instance for a stream.
 
-        The value tells whether a known call is worth another try.
+        Return whether another try as a known call may succeed.
         """
         reader, pool = self._reader, current_pool()
         if reader is None or reader.driver is not pool.driver or active:
@@ -607,7 +618,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def _at_once(self, args: Any, kwargs: Any) -> list[Any]:
         """Record such arguments and return the call's value in a list.
 
-        The list is empty if the call does not record.
+        The list is empty if the key is known or cannot be recorded. Then the function was not called.
         """
         pool = current_pool()
         if pool.status.unusable or self._eager is not None:
@@ -622,7 +633,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def clear(self) -> None:
         """Forget all programs.
 
-        Each ends with its last call, when the device has passed that call. The next call of a key records anew.
+        Each program is destroyed once the device has finished its last call. The next call of a key records anew.
         """
         for variant in [*self._order]:
             self._drop(variant)
@@ -711,7 +722,7 @@ def _zeros(driver: Any, value: Any) -> Any:
 
 def _told(key: tuple[Any, ...]) -> str:
     """Return a key's plain values, and its arrays' shapes and types."""
-    # The key's parts of arrays and of tensors are told apart by their length.
+    # The length of a part tells an array (three entries) from a tensor (six).
     arrays = {3: (0, 2), 6: (1, 3)}
     return ", ".join(
         " ".join(str(part[each]) for each in arrays.get(len(part), (-1,))) for part in key[1:] if isinstance(part, tuple) and part
@@ -780,20 +791,20 @@ def recorded(
     Parameters
     ----------
     function : callable
-        Gives the same work each time. A function that cannot be recorded runs eagerly, with a single warning.
+        Must give the same work each time. A function that cannot be recorded runs eagerly, with a single warning.
     *args, **others
-        An error: the function's arguments belong into a call.
+        Refused, because arguments of the function belong into a call of the result.
     lanes : int or None
         As in `record`.
     instances : int
-        Most programs of a key. At most this number of calls on different streams overlap.
+        Maximum number of programs for one key. At most this number of calls on different streams overlap.
     programs : int
-        Most keys. A new key beyond this number closes the key that was used least recently.
+        Maximum number of keys. A new key beyond this number closes the programs of the key that was used least recently.
     outputs : {"new", "reused"}
         Whether a call returns new arrays, or the program's own arrays. The program's arrays are valid until this thread calls the
         function again on the same stream.
     in_place : str or iterable of str
-        Parameters whose arrays are read where they are. Another array is another key.
+        Parameters whose arrays the program reads where they are, without a copy. Another array in such a place is another key.
     strict : bool
         Whether a function that cannot be recorded raises an error.
 

@@ -65,12 +65,14 @@ def sizes_of(writes: Pieces) -> tuple[int, ...]:
 
 
 class Rehearsal:
-    """Note calls in place of lanes, while a function runs for real.
+    """Note calls while a function runs for real, as lanes do later.
 
     Attributes
     ----------
     calls : list of CallSignature
+        The calls that become nodes later.
     new : LeftoverArrays
+        The arrays that these calls made.
     """
 
     def __init__(self, pool: PoolInternals, pointer: int) -> None:
@@ -90,7 +92,7 @@ class Rehearsal:
         return not self._inside and pool is self._pool and pointer == self._pointer
 
     def accessed(self, reads: Pieces, writes: Pieces) -> None:
-        """Ignore the memory of calls that are no nodes or nested."""
+        """Ignore the memory of nested calls and of non-nodes."""
 
     def expect(self, reads: Callable[[], Pieces] | None) -> None:
         """Note the place of the next node."""
@@ -194,9 +196,9 @@ class LeftoverArrays:
         self._held.clear()
 
     def check(self, name: str, reads: Pieces, writes: Pieces) -> None:
-        """Refuse a second call that read the first call's unwritten array.
+        """Refuse a second call that only reads an array of the first.
 
-        Each replay would read the same values.
+        Each replay would read the same values again.
 
         Raises
         ------
@@ -228,6 +230,7 @@ class Launches:
     calls : list of CallSignature
         Calls in the order of their launches.
     new : LeftoverArrays
+        The arrays that these calls made.
     """
 
     def __init__(self, pool: PoolInternals) -> None:
@@ -374,7 +377,8 @@ def check_same(name: str, first: Sequence[CallSignature], second: Sequence[CallS
 def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
     """Return whether two calls ask for the same work.
 
-    A geometry may have another plan at the second call, after tuning or a new build.
+    Plans are compared by the work that was asked of them, because tuning or a new build may give the second call another plan for
+    the same work.
     """
     return [_asked(each) for each in one] == [_asked(each) for each in other]
 

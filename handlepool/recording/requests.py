@@ -35,8 +35,8 @@ def request(
 ) -> StreamFuture[Any]:
     """Enqueue a request, and return its future.
 
-    Arrays of NumPy go to the device through page-locked memory. A call without a program yet is made, and recorded, in this
-    thread, on the current stream.
+    Arrays of NumPy go to the device through page-locked memory. A call that has no program yet runs in this thread, on the
+    current stream, and is recorded.
 
     Parameters
     ----------
@@ -62,7 +62,8 @@ def request(
         return array
 
     def begin() -> None:
-        # The allocations come before the event: their memory may still be in use on the current stream.
+        # `restart` records the event that the stream waits for. It comes after the allocations, because work on the current
+        # stream may still use their memory.
         task.restart(stream.ptr)
         with driver.relaxed():
             kept.extend([driver.copy_from_host(array, values, stream.ptr) for array, values in bring])
@@ -72,11 +73,11 @@ def request(
         staged = tuple([on_device(value) for value in args])
         named = {name: on_device(value) for name, value in kwargs.items()}
         kept += staged, named
-        # The stream of the request becomes busy in the call, so from here on an error ends the task as its return does.
+        # The call may give the request's stream work, so from here on the task is finished after an error as after a return.
         try:
             value = MISSED if named else function._known(staged, stream, begin)  # noqa: SLF001 - the protocol is for this
             if value is MISSED:
-                # The client's earlier requests come first here too.
+                # A call on the current stream also comes after the client's earlier requests.
                 events.order(stream.ptr, caller.ptr)
                 stream = caller
                 begin()

@@ -1,7 +1,7 @@
 """Copy arrays that share memory, so that the copies share memory alike.
 
-The arrays belong to a single item. A function that writes such an array in place also changes the arrays that share its memory.
-So the memory that the arrays cover together is copied once, and each array's copy is a part of this copy.
+The arrays belong to a single item or call. A function that writes one of them in place also changes the arrays that share its
+memory. So all memory that such arrays cover together is copied once, and each array's copy is a part of this copy.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -79,7 +79,8 @@ def runs_apart(driver: Driver, arrays: Sequence[Any], sizes: Sequence[int]) -> b
 def relation(driver: Driver, value: object) -> Hashable:
     """Return a key for the way that a value's arrays share memory.
 
-    For each array that shares memory, it has the first array that it shares with, and the bytes between the two.
+    For each array that shares memory, the key has the array's place, the place of the first array of its group, and the bytes
+    between the two addresses.
     """
     arrays = _arrays(driver, value)
     found = groups(driver, arrays) if len(arrays) > 1 else []

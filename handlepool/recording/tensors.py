@@ -41,7 +41,7 @@ def modes() -> tuple[bool, bool, bool]:
 def elements(driver: Driver, place: str, tensor: FrontendTensor) -> Any:
     """Return an array over a tensor's memory.
 
-    The array's elements have as many bytes as the tensor's, but not its type.
+    The array's elements have as many bytes as the tensor's elements, but not the tensor's type.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def piece_of(tensor: Any) -> Piece:
 def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: int, *, strides: bool) -> None:
     """Refuse a value that cannot replace a recorded tensor.
 
-    The value is copied into the tensor, or from the tensor.
+    The value is copied into the recorded tensor, or receives a copy of it.
 
     Raises
     ------
@@ -103,7 +103,8 @@ def check_strides(place: str, shape: Sequence[int], recorded: Sequence[int], giv
 
     Strides of axes of extent 1 do not count, and no strides count in an empty array.
 
-    ``itemsize`` is the step of an element in the strides: its bytes for an array, 1 for a tensor.
+    ``itemsize`` is the stride of neighbouring elements. It is an element's bytes for an array, whose strides count bytes, and 1
+    for a tensor, whose strides count elements.
 
     Raises
     ------

@@ -78,19 +78,19 @@ def tune(
     Another number of lanes is another schedule of the same recording. The schedule depends on the times of the nodes, which
     are measured first. Without ``plans`` the function is not called again, and arrays that were handed out stay valid. The
     measurement replays the program on the current stream, and waits for the GPU. The outputs then hold the values of the last
-    replay. They differ from before if the function changes its inputs: replay the program again. Memory outside the program
-    that replays write is saved before, and restored. Writes of plain code are unknown, so all arguments of the function are
-    saved; arrays that plain code writes elsewhere (globals) are changed. Other threads' uses of the program wait. On the host
-    driver the times are NumPy's, and do not apply to a GPU.
+    replay. They differ from before if the function changes its inputs: replay the program again. Replays may write memory outside
+    the program. That memory is saved before, and restored. Writes of plain code are unknown, so all arguments of the function are
+    saved. Arrays that plain code writes elsewhere, such as globals, are not restored. Other threads' uses of the program wait. On
+    the host driver the times are NumPy's, and do not apply to a GPU.
 
-    A pool with a plan directory keeps the result there. For the same recording, with the same arguments and on such a device, the
+    A pool with a plan directory keeps the result there. For the same recording and arguments, on a device of the same kind, the
     result is taken from there, and nothing is replayed.
 
     Parameters
     ----------
     lanes : iterable of int
-        Each 1 to 32, also above the number that `record` was given. The fewest lanes within 1 % of the best are taken. If
-        ``lanes`` has 1, a single lane is kept unless another number wins by 3 %.
+        Each 1 to 32, also above the number that `record` was given. The fewest lanes within 1 % of the best are taken. If 1 is
+        among ``lanes``, a single lane is taken unless another number is quicker by 3 %.
     goal : {"clock", "device"}
         The time that counts: the host's time from a replay's launch to its end, or the device's time of replays in a row.
     seconds : float
@@ -140,7 +140,9 @@ def _tune_plans(self: "Program", asked: tuple[tuple[int, ...], str, float], anew
     counts, goal, seconds = asked
     until = monotonic() + seconds
     if self._again is None:
-        raise ArgumentError(f"{self._name} was not made by record, so its plans cannot be tuned; tune those of a recording")
+        raise ArgumentError(
+            f"{self._name} was not made by record on several lanes, so its plans cannot be tuned; use record(f, ..., lanes=8)"
+        )
     check_gpu(self._driver, f"{self._name}: tune(plans=True)")
     show = shown_progress(self._name, seconds)
     tuning = self._use("tuned", lambda: _rig(self, lambda rig: rig.tune(counts, goal, seconds / 4, self._run_on, anew)))

@@ -37,7 +37,7 @@ class Copy(NamedTuple):
     target, source : array
         Arrays of the driver's kind.
     shift : int
-        Bytes from the target to the source; 0 if the two are the same.
+        Bytes from the target's address to the source's address. 0 if the two are the same memory.
     tensor : object
         Torch's tensor, if the target is over the tensor's memory.
     """
@@ -50,7 +50,7 @@ class Copy(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """An argument that holds no array, as it was recorded."""
+    """A recorded argument that holds no array."""
 
     value: Any
 
@@ -58,10 +58,10 @@ class Plain(NamedTuple):
 class Inputs:
     """The recorded arguments of a function.
 
-    They are kept as they were then. Arguments without an array cannot be updated.
+    They are kept as they were when the function was recorded. Arguments without an array cannot be updated.
 
     A call gives all positional arguments, or only the arguments with an array: the count of the arguments tells the two apart.
-    Arrays of libraries other than torch also have their places, and stay as they are.
+    Arrays of libraries other than torch count as arrays, and stay as they are.
     """
 
     def __init__(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ class Inputs:
                 yield from _arrays(name, value)
 
     def flat(self, driver: Driver) -> list[Any] | None:
-        """Return the inputs if all are plain arrays that lie apart.
+        """Return the inputs if all are plain arrays in separate memory.
 
         Each positional argument with an array must be an array of the driver's. Otherwise return None.
         """
@@ -141,8 +141,8 @@ class Inputs:
     def _check_kept(self, driver: Driver, name: str, copy: Copy) -> None:
         """Refuse an overwritten input, and a part of such an input.
 
-        The caller may mean the input's former values. Another input in the place of an input is taken with its current values,
-        because inputs may be swapped.
+        The caller may mean the input's former values. An input that is given in another input's place is taken with its current
+        values, because inputs may be swapped.
         """
         begin = driver.array_pointer(copy.source)
         if not copy.shift:
@@ -202,7 +202,7 @@ def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:
 def _read(driver: Driver, array: DeviceArray) -> Any:
     """Return a copy of an array, allocated on the current stream.
 
-    The memory is reused in the order of that stream.
+    Later allocations reuse its memory in the order of that stream.
     """
     strides = tuple([step * array.dtype.itemsize for step in dense_strides(array.shape)])
     with driver.relaxed():
@@ -277,7 +277,7 @@ def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iter
 def keys_of(place: str, old: Any, new: Any) -> Sequence[Any]:
     """Return the keys of a container's entries.
 
-    The keys are the same in the recorded container and in the new container.
+    The recorded container and the new container must have the same keys.
     """
     if isinstance(old, tuple):
         if not isinstance(new, (list, tuple)):
@@ -345,7 +345,7 @@ def _check_unchanged(driver: Driver, place: str, old: object, new: object) -> No
 def same(old: Any, new: Any) -> bool:
     """Return whether two values without arrays mean the same to a function.
 
-    Alike values are the same object, or equal objects of the same type. Signs of zeros count. No comparison of a user's class is
+    Such values are the same object, or equal objects of the same type. Signs of zeros count. No comparison of a user's class is
     called, because it may compare elements or take a lock. A mutable object is only the same as itself, because its contents at
     the time of the recording are unknown.
     """

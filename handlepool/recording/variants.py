@@ -1,6 +1,7 @@
 """Keep the programs of a key.
 
-The programs are for the weights and values that the function reached.
+A variant has the programs for the same weights and plain values. Other weights or values that the function reaches make another
+variant.
 """
 
 import weakref
@@ -43,9 +44,13 @@ class Options:
     Attributes
     ----------
     function : callable
+        The function that is recorded.
     name : str
+        The function's name in messages.
     lanes : int or None
+        As in `record`.
     instances, programs : int
+        Maximum number of programs for a key, and of keys.
     reused : bool
         Whether calls return the programs' own outputs.
     strict : bool
@@ -53,12 +58,12 @@ class Options:
     in_place : frozenset of int and str
         Places and names of arguments that are read where they are.
     guarded : callable
-        The function whose values are guarded; ``function`` itself, unless it only calls this one.
+        The function whose values are guarded. It differs from ``function`` only if ``function`` does nothing but call it.
     fixed : sequence of array
-        Further arrays that calls read, and that stay as they are.
+        Further arrays that the program reads where they are. No guard watches them.
     private : bool
-        Whether arguments are copies that no caller reads afterwards, and the caller takes results before the next call. So no
-        argument is copied back, and outputs are kept for no thread.
+        Whether the arguments are copies that no caller reads afterwards, and the caller takes the results before the next call.
+        Then no argument is copied back, and no thread reserves outputs.
     """
 
     __slots__ = (
@@ -97,10 +102,8 @@ class Options:
 class Variant:
     """The programs of a key, for the values that the function reached.
 
-    The values are the weights and the plain values. The recorded function lets a single thread at a time capture. Any thread
-    leases instances.
-
-    One thread at a time captures, which the recorded function sees to. Any thread leases instances.
+    The values are weights and plain values. The recorded function makes sure that one thread at a time captures. Any thread may
+    lease instances.
 
     Parameters
     ----------
@@ -112,10 +115,11 @@ class Variant:
     Attributes
     ----------
     key : tuple
+        The key of the calls.
     eager : str or None
         The reason why the function runs eagerly with such arguments.
     lacking : str or None
-        The resource that was too little for a recording, which may be tried again.
+        The error of a recording that lacked memory or side streams, or None. Such a recording may be tried again.
     instances : list of Instance
         Instances of the variant. The list only grows.
     guards : Guards or None
@@ -147,14 +151,14 @@ class Variant:
     # Whether it is for a call
 
     def takes(self, call: Call) -> bool:
-        """Return whether a call has the same objects as the key."""
+        """Return whether a call has the same objects as the first call."""
         return not self._held or all(one() is other for one, other in zip(self._held, call.held, strict=True))
 
     def apart(self, call: Call) -> bool:
-        """Return whether the arguments are apart from the reached arrays.
+        """Return whether no argument shares memory with a reached array.
 
-        Apart arrays share no memory. The program has copies of the arguments, so a reached array would miss a write to an
-        argument, and the reverse.
+        Reached arrays are the arrays that the function finds elsewhere, such as weights. The program works on copies of the
+        arguments. If an argument shared memory with a reached array, a write to either would be missing in the other.
         """
         edges = self._reached
         if not edges:
@@ -182,7 +186,7 @@ class Variant:
     def hit(self, args: tuple[Any, ...]) -> Hit | None:
         """Return the written-out call for such arguments, if there is any.
 
-        None also where arguments share memory or are read in place.
+        Return None also if some arguments share memory, or are read in place.
         """
         options, guards = self._options, self.guards
         if not self._written and guards is not None:
@@ -205,7 +209,7 @@ class Variant:
     def run(self, instance: Instance, call: Call, out: object, *, ordered: bool) -> Any:
         """Enqueue a call on an instance.
 
-        ``ordered`` says whether forks of this thread have branches to wait for.
+        ``ordered`` says whether forks of this thread may have branches that the call must wait for.
         """
         driver = self.pool.driver
         stream = driver.current_stream()
@@ -235,7 +239,7 @@ class Variant:
     def tune(self, lanes: Iterable[int], goal: str, seconds: float) -> LanesTuning | None:
         """Measure the lanes of the first instance.
 
-        Return None if there is no instance. All instances use the best number from then on.
+        All instances use the best number from then on. Return None if there is no instance.
         """
         tuned = None
         for instance in [*self.instances]:
@@ -250,8 +254,8 @@ class Variant:
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Any:
         """Call the function for real, and capture the first instance.
 
-        Return the value of the call. If the function cannot be recorded, `eager` has the reason. An error of the function in its
-        call is raised.
+        Return the value of the call. If the function cannot be recorded, `eager` has the reason. If memory or side streams lack,
+        `lacking` has the reason. An error that the function raises in its call goes to the caller.
         """
         options, pool, driver = self._options, self.pool, self.pool.driver
         function, name = options.function, options.name

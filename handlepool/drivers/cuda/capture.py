@@ -90,7 +90,7 @@ class CudaGraph:
         except BaseException:
             copied.destroy()
             raise
-        # The count of the original stays, so that a gathering kernel does not change it.
+        # `nodes` is the count of the original, without gathering kernels.
         copied.nodes = self.nodes
         return copied
 
@@ -186,8 +186,9 @@ class _Owner:
 class CudaRecordingMemory:
     """Serve one recording from a CuPy pool of its own.
 
-    The pool must live as long as any array in it, because a CuPy pool that is destroyed frees memory in use. While a reuse policy
-    is set, blocks are kept whole. They then come from the pool's own arenas, of which each belongs to a stream.
+    The pool must live as long as any array in it, because a CuPy pool that is destroyed frees memory in use. New blocks come from
+    the pool's arenas, one arena per stream. While a reuse policy is set, a freed block is kept whole for an allocation that the
+    policy allows.
     """
 
     def __init__(self, relaxed: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -201,7 +202,8 @@ class CudaRecordingMemory:
         # None takes every block from CuPy's pool.
         self._may_have: Callable[[int, int], bool] | None = None
         self._known: Callable[[object], bool] = bool
-        # The key is the device, and the stream where the stream is not known to the recording.
+        # The key is the device and the stream. In place of the stream it has None for all streams that the recording knows,
+        # because they share their freed blocks.
         self._freed: dict[tuple[int, int | None], FreedBlocks[Any]] = {}
 
     def allocator(self, nbytes: int) -> Any:

@@ -27,12 +27,12 @@ The two enumerations of cuda-bindings take longer than the call, and every alloc
 
 
 class Relaxed:
-    """Set this thread's capture mode to *relaxed* inside."""
+    """Set this thread's capture mode to *relaxed* in a ``with`` block."""
 
     __slots__ = ("_mode",)
 
     def __enter__(self) -> None:
-        # The call writes the former mode there, and `__exit__` puts it back, so that blocks nest.
+        # The call writes the former mode into `_mode`, and `__exit__` restores it, so that blocks nest.
         self._mode = mode = c_int(RELAXED)
         if status := exchange(byref(mode)):
             check((cu.CUresult(status),))

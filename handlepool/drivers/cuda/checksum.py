@@ -11,15 +11,16 @@ from pathlib import Path
 from handlepool.drivers.checksum import Words
 
 THREADS = 256
-"""Of a block."""
+"""The number of threads of a block."""
 MOST_BLOCKS = 256
-"""For each array."""
+"""The maximum number of blocks for each array."""
 MOST_ARRAYS = 12
-"""Number of arrays per launch.
+"""The maximum number of arrays per launch.
 
 The launch's argument then stays below the 4 KiB that CUDA takes on every GPU.
 """
 MOST_AXES = 16
+"""The maximum number of an array's axes that cannot be joined."""
 MACROS = {"THREADS": THREADS, "MOST_ARRAYS": MOST_ARRAYS, "MOST_AXES": MOST_AXES}
 
 

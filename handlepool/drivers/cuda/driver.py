@@ -133,7 +133,7 @@ class CudaDriver:
         # Events by device, for the edges of allocations in branches.
         self._edges: dict[int, Events] = {}
         self._plan_environment: dict[int, str] = {}
-        # Its attribute `bring` makes the arrays of `asarray`.
+        # For each thread, the attribute `bring` is the function that makes the arrays of `asarray`, if one is set.
         self._host_data = threading.local()
         # Pairs of a device and the device whose memory it was enabled to reach.
         self._reached: set[tuple[int, int]] = set()
@@ -161,8 +161,8 @@ class CudaDriver:
         return stream
 
     def push_stream(self, stream: cupy.cuda.Stream) -> None:
-        # `use` would not do. The end of a `with` statement restores the stream that was *entered* before, whichever stream is in
-        # use.
+        # `use` would not do, because the end of a caller's `with` statement restores the stream that was *entered* before,
+        # whichever stream is in use.
         stream.__enter__()
 
     def pop_stream(self, stream: cupy.cuda.Stream, previous: cupy.cuda.Stream) -> None:
@@ -171,7 +171,7 @@ class CudaDriver:
         previous.use()
 
     def owns_stream(self, stream: object) -> bool:
-        # from_external gives a Stream too, but one whose end is not the stream's end.
+        # `from_external` makes a Stream too, but the end of that object does not end the stream.
         return type(stream) is cupy.cuda.Stream and getattr(stream, "_foreign_stream_ref", None) is None
 
     def stream_id(self, pointer: int) -> int:
@@ -361,8 +361,8 @@ class CudaDriver:
 
     def asarray(self, values: object) -> Any:
         # Through pinned memory the copy is asynchronous; from pageable memory it has read `values` when it returns. Both are
-        # ordered on the current stream. CuPy keeps the layout of row-major and column-major arrays alone, so the axes are put
-        # in the order of the memory for the copy.
+        # ordered on the current stream. CuPy keeps only the layouts of row-major and column-major arrays, so for the copy the
+        # axes are put in their order in memory.
         values = np.asarray(values)
         order = sorted(range(values.ndim), key=lambda axis: -abs(values.strides[axis]))
 
@@ -388,7 +388,8 @@ class CudaDriver:
         return np.array(self.asnumpy(array), order="C")
 
     def copy(self, target: DeviceArray, source: DeviceArray) -> None:
-        # CuPy copies row-major arrays alone as they lie, and channels-last ones by a kernel, whose launch costs the host more.
+        # CuPy copies only row-major arrays as one run of bytes. It copies channels-last arrays by a kernel, whose launch costs
+        # the host more.
         shape, dtype = target.shape, target.dtype
         if shape == source.shape and dtype == source.dtype and one_run(shape, target.strides, source.strides, dtype.itemsize):
             self.copy_run(target, source, self.current_stream().ptr)
@@ -506,8 +507,9 @@ class CudaDriver:
     def _begins_early(self, handle: Handle, planned: planning.Planned) -> bool | None:
         """Return whether a plan's launches begin before earlier work has ended.
 
-        A launch is captured behind a kernel of our own to find out. No work reads or writes the memory. Returns None where the
-        capture fails, for example for a plan that fills more of its operands than there is memory.
+        To find out, a launch is captured after a kernel of our own. The captured work never runs, so the stand-in memory is
+        neither read nor written. Return None if the capture fails, for example because the plan fills more bytes of an operand
+        than the stand-in memory has.
         """
         raw = planned.raw
         if raw is None:

@@ -38,8 +38,8 @@ _kernels: dict[int, Any] = {}
 def immortal(function: object) -> Any:
     """Keep a CuPy function and its module as long as the process.
 
-    Captured graphs launch the function. At the end of the process CuPy's destructor would unload the module. It writes to
-    standard error where it cannot unload it: in a forked child, or after the context was lost.
+    Captured graphs launch the function. At the end of the process CuPy's destructor would unload the module. If it cannot unload
+    the module, in a forked child or after the context was lost, it writes to standard error.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
     return function
@@ -56,7 +56,7 @@ def kernel() -> int:
 
 
 def launch(pointer: int) -> None:
-    """Launch that kernel on a stream."""
+    """Launch the kernel that does nothing on a stream."""
     cupy.cuda.driver.launchKernel(kernel(), 1, 1, 1, 1, 1, 1, 0, pointer, 0, 0)
 
 
@@ -71,5 +71,5 @@ def barrier(pointer: int) -> None:
 
 
 def recording(begins: bool) -> None:
-    """Note that this thread begins a recording, or ends a recording."""
+    """Note whether this thread is recording from now on."""
     _thread.recording = begins

@@ -63,8 +63,8 @@ class _Answer(threading.local):
 class Dependencies:
     """Read and set the dependencies of a capturing stream's next node.
 
-    Nodes are integers here. Edges that are set are plain, so the next work waits for each node's end. A programmatic edge that
-    was read is therefore set again as a stronger order, never a weaker order.
+    Nodes are integers here. Edges that are set are plain, so the next work waits for each node's end. If an edge that was read is
+    programmatic, it is therefore set again as a plain edge, whose order is stronger.
 
     ctypes calls the driver library, because cuda-bindings make an object of each node, which takes longer than the call. The
     library's own names and arguments are the same under each generation of the bindings.
@@ -74,7 +74,7 @@ class Dependencies:
     library : ctypes.PyDLL or None
         The result of `libcuda`. Its calls keep the interpreter's lock, because releasing the lock would take as long as the call.
     name_of : callable
-        Gives a status its name.
+        Returns the name of a status.
     """
 
     def __init__(self, library: Any, name_of: Callable[[int], str]) -> None:

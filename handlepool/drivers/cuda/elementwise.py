@@ -74,7 +74,7 @@ FORMS: Mapping[str, str] = {
 """Operations except ``constant`` in CUDA C++."""
 
 MOST_PARAMETERS = 4096
-"""Bytes of a kernel's arguments."""
+"""The maximum number of bytes of a kernel's arguments."""
 
 _PRELUDE = """\
 HELPER float larger(float a, float b) { return a > b || a != a ? a : b; }  // a NaN stays one
@@ -93,12 +93,13 @@ class _Operand:
     Attributes
     ----------
     place : int
+        Index among the operands.
     type : str
         NumPy's name.
     along : tuple of int
-        The merged axes along which it has a step, the innermost first.
+        The merged axes along which its step is not 0, the innermost first.
     packed : bool
-        Whether its elements are neighbours along the innermost axis. If not, all elements of a pack are the same element.
+        Whether its elements are neighbours along the innermost axis. If not, one element serves a whole pack.
     flat : bool
         Whether a pack may cross the ends of the innermost axis, as in an array without gaps.
     """
@@ -110,19 +111,19 @@ class _Operand:
     flat: bool = False
 
     def offset(self) -> str:
-        """Return its offset in elements or packs."""
+        """Return the code of its offset, in elements or packs."""
         terms = [f"p{axis} * g.steps[{self.place}][{axis}]" for axis in self.along if axis or not self.packed]
         return " + ".join([*(["p0"] if self.packed else []), *terms]) or "0"
 
     def address(self, pack: int, const: str = "const ") -> str:
-        """Return its first element, or its first pack."""
+        """Return the code that names its element or its pack in memory."""
         element = TYPES[self.type][0]
         kind = f"Pack<{element}, {pack}>" if self.packed and pack > 1 else element
         offset = self.offset() if not self.flat else "i" if pack > 1 else "number"
         return f"(({const}{kind}*)operands.at[{self.place}])[{offset}]"
 
     def element(self, pack: int) -> str:
-        """Return a loaded element as a value."""
+        """Return the code that makes a loaded element a value."""
         loaded = f"x{self.place}.of[e]" if self.packed and pack > 1 else f"x{self.place}"
         return TYPES[self.type][1].format(loaded)
 
@@ -161,7 +162,7 @@ def plan(kernel: Elementwise, operands: Sequence[Layout]) -> Launch:
 def _across(kernel: Elementwise, operands: Sequence[Layout], axes: Axes, pack: int) -> Launch:
     """Return a launch whose packs cross the ends of the innermost axis.
 
-    The other operands are read element by element.
+    Operands that are not dense are read element by element.
     """
     steps = [[each[place] for _, each in axes] for place in range(len(operands))]
     every = [
@@ -240,9 +241,9 @@ def _flat(axes: Axes, operands: int) -> list[bool]:
 def _crossing(axes: Axes, operands: Sequence[Layout]) -> int:
     """Return the size of packs that cross the innermost axis's ends.
 
-    It is 0 where such packs do not fit.
+    The size is 0 if such packs do not fit.
 
-    The output is without gaps, and an input that is read by packs makes the rest worth the effort.
+    The output must have no gaps, and at least one input must be read by packs. Otherwise such packs gain nothing.
     """
     flat = _flat(axes, len(operands))
     if len(axes) == 1 or not flat[-1] or not any(flat[:-1]):
@@ -298,7 +299,7 @@ def _elements(expression: Expression, operands: Sequence[_Operand], pack: int) -
 def _crossing_elements(expression: Expression, operands: Sequence[_Operand], pack: int, rank: int) -> list[str]:
     """Return the code of a pack that crosses the innermost axis's ends.
 
-    It finds the place of the pack's first element alone, since divisions cost more than steps to the next place.
+    Divisions find only the place of the pack's first element, because steps to the next places cost less.
     """
     *inputs, output = operands
     following = f"++p{rank - 1};"

@@ -29,7 +29,7 @@ def new_buffer() -> Any:
 
 
 class CudaExecutable:
-    """A built `cudnn.pygraph`, launched through its raw entry where that is there."""
+    """A built `cudnn.pygraph`, launched by its raw entry if there is one."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Generate functions that launch one plan of the cuda driver quickly.
 
-Most of the cost above a launch is attribute access of arrays. A loop over operands costs half as much again as the same code
-written out. A plan's function is therefore generated, as `dataclasses` generates an ``__init__``, with the compared values in its
-text.
+Apart from cuDNN's launch, most of the cost of a call is attribute access of arrays. A loop over operands costs half as much again
+as the same code written out. A plan's function is therefore generated, as `dataclasses` generates an ``__init__``, with the
+compared values in its text.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from handlepool.drivers.operands import TENSOR_ALIGNMENT
 MOST_TOGETHER = 1 << 20
 """The maximum number of bytes of outputs that share one block.
 
-Allocating one block takes three quarters of the time. The block lives as long as any of the outputs, so larger outputs, for which
-the time matters less, have blocks of their own.
+Allocating one shared block takes three quarters of the time of separate blocks. The shared block lives as long as any of the
+outputs. So larger outputs, for which the time matters less, have blocks of their own.
 """
 BLOCK = 512
 """CuPy rounds sizes up to a multiple of this number of bytes."""
@@ -37,14 +37,14 @@ def launch(begin, arrays, out, fresh=None):
     except Exception:  # another number of arrays, or another library's
         return NOT_CACHED
     if ({addresses}) % {alignment}{overlap}:
-        return NOT_CACHED  # and said there
+        return NOT_CACHED  # the long way says why
     try:
         {made}
         if begin is None:
             try:
                 slot = current_stream({device}).handlepool.slot
                 handle = slot.handle
-            except AttributeError:  # none is there, or, on what was a side stream, no more
+            except AttributeError:  # the stream never had a slot, or no longer has one
                 slot = find()
                 handle = slot.handle
             if handle.stream is not slot.pointer or slot.owner is not status{elsewhere}:
@@ -54,7 +54,7 @@ def launch(begin, arrays, out, fresh=None):
             if slot.handle.stream is not slot.pointer:
                 repaired(slot)
         if slot.busy:
-            return NOT_CACHED  # inside another launch of this slot, in a finalizer: refused there
+            return NOT_CACHED  # a finalizer inside another launch of this slot: the long way refuses it
         if cache.recent is not entry:
             cache.recent = entry
             entry.used = tick()
@@ -105,13 +105,13 @@ def shortcut(
     Parameters
     ----------
     inputs, outputs, alias_pairs, single
-        Described there.
+        As in `Executable.shortcut`.
     workspace_size : int
         Bytes of scratch for a launch.
     device : int or None
-        Ordinal of the plan's device, where the machine has several devices.
+        Ordinal of the plan's device, or None on a machine with one device.
     names : dict
-        Names as described there, with ``raw``, the raw entry, and ``index``, its last argument.
+        Names as in `Executable.shortcut`, with ``raw``, the raw entry, and ``index``, its last argument.
     bound : str
         The attribute of the handle that ``raw`` takes.
     early : bool
@@ -185,7 +185,7 @@ def _unpack(outputs: list[str], single: bool) -> str:
 
 
 def _array(b: str, layout: Any, memory: str) -> str:
-    # With memory given, CuPy's constructor does not go over the strides to find out how much it takes.
+    # If CuPy's constructor is given memory, it does not compute the size from the strides.
     return f"ndarray({_numbers(layout.shape)}, dtype_{b}, {memory}, {_numbers(layout.strides)})"
 
 

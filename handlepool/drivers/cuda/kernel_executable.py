@@ -30,7 +30,7 @@ def _function(device: int, launch: kernels.Launch) -> Any:
     if function is None:
         options = ("--std=c++17", *(f"-D{name}={value}" for name, value in launch.macros))
         module = cupy.RawModule(code=kernels.source(launch.code), options=options)
-        # Compiled, and loaded, here and not at the first launch, which may be inside a capture.
+        # The function is compiled and loaded here, because the first launch may be inside a capture.
         function = _functions.setdefault(key, immortal(module.get_function(launch.entry).kernel))
     return function
 
@@ -53,8 +53,8 @@ class KernelExecutable:
     def _entry(self, launch: kernels.Launch) -> Callable[[int, int, int, int, int], None]:
         """Return a function with the signature of a graph's raw entry.
 
-        ``location`` is that of `new_buffer`, which has room for as many addresses as any variant takes. CUDA copies the
-        arguments' targets before the launch returns.
+        ``location`` is the address of a `new_buffer`, which has room for as many addresses as any variant takes. CUDA copies the
+        values at the arguments' addresses before the launch returns.
         """
         pointer, (across, down), threads = _function(self._device, launch).ptr, launch.grid, launch.threads
         geometry = launch.geometry

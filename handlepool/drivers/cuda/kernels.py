@@ -22,6 +22,7 @@ from handlepool.tensors.layout import Layout
 THREADS = 128
 """Threads per block."""
 MOST_BLOCKS = 1 << 20
+"""The maximum number of blocks along the grid's first axis."""
 PLENTY = 1 << 15
 """Number of threads that keep a large GPU busy.
 
@@ -56,6 +57,7 @@ With more pixels an output of a whole image gets more threads.
 MOST_PARTS = 65535
 """CUDA's limit of blocks along the grid's second axis."""
 MOST_TURNS = 8
+"""The maximum number of pixels per thread of a depthwise convolution."""
 SOURCES = ("kernels.cu", "network.cu")
 """Files of the kernels, in the order of their joint compilation."""
 SHARED = 40 << 10
@@ -176,7 +178,7 @@ def _in_packs(axes: Axes, pack: int, rank: int) -> Axes:
 
 
 def thinned(pack: int, elements: int) -> int:
-    """Return a pack that leaves enough threads to do."""
+    """Return a pack, or a smaller one that keeps enough threads busy."""
     while pack > 1 and elements // pack < PLENTY:
         pack //= 2
     return pack
@@ -185,7 +187,7 @@ def thinned(pack: int, elements: int) -> int:
 def steps_of(layout: Layout) -> list[int]:
     """Return strides in elements.
 
-    A stride is 0 where the extent is 1, since it may have any value there.
+    The stride of an axis of extent 1 may have any value, so it is returned as 0.
     """
     sizes = zip(layout.shape, layout.strides, strict=True)
     return [stride // layout.dtype.itemsize if extent > 1 else 0 for extent, stride in sizes]
@@ -208,9 +210,9 @@ def launch_of(
     threads: int = THREADS,
     a_block: int = THREADS,
 ) -> Launch:
-    """Return a launch of so many units.
+    """Return a launch for a number of units of work.
 
-    A block does ``a_block`` units. The geometry is that of OPERANDS operands.
+    Each block does ``a_block`` units. The geometry describes as many operands as the macro OPERANDS says.
     """
     wide = wide or any(max(layout.size, layout.reach // layout.dtype.itemsize) >= 1 << 31 for layout in operands)
     values: Macros = {entry.upper(): 1, "WIDE": int(wide), "OPERANDS": 2, **macros}
@@ -290,7 +292,7 @@ def _windows(kernel: Windows, x: Layout, y: Layout) -> Launch:
     macros |= {"ROWS": rows, "COLUMNS": columns, "MAXIMUM": int(kernel.kind == "max")}
     count = y.size // int(macros["PACK"])
     most = [extent + 2 * padding for extent, padding in zip(x.shape[2:], kernel.padding, strict=True)]
-    # A larger stride leaves the image in any case.
+    # Every stride beyond this extent leaves the image at once, so larger strides are cut to it.
     stride = map(min, kernel.stride, most)
     geometry = (*images, count, *y.shape[2:], *kernel.window, *stride, *kernel.padding, int(kernel.counted))
     return launch_of("windows", macros, (x, y), geometry, count, wide=max(most) >= 1 << 30)
@@ -314,7 +316,7 @@ def _depthwise(kernel: Depthwise, operands: Sequence[Layout]) -> Launch:
     most = min(LANES, SHARED // (4 * pack * (rows * columns + 1)))
     # The groups of channels are as few as possible, and of equal size where possible.
     lanes = -(-channels // -(-channels // most))
-    # Neighbours in memory then belong to the same channel.
+    # If channels are not innermost, neighbours in memory belong to the same channel.
     if not macros["CHANNELS_INNERMOST"]:
         lanes = min(lanes, max(1, THREADS // pixels))
     together = max(1, THREADS // lanes)
@@ -325,7 +327,7 @@ def _depthwise(kernel: Depthwise, operands: Sequence[Layout]) -> Launch:
     most_of = [
         e + 2 * p + (r - 1) * d for e, p, r, d in zip(x.shape[2:], kernel.padding, w.shape[2:], kernel.dilation, strict=True)
     ]
-    # A larger step leaves the image in any case.
+    # Every step beyond this extent leaves the image at once, so larger steps are cut to it.
     stride, dilation = map(min, kernel.stride, most_of), map(min, kernel.dilation, most_of)
     step = steps_of(biases[0])[0] if biases else 0
     # The step is 0 where a single filter serves all channels.

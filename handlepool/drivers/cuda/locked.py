@@ -1,10 +1,11 @@
 """Call CUDA's driver and keep Python's lock.
 
-CuPy's functions of the runtime free the lock around each call. These calls return in microseconds. A thread that has freed the
-lock gets it back behind the other threads. So a call of a program would wait for the lock at each call of CUDA.
+CuPy's functions of the runtime free the lock around each call of CUDA, although such a call returns in microseconds. A thread
+that has freed the lock gets it back only after other waiting threads. So a program's call would wait for the lock at each call of
+CUDA.
 
-A call may block where a stream's queue is full, until the GPU goes on. Work that waits for Python code on the host would then
-wait for this lock. So the first copy of a call frees the lock, and is the one that blocks.
+If a stream's queue is full, a call of CUDA blocks until the GPU goes on. The GPU may wait for Python code on the host, and that
+code would wait for the lock. So the first copy of a program's call frees the lock: if the queue is full, this copy blocks.
 """
 
 import threading
@@ -23,15 +24,16 @@ def locked(library: Any, name: str, types: Sequence[Any], again: Callable[..., A
     library : ctypes.PyDLL or None
         CUDA's driver library; without it the value is ``again``.
     name : str
+        Name of the function in the library.
     types : sequence
         Types of the arguments.
     again : callable
-        The runtime's function with the same arguments. It is called after a failure. It makes the context current where that was
-        missing, and raises the error of any other failure.
+        The runtime's function with the same arguments. It is called after a failure. If no context was current, it makes the
+        context current and repeats the call. Any other failure it raises as an error.
     """
     if library is None:
         return again
-    # Indexing makes an object of its own, so that the types and the check are of no other caller.
+    # Indexing makes a new function object, so the types and the check below affect no other caller.
     function = library[name]
     function.argtypes, function.restype = types, c_int
 

@@ -13,34 +13,34 @@ from handlepool.drivers.kernel import Affine, Excite, Layer, NetworkKernel, Norm
 from handlepool.tensors.layout import Layout
 
 MOST_KEPT, MOST_EACH = 32, 8
-"""Row elements and packs that a thread keeps in registers.
-
-Both numbers are upper bounds.
+"""The maximum of row elements, and of packs, in a thread's registers.
 """
 LEAST_PACKS = 64
-"""Packs of a row below which packs become smaller.
+"""The number of packs per row below which packs become smaller.
 
-This holds where a GPU has too few threads to do.
+The rule holds only if a launch has too few threads for the GPU.
 """
 SECTOR, FEW_LANES = 32, 8
-"""Bytes of a memory sector, and the least lanes.
+"""Bytes of a memory sector, and a small number of lanes.
 
-Below that number of packs of rows, packs become smaller rather than fewer.
+A lane is a pack of rows. With at most that many lanes, packs become smaller instead of fewer.
 """
 PACKS_EACH = 4
 """Packs of a row for each thread, where there are enough rows."""
 WARP = 32
-"""Threads that join their numbers without a barrier for the block."""
+"""Threads that combine their numbers without a barrier for the block."""
 SQUEEZED_LANES, SQUEEZED_THREADS = 8, 256
 """The maximum of channel packs and threads in a summing block."""
 LAYER_THREADS = 128
 """Threads of a block that computes a layer."""
 EXCITED_LANES, EXCITED_THREADS, EXCITED_EACH, EXCITED_BLOCKS = 16, 512, 2, 132
-"""Most packs of a gating block, its threads, their packs, and blocks.
+"""For gating: channel packs of a block, threads, packs per thread, blocks.
 
-Each block computes the first layer anew, so more blocks than a GPU has processors cost more than they gain.
+The first and the last number are maximums. Each block computes the first layer anew, so more blocks than a GPU has processors
+cost more than they gain.
 """
 ROW_RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
+"""Numbers of merged axes that variants for rows are compiled for."""
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 """Types by their size in bytes."""
 
@@ -80,7 +80,7 @@ def _single(x: Layout, parameters: Sequence[Layout]) -> Macros:
 
 
 def _pack(axes: Axes, others: Axes, itemsize: int) -> int:
-    """Return the elements of a pack along the first axis."""
+    """Return the number of elements of a pack along the first axis."""
     (extent, inner), *outer = axes
     if inner[0] != 1 or inner[-1] != 1:
         return 1
@@ -114,18 +114,18 @@ def _counted(axes: Axes, pack: int, rank: int, packed: bool = True) -> list[int]
 
 
 def _kept(count: int, shares: int, pack: int) -> int:
-    """Return the packs that a thread keeps in registers.
+    """Return the number of packs that a thread keeps in registers.
 
-    It is 0 where they are too many.
+    Return 0 if they are too many.
     """
     each = -(-count // shares)
     return each if each <= MOST_EACH and each * pack <= MOST_KEPT else 0
 
 
 def _threads(rows: int, count: int, pack: int) -> tuple[int, int]:
-    """Return rows of a block and threads of a row.
+    """Return the rows of a block, and the threads of a row.
 
-    Packs lie in rows here.
+    Here packs lie along rows.
     """
     # A row of a single warp needs no barriers.
     if rows * WARP >= kernels.PLENTY and count > WARP * PACKS_EACH and _kept(count, WARP, pack):
@@ -139,11 +139,10 @@ def _threads(rows: int, count: int, pack: int) -> tuple[int, int]:
 
 
 def _threads_across(rows: int, count: int, pack: int, itemsize: int) -> tuple[int, int, int]:
-    """Return the pack, packs of rows of a block, and row threads.
+    """Return the pack, packs of rows per block, and threads per row.
 
-    Packs lie across rows here.
-
-    With few rows both become smaller, as long as neighbours read a whole sector of memory.
+    Here packs lie across rows. With few rows, the first two numbers become smaller, as long as neighbouring threads together read
+    a whole sector of memory.
     """
     lanes = min(kernels.LANES, _power(rows // pack))
     while rows // (pack * lanes) * kernels.THREADS < kernels.PLENTY and lanes * pack * itemsize > SECTOR:
@@ -278,9 +277,9 @@ def _gather(
     mode: str,
     bits: int,
 ) -> Launch:
-    """Return the launch of a copy.
+    """Return the launch of a copy that pads or reorders.
 
-    ``within`` is 0 along axes that are not padded.
+    Along each axis, ``before`` is the padding before the input, and ``within`` the input's extent, or 0 without padding.
     """
     itemsize = y.dtype.itemsize
     padded = sorted((axis for axis, inside in enumerate(within) if inside), key=lambda axis: steps[1][axis])

@@ -40,7 +40,9 @@ class Planned:
     uids : list of int
         The uids of the operands.
     raw : callable or None
-        The entry beneath ``pygraph.execute``, which takes an array of pointers, and the plan's ``index`` for it.
+        The entry beneath ``pygraph.execute``, which takes an array of pointers. None if there is no such entry.
+    index : int
+        The plan's index, which ``raw`` takes.
     size : int
         Bytes of scratch for the graph alone.
     saved : SavedPlan or None
@@ -96,7 +98,7 @@ def plan(
     operands : sequence of graph tensor
         Inputs, then outputs.
     copies : sequence of OperandCopy
-        As in `handlepool.drivers.protocol.Driver.compile`, as are the settings.
+        As in `handlepool.drivers.protocol.Driver.compile`, which also describes the settings.
     plan_index : int, optional
         Index of the proposed plan to build. No other plan is tried.
 
@@ -105,7 +107,7 @@ def plan(
     ArgumentError
         For more operands than a launch takes.
     GraphNotSupportedError
-        Carries cuDNN's message.
+        If cuDNN has no suitable plan. The text has cuDNN's message.
     """
     if len(operands) > MOST_OPERANDS:
         raise ArgumentError(f"a graph of {len(operands)} real tensors; a launch takes at most {MOST_OPERANDS}. Split the graph")
@@ -139,9 +141,9 @@ def plan(
 def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedPlan, **device: object) -> Planned:
     """Restore a plan from `Planned.save`, maybe in another process.
 
-    Operands and scratch are compared. Operations are not, because cuDNN describes the operations of a plan that it has read only
-    in its own bytes. The lowered graph beneath ``pygraph`` reads the plan. ``pygraph.deserialize`` would also take plans of the
-    frontend's own engines, which name modules to import and bring code along.
+    Operands and scratch are compared with the graph. Operations are not compared, because cuDNN describes the operations of a
+    loaded plan only in bytes of its own format. The lowered graph beneath ``pygraph`` reads the plan. ``pygraph.deserialize``
+    would also take plans of the frontend's own engines, which name modules to import and bring code along.
 
     Parameters
     ----------
@@ -149,8 +151,9 @@ def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedP
         As in `plan`, of a graph that is not planned.
     saved : SavedPlan
     **device
-        ``handle``, as an integer, where the device is there, and else ``device_property``. A plan that was built with a handle
-        may differ, with other scratch, where it is read for the same device's properties (a third of 200, cuDNN 9.19).
+        ``handle``, as an integer, if the device is present. Otherwise ``device_property``. A plan that was built with a handle
+        may differ, and need other scratch, if it is read with the properties of the same device (a third of 200 plans, cuDNN
+        9.19).
 
     Raises
     ------
@@ -272,14 +275,14 @@ class DescribedDevice:
         except GraphNotSupportedError as error:
             if any(words in str(error) for words in _WITHOUT_A_GPU):
                 raise GraphNotSupportedError(
-                    f"cuDNN compiles a kernel for this graph, and hands it to CUDA's driver library, which takes none without a "
+                    f"cuDNN compiles a kernel for this graph, and hands it to CUDA's driver library, which loads none without a "
                     f"GPU: leave it to its first use on {self.properties.name}. {error}"
                 ) from error
             raise
         return DescribedExecutable(planned, name, titles, self.properties.name)
 
     def zeros(self, *_: object) -> NoReturn:
-        """Raise: the kernel is our own, and needs no plan of cuDNN's."""
+        """Raise, because the kernel is our own and is not planned ahead."""
         raise GraphNotSupportedError("zeros are written by a kernel that is not planned ahead")
 
     def plan_environment(self) -> str:
@@ -303,10 +306,10 @@ class DescribedExecutable:
         self._device = device
 
     def launch(self, *_: object) -> NoReturn:
-        """Raise."""
+        """Raise, because the device is only described."""
         raise DriverNotAvailableError(
             f"{self.name} was built for a described {self._device}; it can be launched only where that device is"
         )
 
     def shortcut(self, *_: object) -> None:
-        """Return None."""
+        """Return None, because nothing can be launched."""

@@ -1,7 +1,7 @@
 """Write out the copies of a prepared call for the cuda driver.
 
-The copies have the program's addresses and sizes in their text. A loop over arrays and a function for each copy cost as much as
-the copies.
+The copies have the program's addresses and sizes in their text. A loop over arrays, with a function call for each copy, would
+cost as much as the copies themselves.
 """
 
 from collections.abc import Callable
@@ -118,6 +118,6 @@ def _allocation(copies: Copies) -> str:
     for at, (each, steps) in enumerate(zip(copies.outputs, copies.steps, strict=True)):
         memory = f"block + {offsets[at]}" if together else f"alloc({reaches[at]})"
         shape, strides = (tuple(map(int, lie)) for lie in (each.shape, steps))
-        # With memory given, CuPy's constructor does not go over the strides to find out how much it takes.
+        # If CuPy's constructor is given memory, it does not compute the size from the strides.
         made.append(f"y{at} = ndarray({shape}, t{at}, {memory}, {strides})")
     return "; ".join(made) or "pass"

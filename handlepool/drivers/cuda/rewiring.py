@@ -14,8 +14,8 @@ from handlepool.errors import CaptureError
 MOST_ENDS = 4
 """The maximum number of roots or leaves without gathering kernels.
 
-A graph with more roots or leaves gets a kernel before and a kernel after all nodes. Each root or leaf costs host time at a
-launch. An empty node would not help.
+A graph with more roots or leaves gets a kernel before and a kernel after all nodes. The reason is that each root or leaf costs
+host time at a launch. An empty node in place of a kernel would not help.
 """
 
 
@@ -119,7 +119,7 @@ class Rewiring:
         if status == self._bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError(f"CUDA driver error: {status.name}")
         if status:
-            raise CaptureError(f"CUDA cannot copy the graph ({status.name}), as of one that allocates memory")
+            raise CaptureError(f"CUDA cannot copy the graph ({status.name}), for example because it allocates memory")
         return int(copied)
 
     def rewire(self, copied: int, add: Sequence[Edge], remove: Sequence[Edge]) -> None:
@@ -172,7 +172,8 @@ class Rewiring:
     def gather(self, copied: int, first: Sequence[int], last: Sequence[int], kernel: int) -> None:
         """Add a one-thread kernel before all of a copy, and another after.
 
-        Its roots and its leaves are given by the nodes of the original. The kernel is a ``CUfunction`` without arguments.
+        ``first`` and ``last`` are the roots and the leaves, given by the nodes of the original. The kernel is a ``CUfunction``
+        without arguments.
         """
         find = self._bindings.cuGraphNodeFindInClone
         roots, leaves = ([self._answer(find(node, copied))[0] for node in nodes] for nodes in (first, last))

@@ -3,7 +3,8 @@
 Streams of a thread or a device share the state, so concurrent branches must not use it.
 
 A plan of ``cupy.fft`` is kept for a thread and has a single work area. The generator behind ``cupy.random`` is kept for a device
-and has a single state. All their users call a single function each. That function is replaced while a pool watches.
+and has a single state. All users of either object get it by one function of CuPy's. That function is replaced while a pool
+watches.
 """
 
 import os
@@ -48,7 +49,7 @@ class Watchers:
         for name, module_name, attribute in _PASSED:
             module = import_module(module_name)
             function = getattr(module, attribute, None)
-            # A CuPy that has the function under another name is not watched.
+            # If this version of CuPy has the function under another name, its uses are not watched.
             if function is not None:
                 self._replaced.append((module, attribute, function))
                 setattr(module, attribute, self._reporting(name, function))
@@ -81,8 +82,8 @@ os.register_at_fork(after_in_child=_watchers.after_fork)
 
 
 def watch(report: Callable[[str], None]) -> Callable[[], None]:
-    """Call ``report(name)`` before each use; return a remover.
+    """Call ``report(name)`` before uses of shared state; return a remover.
 
-    The call comes in the thread of the use.
+    The thread that uses the state makes the call.
     """
     return _watchers.add(report)

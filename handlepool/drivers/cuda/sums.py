@@ -18,7 +18,7 @@ from handlepool.drivers.event_pool import Events
 _ARRAYS = 8
 """Arrays that a page-locked block has room for.
 
-A block for more arrays is a multiple.
+For more arrays, the size of the block is a multiple.
 """
 _BLOCK = 8 * MOST_BLOCKS * _ARRAYS
 _BLOCKS = 16
@@ -53,7 +53,8 @@ class CudaSums:
     def __init__(self, arrays: Sequence[Any], pointer: int, events: Events) -> None:
         words = [Words.of(array.data.ptr, array.shape, array.strides, array.itemsize) for array in arrays]
         function = _function()
-        # A new page-locked block may wait for the device. So blocks have few sizes, and CuPy's pool has such a block in general.
+        # The allocation of a new page-locked block may wait for the device. So blocks have few sizes, and CuPy's pool usually has
+        # a free block.
         self._memory: Any = cupy.cuda.alloc_pinned_memory(-(-len(words) // _ARRAYS) * _BLOCK)
         self._events = events
         self._parts: list[tuple[int, int]] = []
@@ -120,7 +121,7 @@ def _forget_written() -> None:
 
 
 def _after_fork() -> None:
-    """Let a forked child end nothing of its parent's (guarantee 13)."""
+    """Keep a forked child from ending its parent's objects (guarantee 13)."""
     _inherited.append([*_under_way])
     _under_way.clear()
 

@@ -16,9 +16,9 @@ from handlepool.drivers.streams import Handle
 class IdleStreams:
     """Keep, for each context, the streams that are not capturing.
 
-    A new stream costs as much as the rest of such a capture. The streams live as long as the process. Their number is the largest
-    number of threads that planned at the same time. There is no lock: appends and pops of a list are atomic, so each stream has a
-    single user at a time.
+    A new stream costs as much as the rest of a throwaway capture. The streams live as long as the process. Their number is the
+    largest number of threads that planned at the same time. There is no lock: appends and pops of a list are atomic, so each
+    stream has a single user at a time.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ _streams = IdleStreams()
 class ThrowawayCapture:
     """Bind a handle to a capturing stream, and discard its graph.
 
-    The frontend warms up a plan that it has read with a handle: it captures a launch, and allocates and frees a megabyte, which
-    synchronises the device. The frontend does not warm up where the handle's stream is being captured. The capture is relaxed, so
-    it forbids nothing to the thread that reads the plan.
+    When the frontend reads a plan with a handle, it warms the plan up: it captures a launch, and allocates and frees a megabyte,
+    which synchronises the device. If the handle's stream is being captured, the frontend skips the warm-up. This capture is
+    relaxed, so it forbids no call to the thread that reads the plan.
 
     Parameters
     ----------

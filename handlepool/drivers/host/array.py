@@ -84,7 +84,7 @@ class Work(Protocol):
     def like(self, shape: Sequence[int], dtype: npt.DTypeLike, pattern: Raw | None = None) -> "HostArray":
         """Return a new array on the current device.
 
-        It has the order of axes of a pattern with the same shape.
+        If ``pattern`` has the same shape, the axes get its order in memory.
         """
 
 
@@ -102,7 +102,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     Attributes
     ----------
     shape, strides : tuple of int
-        Strides in bytes.
+        The extents, and the strides in bytes.
     dtype : numpy.dtype
     ndim, size, itemsize, nbytes : int
     """

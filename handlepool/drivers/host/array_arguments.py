@@ -171,7 +171,7 @@ def is_mask(index: object) -> bool:
 def taken(index: object) -> Any:
     """Return an index with copies of its NumPy arrays and lists.
 
-    CuPy, too, copies them to the device at once.
+    CuPy also copies such arrays and lists to the device at once.
     """
     if isinstance(index, tuple):
         return tuple(map(taken, index))

@@ -74,7 +74,7 @@ class ArrayWork:
     Parameters
     ----------
     streams, memory
-        The driver's.
+        The driver's streams, and its memory.
     strict : bool
         Whether to refuse the uses that CuPy refuses.
     rules : mapping
@@ -95,7 +95,7 @@ class ArrayWork:
     def like(self, shape: Sequence[int], dtype: npt.DTypeLike, pattern: Raw | None = None) -> HostArray:
         """Return a new array on the current device.
 
-        It has the order of axes of a pattern with the same shape.
+        If ``pattern`` has the same shape, the axes get its order in memory.
         """
         dtype = check_type(np.dtype(dtype))
         order = None
@@ -167,7 +167,7 @@ class ArrayWork:
         if scheduler.order is not None and touched:
             self._streams.give(queue, _nothing, touched, label)
             self._streams.wait_on_host(queue.tail, f"{queue!r}, whose values {label} needs")
-        # These waits raise earlier failures. The checker does not learn of them, because CuPy waits for the current stream
+        # These waits raise earlier failures. The checker does not learn of these waits, because CuPy waits for the current stream
         # alone.
         for operation in scheduler.conflicting(touched) or [NOTHING]:
             scheduler.wait(operation, f"{operation.label!r}, whose result {label} needs")

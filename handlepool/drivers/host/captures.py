@@ -1,8 +1,9 @@
 """Record stream captures, and the calls that invalidate them (G9).
 
 As on the hardware, a capture is a graph and not a list. It begins on one stream. A stream that waits for an event of the
-capture joins it. If a joined stream was not waited for at the end, the end raises. A call that a GPU forbids during a capture
-(see `Captures.forbid`) spoils the capture here as well: the call raises, and the capture's end raises.
+capture joins it. If no stream of the capture waited for a joined stream before the end, the end raises an error. A call that a
+GPU forbids during a capture (see `Captures.forbid`) spoils the capture here as well: the call raises, and the capture's end
+raises.
 """
 
 import itertools
@@ -62,7 +63,7 @@ class Capture:
     def lane_behind(self, nodes: "Sequence[Node]") -> object:
         """Return the lane for a node that depends on these nodes.
 
-        It is the lane of a node that is still the last of its lane, or a new lane.
+        It is the lane of one of these nodes that is still the last node of its lane. Without such a node it is a new lane.
         """
         return next((node.lane for node in nodes if self.last[node.lane] is node), None) or object()
 
@@ -169,7 +170,7 @@ class Captures:
     def refuse(self, queue: "Queue", what: str) -> None:
         """Raise and spoil the capture, for a call it cannot take.
 
-        The call has no effect on a stream that is not capturing.
+        If the stream is not capturing, the method does nothing.
         """
         capture = queue.capture
         if capture is not None:
@@ -331,7 +332,7 @@ def rewired(nodes: Sequence[Node], add: Sequence[tuple[Node, Node]], remove: Seq
     Raises
     ------
     ContractError
-        For an edge to be taken away that is not there, and for edges in a circle.
+        If an edge to remove does not exist, or the edges form a circle.
     """
     after = {node: dict.fromkeys(node.after) for node in nodes}
     for earlier, later in remove:

@@ -48,7 +48,7 @@ class HostHandle:
 
 
 class HandleUse:
-    """A call with a handle, entered while it lasts.
+    """A context manager around a call with a handle.
 
     It checks the rules that cuDNN leaves to its callers.
     """
@@ -104,7 +104,7 @@ class HandleUse:
         # Code may have set ``stream`` by itself, which does not bind a handle of cuDNN.
         if handle.stream != handle.bound:
             raise ContractError(
-                f"{self._call}: {handle!r} by its own word, but bind_handle bound it to {bound!r}: nothing else binds a handle"
+                f"{self._call}: {handle!r} names another stream than bind_handle bound it to, {bound!r}: bind it by bind_handle"
             )
         if bound.default:
             # The pointer of the per-thread stream names the stream of the calling thread.
@@ -112,7 +112,7 @@ class HandleUse:
         # A new stream may have the pointer of the destroyed stream, so the queue and not the pointer decides.
         if not bound.alive:
             raise ContractError(
-                f"{self._call}: {handle!r}, that is to {bound!r}: bind it again, also where a new stream has the same pointer"
+                f"{self._call}: {handle!r}, and that is {bound!r}: bind it again, even if a new stream has the same pointer"
             )
         return bound
 

@@ -4,7 +4,7 @@ The first step gathers each output's inputs into columns. The second step multip
 in memory of the caller's, and a scheduler may run other work between the two steps.
 
 All three convolutions use the same two steps. For the gradient of the image, the loss takes the image's place. For the gradient
-of the filters, the loss takes the filters' place. Work whose columns would not fit is cut into `Tile`s.
+of the filters, the loss takes the filters' place. Work whose columns would not fit into that memory is cut into `Tile`s.
 """
 
 import math
@@ -48,7 +48,8 @@ class Unfolding:
     taps : tuple of int
         Spatial extents of the filter.
     transposed : bool
-        True for the gradient of the image: positions are the image's, elements are the loss's. False: the reverse.
+        True for the gradient of the image: positions are the image's, and elements are the loss's. Otherwise positions are the
+        result's, and elements are the image's.
     """
 
     geometry: Convolution
@@ -60,7 +61,7 @@ class Unfolding:
 
     @property
     def elements_per_row(self) -> int:
-        """Columns of one row of one group of one image.
+        """Number of column elements for one row, group and image.
 
         This is the smallest part that can be unfolded at once.
         """
@@ -72,7 +73,7 @@ class Unfolding:
         return (*counts[:2], self.source[1] // self.groups, *self.taps, counts[2], *self.domain[1:])
 
     def tiles(self, elements: int) -> list[Tile]:
-        """Cut the work into tiles of at most ``elements`` columns.
+        """Cut the work into tiles of at most ``elements`` column elements.
 
         A tile has at least one row, even if that takes more.
         """

@@ -54,12 +54,12 @@ class HostDriver(Controls):
     Parameters
     ----------
     devices : int
-        Pretended devices, each with its own memory and streams.
+        Number of simulated devices, each with its own memory and streams.
     scheduler : {"threads", "adversarial"}
         "threads" overlaps streams for real. "adversarial" has no threads and runs queued work in an order that the seed
         picks, mostly when a thread waits for it. So a missing wait gives wrong results in every run.
     seed : int
-        Of the adversarial scheduler.
+        Seed of the adversarial scheduler.
     memory : int, optional
         Bytes of each device. By default the size in ``HANDLEPOOL_HOST_MEMORY`` (``4G``), else half of the machine's free memory.
     checks : bool
@@ -526,7 +526,7 @@ class HostDriver(Controls):
         return owner_of(array)
 
     def adopt(self, view: View) -> HostArray:
-        """Wrap host memory of another library; it belongs to no device."""
+        """Wrap host memory of another library in an array of no device."""
         self._note("adopt")
         if view.device_id != HOST:
             raise ArrayTypeError("it is in a GPU's memory, and the host driver takes arrays in the host's")

@@ -31,7 +31,7 @@ from handlepool.tensors.inference import (
 
 ALIGNMENT = 256
 COLUMN_BYTES = 128 << 20
-"""Bytes that a convolution unfolds at once, at most.
+"""The maximum number of bytes that a convolution unfolds at once.
 
 The bound holds even without a workspace limit.
 """

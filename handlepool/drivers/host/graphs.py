@@ -1,6 +1,6 @@
 """Graphs and memory that the host driver needs for recording.
 
-A stream's pointer launches a graph. A recording has memory of its own.
+A graph is launched on a stream, which a pointer names. A recording has memory of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -122,7 +122,10 @@ class RecordingMemory:
         self._known: Callable[[object], bool] = bool
 
     def take(self, device: DeviceMemory, key: object, nbytes: int) -> Owner:
-        """Return a block; as an allocator, handle captures itself."""
+        """Return a free block of the recording, or a new block.
+
+        Unlike other allocations of device memory, a new block here harms no capture.
+        """
         size = DeviceMemory.rounded(nbytes)
         # Under a reuse policy, streams known to the policy get each other's memory, so they share an arena.
         arena = self._arenas.setdefault((device, None if self._may_have and self._known(key) else key), FreedBlocks())

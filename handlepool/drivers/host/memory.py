@@ -81,7 +81,7 @@ class HostValues:
         return f"<a numpy.ndarray of shape {self._values.shape}>"
 
     def check_live(self, label: str) -> None:
-        """Raise if the host has written the values since."""
+        """Raise if the host has written the values since the submission."""
         if self._sum != crc32(self._values.tobytes()):
             raise ContractError(
                 f"not ordered: {label!r}, given at {self._where}, reads {self!r}, and the host wrote there before the "
@@ -127,7 +127,7 @@ class Lease:
         """The block; each use of the arrays asks for it."""
         if self.ended:
             raise ContractError(
-                f"a workspace is used after {self.ended}: it is its caller's until then, and the same memory is given out again. "
+                f"a workspace is used after {self.ended}: from then on its memory may be given to another caller. "
                 f"Make an array, as with numpy.zeros_like, for values that last"
             )
         return self._block
@@ -334,7 +334,7 @@ class RegionAllocator:
     def settle(self, owner: Owner, current: Queue) -> None:
         """Keep an allocation, and order it after the region's stream.
 
-        The current stream may write to it after the work that the region's stream has so far.
+        The current stream may write to the allocation only after the work that the region's stream has so far.
         """
         self._keep(owner)
         home = self._table.resolve(self.stream.ptr)

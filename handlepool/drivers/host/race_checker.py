@@ -40,7 +40,7 @@ class Access:
     Attributes
     ----------
     checked : bool
-        Whether the order of the access is checked. A checksum's reads are not checked: nothing depends on the values.
+        Whether the order of the access is checked. A checksum's reads are not checked, because no work depends on the values.
     """
 
     __slots__ = ("block", "checked", "view", "writes")

@@ -1,12 +1,12 @@
 """Decide which operation runs next, and on which thread.
 
 `ThreadScheduler` runs operations on worker threads, so that two streams overlap for real. `AdversarialScheduler` has no thread.
-A seed picks among the operations that can run. An order that the program failed to ask for is missing again in every run.
+A seed picks among the operations that can run. So an order that the program failed to ask for is missing in every run.
 
-Python raises an interrupt after any call, in the main thread. The interrupt ends a wait of the program, and loses no operation.
-An operation that a thread took and did not begin goes back to the ready list. An operation that has begun counts as done. All
-steps under the lock can be repeated: `Scheduler._pending` keeps an operation until its consequences are settled, and the next
-thread continues from there.
+In the main thread, Python may raise an interrupt after any call. The interrupt ends a wait of the program, and loses no
+operation. An operation that a thread took and did not begin goes back to the ready list. An operation that has begun counts as
+done. All steps under the lock can be repeated: `Scheduler._pending` keeps an operation until its consequences are settled, and
+the next thread continues from there.
 """
 
 import atexit
@@ -24,7 +24,7 @@ from handlepool.drivers.host.race_checker import Access, Clock, Order
 from handlepool.errors import ContractError
 
 PATIENCE_SECONDS = 10.0
-"""Seconds a stuck wait allows for another thread to release a latch."""
+"""Seconds that a stuck wait gives other threads to release a latch."""
 
 
 class Line(Protocol):
@@ -115,7 +115,8 @@ class Scheduler:
         # Operations that can run and that no thread has taken yet.
         self._ready: deque[QueuedOperation] = deque()
         self._running: dict[QueuedOperation, None] = {}
-        # Operations that may wait for nothing more, or whose dependents may not. A second look at an operation does no harm.
+        # Operations that may have become able to run, or whose dependents may have. `_settle` looks at them, and a second look
+        # does no harm.
         self._pending: deque[QueuedOperation] = deque()
         # Whether threads were notified of everything that was settled.
         self._told = True
@@ -179,7 +180,7 @@ class Scheduler:
                 self.order.given(operation, *place, after)
             held = operation in operation.waits
             for earlier in after:
-                # An interrupt prevented an unqueued operation from being queued, so it will never run and must not be waited
+                # If an earlier operation is not queued, an interrupt prevented that. It will never run, so it must not be waited
                 # for.
                 if earlier.queued and not earlier.done:
                     operation.waits.add(earlier)
@@ -248,7 +249,7 @@ class Scheduler:
         Raises
         ------
         ContractError
-            If nothing that is queued can ever complete it, or if queued work waits.
+            If no queued work can ever complete the operation, or if the caller is queued work itself.
         """
         self.reach(operation, purpose)
         if self._errors:
@@ -407,7 +408,7 @@ class Worker(threading.Thread):
 def _descend(frames: int) -> None:
     """Raise RecursionError unless so many more calls fit on the stack.
 
-    No operation was taken yet, so the error loses nothing.
+    The caller has taken no operation yet, so the error loses none.
     """
     if frames:
         _descend(frames - 1)
@@ -423,7 +424,7 @@ They cover the scheduler's own steps and the steps of most operations.
 MAX_WORKERS = 64
 """Upper limit of worker threads per scheduler.
 
-More streams than this that can all run take turns, as on a GPU with its 32 queues.
+If more streams than this can run, they take turns, as on the 32 queues of a GPU.
 """
 
 IDLE_SECONDS = 1.0

@@ -305,7 +305,7 @@ class StreamTable:
         Raises
         ------
         ContractError
-            For a pointer that names no live stream. On a GPU that is a segmentation fault.
+            For a pointer that names no live stream. On a GPU such a pointer causes a segmentation fault.
         """
         thread = self.thread
         # The value 1 is cudaStreamLegacy.

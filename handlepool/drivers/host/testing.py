@@ -90,7 +90,8 @@ class Controls:
         pointer : int
         function : callable
             Called as ``function(*writes, *reads)``, as NumPy's ``copyto``, with arrays over the raw memory of the given arrays.
-            Pass arrays in this way. An array in the function's closure stays alive until the work has run, unlike on a GPU.
+            Pass all arrays as arguments: an array in the function's closure would stay alive until the work has run, unlike on a
+            GPU.
         writes, reads : sequence of array
         label : str
             Name of the work in errors.
