@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from handlepool._util.frames import frames_inside
 
 AssumedWriter = tuple[str, Hashable]
-"""The name and the code of a function that may write its arguments."""
+"""The name and code of a function that may write its arguments."""
 
 # A function may run in every step of a loop. One warning names it, and further warnings would hide other output.
 _warned: set[Hashable] = set()
