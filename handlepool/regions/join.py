@@ -98,7 +98,7 @@ class Join:
             del late
 
     def _finish(self, failure: BaseException | None) -> BaseException | None:
-        """End a join that has an error, further callers or a closed pool.
+        """End a join with an error, further callers or a closed pool.
 
         The return value is an error of the clean-up. It came too late to affect the join.
         """
@@ -189,7 +189,7 @@ class Join:
         return True
 
     def settle(self) -> bool:
-        """Join a fork that was not left, and return whether this is done.
+        """Join a fork that was not left; return whether this is done.
 
         Any thread may call this method.
         """
