@@ -1,6 +1,7 @@
 """Run ``handlepool check``: a self-test on this machine's driver.
 
-Each check compares numbers that this machine computed. A line says the result, and a file keeps everything for a report.
+Each check compares numbers that this machine computed, and prints a line with its result. With ``--bundle``, a file keeps all
+results for a report.
 """
 
 import json
@@ -44,10 +45,13 @@ class Finding:
     Attributes
     ----------
     name : str
+        Name of the check.
     good : bool
+        Whether the check passed.
     said : str
-        The facts of a good check, or the problem.
+        The facts of a check that passed, or the problem.
     seconds : float
+        Seconds that the check took.
     trace : str
         The traceback of a check that raised an error.
     """
@@ -74,7 +78,7 @@ def main(options: Namespace) -> int:
     Returns
     -------
     int
-        0; 1 when a check failed; 2 when the bundle could not be written.
+        0 when all checks passed; 1 when a check failed; 2 when the bundle could not be written.
     """
     bundle: Path | None = options.bundle
     if bundle is not None and (bundle.is_dir() or not bundle.parent.is_dir()):
@@ -105,7 +109,7 @@ def _run(driver: str | None) -> tuple[list[Finding], dict[str, int]]:
         good, trace = True, ""
         try:
             said = check()
-        # Any error is a finding, and the other checks still say something.
+        # Any error is a finding, and must not keep the other checks from running.
         except Exception as error:
             good, said, trace = False, " ".join(str(error).split()) or type(error).__name__, traceback.format_exc()
         findings.append(Finding(name, good, said, time.perf_counter() - began, trace))
@@ -134,7 +138,7 @@ def _driver(name: str | None, pools: list[HandlePool]) -> str:
 
 
 def _handles(pool: HandlePool) -> str:
-    """Let threads compute at once, and then threads in turn."""
+    """Let threads compute at the same time, then one after another."""
     # All threads hold their handles at the barrier, so equal handles would be shared handles (guarantee 1).
     together = threading.Barrier(_THREADS, timeout=_PATIENCE)
 
@@ -161,7 +165,7 @@ def _handles(pool: HandlePool) -> str:
             if waiting:
                 raise Mismatch(f"{len(waiting)} of {_THREADS} threads did not end within {_PATIENCE:g} seconds")
         finally:
-            # After an error or Ctrl-C the threads at the barrier would keep the executor from its end.
+            # After an error or Ctrl-C, threads may wait at the barrier. Without this the executor could not end.
             together.abort()
     handles = [handle for future in futures for handle in future.result()]
     if len({id(handle) for handle in handles}) != len(handles):
@@ -206,7 +210,7 @@ def _recorded(pool: HandlePool) -> str:
     random, driver = np.random.default_rng(2), pool.driver
     wide, small = (_placed(driver, _filters(random, 16, side)) for side in (3, 1))
 
-    # The filters are arguments. `recorded` takes functions of this package for its own, and does not look into their closures.
+    # Pass the filters as arguments, because `recorded` does not look into the closures of this package's functions.
     def network(x: Any, wide: Any, small: Any) -> Any:
         left = ops.conv2d(x, wide, padding=1, activation="relu", allow_tf32=False)
         right = ops.conv2d(ops.add(x, x), small, allow_tf32=False)
@@ -227,7 +231,10 @@ def _recorded(pool: HandlePool) -> str:
 
 
 def _scratch(pool: HandlePool) -> str:
-    """Let branches write their scratch at once, by hand and by cuDNN."""
+    """Let branches write their scratch at the same time.
+
+    First the branches write it themselves, then a cuDNN plan uses it.
+    """
     random, driver = np.random.default_rng(3), pool.driver
     states = ParallelStates(_STATES, pool=pool)
 
@@ -236,7 +243,7 @@ def _scratch(pool: HandlePool) -> str:
         scratch.fill(number)
         return scratch.copy()
 
-    # The cuDNN plan of the larger size needs 8 MiB of scratch on an H200. NumPy takes too long for it.
+    # The cuDNN plan of the larger size needs 8 MiB of scratch on an H200. For that size NumPy takes too long.
     shape, channels = ((64, 256, 14, 14), 256) if driver.name == "cuda" else ((2, 16, 14, 14), 16)
     w = _placed(driver, _filters(random, channels, 3))
     images = [_placed(driver, random.standard_normal(shape, dtype=np.float32)) for _ in range(_STATES)]
@@ -277,13 +284,13 @@ def _convolution(pool: HandlePool, random: np.random.Generator) -> Callable[[], 
 def _compare(driver: Any, where: str, *pairs: tuple[Any, NDArray[Any]]) -> None:
     for number, (found, expected) in enumerate(pairs):
         error = float(np.linalg.norm(driver.asnumpy(found) - expected) / np.linalg.norm(expected))
-        # The comparison is so that an error that is no number fails.
+        # This form of the comparison also fails for an error that is not a number.
         if not error <= _TOLERANCE:
             raise Mismatch(f"{where}: result {number} has a relative error of {error:.1e}; {_TOLERANCE:g} is allowed")
 
 
 def _reference(x: NDArray[Any], w: _Array) -> NDArray[np.float64]:
-    """Convolve in float64, with the input's size, by NumPy alone."""
+    """Convolve in float64 by NumPy alone, and keep the input's size."""
     side = w.shape[2]
     padded = np.pad(x.astype(np.float64), ((0, 0), (0, 0), *[(side // 2, side // 2)] * 2))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (side, side), axis=(2, 3))
@@ -301,7 +308,10 @@ def _placed(driver: Any, values: _Array) -> Any:
 
 
 def _report(findings: Iterable[Finding], stats: dict[str, int]) -> str:
-    """Return the whole run as JSON, without the user's home."""
+    """Return the whole run as JSON.
+
+    ``~`` stands for the user's home folder.
+    """
     found = {
         "handlepool": __version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

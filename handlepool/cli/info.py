@@ -1,7 +1,7 @@
 """Run ``handlepool info``.
 
-The command shows installed software, detected hardware and the driver that would be chosen. No function here raises: every
-probe is a function of its own, and the reason of its failure replaces its fields.
+The command shows installed software, detected hardware, and the driver that a pool would choose by default. A failure does not
+end the command: each probe is a function of its own, and if it fails, the reason stands in place of its fields.
 """
 
 import ctypes
@@ -53,7 +53,7 @@ def collect(progress: Callable[[str], None] = lambda step: None) -> dict[str, An
     found = {}
     for name, (probe, _) in _PROBES.items():
         progress(name.replace("_", " "))
-        # The command helps where something is broken. So a probe that fails leaves the others their answers.
+        # The command helps where something is broken. So the other probes run although a probe failed.
         found[name] = _guarded(probe)
     return found
 
@@ -83,7 +83,7 @@ def main(*, as_json: bool) -> int:
 
 
 def describe(ordinal: int) -> int:
-    """Print a device's properties, for plans made elsewhere.
+    """Print a device's properties, for planning on another machine.
 
     The exit status is 1 if the properties are unknown.
     """
@@ -137,9 +137,9 @@ def packages() -> dict[str, str | None]:
 
 
 def integrations() -> dict[str, dict[str, Any]]:
-    """Tell whether other libraries' code uses the pool's handles.
+    """Tell whether the frontend's own functions use the pool's handles.
 
-    The fields also say whether the installed versions support it.
+    The fields also say whether the installed frontend supports this.
     """
     from handlepool.integrations import cudnn
 
@@ -194,7 +194,7 @@ def device_name(ordinal: int = 0) -> str:
 
 
 def host_memory() -> dict[str, Any]:
-    """Return the memory of a simulated device, and the reason."""
+    """Return the bytes of a simulated device, and the reason for them."""
     from handlepool.drivers.host.limit import limit
 
     nbytes, reason = limit()
@@ -326,14 +326,14 @@ def _locate(prefix: str) -> str | None:
 
 
 def _mapped(prefix: str) -> Iterable[str]:
-    """Return files of that name that this process has loaded."""
+    """Return loaded files of this process whose names begin with a prefix."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line}
     return sorted(path for path in paths if os.path.basename(path).startswith(prefix))
 
 
 def _in_wheels(prefix: str) -> Iterable[str]:
-    """Return files of that name in NVIDIA's wheels.
+    """Return files in NVIDIA's wheels whose names begin with a prefix.
 
     The folders are nvidia/<package>/lib, and nvidia/cu13/lib since CUDA 13.
     """
@@ -343,7 +343,10 @@ def _in_wheels(prefix: str) -> Iterable[str]:
 
 
 def _on_search_path(prefix: str) -> Iterable[str]:
-    """Return files of that name in the loader's and toolkit's folders."""
+    """Return such files in the loader's and the toolkit's folders.
+
+    Their names begin with a prefix.
+    """
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     roots = [os.environ[name] for name in ("CUDA_PATH", "CUDA_HOME") if os.environ.get(name)]
     folders += [os.path.join(root, "lib64") for root in [*roots, "/usr/local/cuda", "/usr"]]

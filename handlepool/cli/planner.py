@@ -32,10 +32,11 @@ class PlannedGraph:
     title : str
         The name of its function, its nodes with their numbers, and its arrays.
     said : str
-        The engine, or the reason for a missing plan.
+        The engine of the plan, or the reason for a missing plan.
     refused : bool
+        Whether the graph has no plan.
     kept : bool
-        Whether the plan is in the plan directory, as far as the directory accepts it.
+        Whether the plan directory can keep the plan, or need not keep it.
     """
 
     title: str
@@ -49,7 +50,7 @@ class Unlaunched(DescribedExecutable):
 
     def __init__(self, made: DescribedExecutable, met: PlannedGraph) -> None:
         super().__init__(made.planned, made.name, made.titles, "")
-        # A graph function asks a plan for its bytes to write a plan file. That call shows whether the plan can be kept.
+        # To write a plan file, a graph function calls `save` for the plan's bytes. The result shows whether the plan can be kept.
         self.save = self._saved
         self._met = met
 
@@ -59,7 +60,7 @@ class Unlaunched(DescribedExecutable):
         return found
 
     def launch(self, *_: object) -> None:  # type: ignore[override]
-        """Do nothing: the arrays keep their values."""
+        """Do nothing, so that the arrays keep their values."""
 
 
 class Planner(HostDriver):
@@ -74,7 +75,7 @@ class Planner(HostDriver):
     Attributes
     ----------
     met : list of PlannedGraph
-        The graphs, each with one entry. If a graph is refused, the operation may go on with smaller graphs.
+        One entry for each graph. After a refused graph, the operation may go on with smaller graphs, which have entries as well.
     """
 
     def __init__(self, device: DeviceProperties) -> None:
@@ -114,7 +115,7 @@ class Planner(HostDriver):
         except GraphNotSupportedError as error:
             self.met.append(PlannedGraph(_title(graph, operands, settings), f"refused: {error}", refused=True))
             raise
-        # A loaded plan is in the directory already. A plan out of several candidates serves a comparison only.
+        # A loaded plan is in the directory already. A plan with an index serves a comparison only. Neither has to be saved.
         met = PlannedGraph(_title(graph, operands, settings), made.engine, kept=made.untried or "plan_index" in settings)
         self.met.append(met)
         return Unlaunched(made, met)

@@ -36,7 +36,7 @@ def main(options: argparse.Namespace) -> int:
         if not named and not found.exists():
             tell(f"0 plans: {path} does not exist yet")
             return 0
-        # For any other existing path `PlanDirectory` raises the right error.
+        # For an existing path that is no directory, `PlanDirectory` raises the right error below.
         if not (found.exists() or found.is_symlink()):
             raise ArgumentError(f"the plan directory {path} does not exist; pass the path of a directory with plans")
         actions = {"list": _list, "verify": _verify, "clear": _clear}
@@ -126,7 +126,7 @@ def _build(name: str, properties: Path, path: str) -> int:
                     raise
                 why = f"its arrays are more than the memory of this machine: {error}" if isinstance(error, MemoryError) else error
                 failed.append(f"{getattr(function, '__name__', function)} cannot be planned: {why}")
-                # Count errors that came before cuDNN was asked.
+                # Count a call that failed without a refused graph. Refused graphs are counted below.
                 early += before == sum(met.refused for met in planner.met)
         if unwritten := pool.stats()["plan_files_unwritten"]:
             failed.append(f"{unwritten} plans could not be written to {path}: it is full or read-only")

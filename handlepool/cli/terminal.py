@@ -9,7 +9,7 @@ _GREEN, _RED, _PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[0m"
 
 
 def tell(text: str = "") -> None:
-    """Print lines at once, for readers of a pipe.
+    """Print lines without a delay, for the reader of a pipe.
 
     A reader such as ``head`` may close the pipe early. The command then goes on without its lines, and still writes its files.
     """
@@ -53,7 +53,7 @@ class Progress:
     Parameters
     ----------
     command : str
-        Begins the line.
+        The name of the command, with which the line begins.
     """
 
     def __init__(self, command: str) -> None:
@@ -73,7 +73,7 @@ class Progress:
             return
         # A full last column would begin a new line, and the next step would not replace this one.
         width = shutil.get_terminal_size().columns - 1
-        # Blanks instead of an escape sequence, which a dumb terminal would show.
+        # Overwrite the old text with blanks, because a dumb terminal would show an escape sequence as text.
         print(f"\r{text[:width]:<{width}}\r{text[:width]}", end="", file=sys.stderr, flush=True)
 
 

@@ -29,7 +29,7 @@ from handlepool.tensors.layout import HOST, Layout, Piece, View
 class ForeignCall(GraphCall):
     """A `GraphCall` with arrays of other libraries.
 
-    The launch may have to come before a new output can take the first array's kind.
+    New outputs get the kind of the first array, if need be after the launch.
     """
 
     __slots__ = ("_call", "_converted", "callers", "stream")
@@ -162,7 +162,8 @@ class ConvertedArguments:
     stream : int or None
         Pointer of the stream to run on, if it is not the array library's current stream.
     callers : list of int
-        Pointers of the streams that use the arrays.
+        Pointers of other streams that use the arrays. The launch waits for their earlier work, and their later work waits for the
+        launch.
     kept : list
         Memory that this object keeps until the GPU has passed the call.
     made : list
@@ -226,7 +227,7 @@ class ConvertedArguments:
         # During a recording, torch's stream takes no part: the replay is ordered by its own stream.
         if theirs is not None and theirs != here and thread.recording is None:
             self.callers.append(theirs)
-            # In a branch or a task, that region's stream takes precedence.
+            # In a branch or a task, the launch stays on the current stream, which is the side stream.
             if thread.region is None:
                 self.stream = theirs
                 if rest:

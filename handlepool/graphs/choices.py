@@ -1,6 +1,6 @@
 """Let an operation's other forms be measured and chosen.
 
-An operation may run as one plan or as a plan with launches behind it. Its forms compute the same.
+An operation may run as one plan, or as a plan followed by further launches. These forms of the operation compute the same.
 """
 
 from collections.abc import Hashable, Sequence
@@ -18,7 +18,7 @@ class Site(Protocol):
     form : object
         The form in use.
     inputs, outs : tuple of Layout
-        Of the operation's arrays, and of ``out=`` if it was given.
+        Layouts of the operation's arrays, and of ``out=`` if the caller gave it.
     """
 
     form: Hashable
@@ -26,7 +26,7 @@ class Site(Protocol):
     outs: tuple[Layout, ...]
 
     def forms(self) -> Sequence[Hashable]:
-        """Return all forms, among them forms that turn out to be refused."""
+        """Return all forms, also forms that `prepare` may refuse."""
 
     def title(self, form: Any) -> str:
         """Return a form as text."""

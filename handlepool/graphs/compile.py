@@ -44,7 +44,7 @@ _PLAN = re.compile(r"^\s*\[\d+\]\s+(\S+?):\s+(.+)$")
 
 
 def refusal(name: str, graph: FrontendGraph, operands: list[Any], error: GraphNotSupportedError) -> GraphNotSupportedError:
-    """Return the error of a build that cuDNN refused."""
+    """Return the error for a graph that cuDNN refused to plan."""
     nodes = " -> ".join(map(_title, graph.nodes)) or "a graph without nodes"
     arrays = "; ".join(
         f"{tensor.name} {getattr(tensor.data_type, 'name', 'of no type')} {tuple(tensor.dim)} strides {tuple(tensor.stride)}"
@@ -61,7 +61,7 @@ def shorten(answer: str) -> str:
     """
     head, *lines = [line.strip() for line in answer.splitlines() if line.strip()] or [""]
     reasons: dict[str, list[str]] = {}
-    # The engine of the current lines. The text is empty once the cause was read.
+    # The engine that the current lines belong to; None before the first engine, and "" after an engine's first reason.
     engine: str | None = None
     for line in lines:
         if found := _ENGINE.search(line):
@@ -116,7 +116,7 @@ class Builder(Protocol):
         """
 
     def plan_environment(self) -> str:
-        """Return the environment that plans depend on, beside their graph.
+        """Return the environment that plans depend on besides their graph.
 
         See `handlepool.drivers.protocol.Driver.plan_environment`.
         """
@@ -142,8 +142,8 @@ class OnDevice:
     def _own(self) -> Handle | None:
         """Return this thread's handle of its current stream, or None.
 
-        Reading a saved plan needs a handle, and the plan needs no handle afterwards. Another handle would take 2 ms. A
-        finalizer that launches meanwhile finds this handle bound to another stream, and binds it again.
+        Reading a saved plan needs a handle, and the plan needs no handle afterwards. To create another handle would take 2 ms. A
+        finalizer that launches meanwhile finds this handle bound to another stream, and binds the handle again.
         """
         slot = slot_on_stream(self._stream)
         mine = slot is not None and slot.owner is self._slots.status and slot.device == self.device and slot.intact
@@ -155,7 +155,8 @@ class OnDevice:
         """Have the driver compile, without harm to a capture."""
         handles = self._slots.handles
         with handles.building(), self._driver.relaxed():
-            # Only reading a saved plan can do with this thread's handle. An existing builder handle costs nothing more.
+            # This thread's handle is enough for reading a saved plan. Any other build needs the builder handle. If that exists
+            # already, it serves for reading as well.
             own = None if settings.get("saved") is None or handles.builder else self._own()
             handle = own or handles.for_building()
             return self._driver.compile(graph, operands, handle=handle, copies=copies, **settings)
@@ -183,11 +184,11 @@ def build(
     files: PlanDirectory | None = None,
     anew: bool = False,
 ) -> Plan:
-    """Build one plan.
+    """Build one plan, or load it from a plan directory.
 
-    ``index`` chooses among the candidates, and ``choose`` belongs to the plan. ``compare`` gets the plan, the graph as asked for,
-    and the real tensors of that graph. It raises if the plan is wrong. If ``files`` have the plan, the plan is not built, except
-    with ``anew``.
+    ``index`` chooses among cuDNN's candidates. ``choose`` is the plan's function for the choice of another plan. ``compare`` gets
+    the plan, the graph as asked for, and the real tensors of that graph. It raises if the plan is wrong. A plan that ``files``
+    have is loaded, except with ``index`` or ``anew``.
     """
     name = recipe.name
     if recipe.check is not None:
@@ -260,7 +261,7 @@ def build(
     pointwise = all(node.node_type.name == "POINTWISE" for node in graph.nodes)
     in_place = at_their_places(drafted.taken(), layouts) if pointwise else ()
     plan = made(executable, in_place=in_place, copies=copies, key=key)
-    # The comparison launches the plan, after which it does not count as untried any more.
+    # Ask now, because the comparison launches the plan, and a launched plan does not count as untried any more.
     loaded = executable.untried
     if compare is not None:
         # `conform` has changed the first graph, so draft the graph again.

@@ -73,7 +73,7 @@ class WithoutEmpty:
         self._inner.launch(handle, [operands[place] for place in self._places], workspace, None if check is None else check_all)
 
     def shortcut(self, *_: object) -> None:
-        """Return None."""
+        """Return None: such a plan has no quick launch."""
 
     def save(self) -> None:
         """Return None: planning takes no time."""

@@ -36,8 +36,9 @@ class Traced:
     Attributes
     ----------
     shape : tuple of int
+        Shape of the array that the value stands for.
     dtype : numpy.dtype
-        Type of a result with this value.
+        Type of an output with this value.
     """
 
     __slots__ = ("kind", "number", "shape", "trace")
@@ -242,7 +243,7 @@ class Trace:
     name : str
         The function's name, for messages.
     inputs, numbers : int
-        Counts of its arrays and numbers.
+        The number of arrays, and the number of positional numbers, that the function takes.
     """
 
     name: str

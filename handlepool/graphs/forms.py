@@ -1,17 +1,18 @@
 """Choose forms of operands that cuDNN computes rightly (guarantee 18).
 
 Every form is known to be right from measurements. The module also plans the copies that bring other operands into such a form.
-cuDNN accepts graphs that it computes wrongly. The kernels of some graphs even end the context. Measurements show the right
-forms: up to eight plans each of some thousand graphs against float64, by ``benchmarks/geometries.py``. The tables are in
+cuDNN accepts graphs that it computes wrongly. The kernels of some graphs even end the CUDA context. To find the right forms,
+``benchmarks/geometries.py`` compares up to eight plans for each of some thousand graphs with float64. The tables are in
 ``benchmarks/results/geometries``. They give these rules for each kind of graph:
 
 - *Pointwise nodes alone* are right over two axes without gaps, declared as (M, N, 1, 1) with N innermost. An operand fills both
   axes, repeats along one axis, or is one element. So the axes are merged to two, in the order of the first output's memory.
 - *A convolution alone*, or a gradient, takes images and filters without gaps, contiguous or channels-last in any mixture. It
-  also takes images that are channels-last with gaps. With a bias alone, operands have no gaps. With more nodes after it,
-  operands are channels-last without gaps. Addends then fill the output, or have one element for each channel, or one element.
-  Contiguous arrays are right with a bias and relu. Padding is the same on both sides. A loss is the whole result of the image.
-  The last rows or columns of a loss may be missing in a transposed convolution. Then zeros are appended.
+  also takes images that are channels-last with gaps. Followed by a bias alone, it takes operands without gaps. Followed by more
+  nodes, it takes channels-last operands without gaps. Addends then fill the output, or have one element for each channel, or
+  one element. Followed by a bias and relu, contiguous operands are right as well. Padding is the same on both sides. A loss has
+  the whole shape that the image leads to. In a transposed convolution, the last rows or columns of a loss may be missing. Then
+  zeros are appended.
 - *A matrix product* has three axes. Its factors are contiguous or transposed. Without nodes after it, the same holds
   for its output, and gaps are allowed. With more nodes after it, the other operands are contiguous. Addends fill the output,
   repeat along the batch, or are a row, a column, or one element.
@@ -19,13 +20,13 @@ forms: up to eight plans each of some thousand graphs against float64, by ``benc
   N, H, L or N, L, H, gaps allowed. cuDNN's documentation names these layouts. A bias is contiguous and has the scores' whole
   shape.
 - *Reductions* alone showed no error without gaps, contiguous or channels-last. Reductions among other nodes, reshape, transpose
-  and concatenate were not measured. The module refuses them, because the host driver would compute graphs that a GPU may not.
+  and concatenate were not measured. The module refuses these graphs on both drivers, because a GPU may compute them wrongly.
   Nodes that the host driver cannot compute (`docs/nodes.md`) were not measured either. Their operands are brought into the form
   for reductions.
 
-A launch copies an operand in another form into scratch before, or out of scratch afterwards, on the launch's own stream. It
-copies up to `operand_forms.MOST_COPIED` bytes. A larger operand is refused. Both drivers apply the rule at the first call of a
-geometry.
+For an operand in another form, a launch makes a copy on its own stream: an input is copied into scratch before the plan runs,
+and an output is copied out of scratch afterwards. An operand of more than `operand_forms.MOST_COPIED` bytes is refused instead.
+Both drivers apply these rules at the first call of a geometry.
 """
 
 import math
@@ -91,7 +92,7 @@ def conform(
     copying : bool
         Whether operands may be copied.
     misaligned : iterable of int
-        Places of the vectors that begin where no launch takes them. They are copied in any case.
+        Places of the vectors that do not begin at a multiple of 16 bytes, which no launch takes. They are copied in any case.
 
     Returns
     -------
@@ -185,7 +186,7 @@ def _pointwise(forms: OperandForms) -> None:
         for place in range(len(fills)):
             forms.copy(place, (1,) if place >= forms.inputs else (8,), (0,), elements=8)
     elif all(rows == its for rows, its in fills) or columns in (1, size):
-        # Vector loads and the kernel's tiles divide rows of this length, if the size has such a divisor.
+        # Rows of this length suit vector loads and the kernel's tiles, if the size has such a divisor.
         fills = [(rows or its,) * 2 for rows, its in fills]
         columns = math.gcd(size, 256)
         if columns < 8:
@@ -401,10 +402,9 @@ def _matmul(forms: OperandForms, node: FrontendNode) -> None:
 
 
 def _one_matrix(forms: OperandForms, node: FrontendNode) -> None:
-    """Merge all rows into one product.
+    """Merge the rows of all batches into one matrix product.
 
-    All batches must share the second factor. The merge happens as far as the memory layout allows. It leaves fewer and larger
-    parts.
+    This needs a second factor that all batches share, and no gaps between the batches. Otherwise the tensors stay as they are.
     """
     full = tuple(forms.operands[forms.inputs].dim)
     rows = []
@@ -428,8 +428,8 @@ def _one_matrix(forms: OperandForms, node: FrontendNode) -> None:
 def _three_axes(forms: OperandForms, node: FrontendNode) -> None:
     """Declare every tensor with exactly one batch axis.
 
-    cuDNN has no plans for tensors without a batch axis, nor with two. A copy repeats a factor that repeats along some batch axes
-    only. A copy repeats such an addend along rows and columns as well, because the measured forms of addends require it.
+    cuDNN has no plans for tensors with no batch axis or with two. A factor that repeats along some batch axes only is copied to
+    the whole batch. An addend that does so is copied to the whole output, because the measured forms of addends require that.
     """
     batches = [tuple(tensor.dim)[:-2] for tensor in forms.operands]
     batch, matrix = tuple(map(max, *batches)), tuple(forms.operands[forms.inputs].dim)[-2:]

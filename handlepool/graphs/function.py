@@ -58,7 +58,7 @@ class GraphFunction(ArrayCall[P, R_co]):
     Parameters
     ----------
     function : callable
-        The function that builds the graph. Several threads may call it at a time, and twice for one plan.
+        The function that builds the graph. Several threads may call it at the same time, and one plan may need two calls.
     inputs, outputs : list of reference, optional
         As in `graph`.
     check : callable, optional
@@ -73,12 +73,13 @@ class GraphFunction(ArrayCall[P, R_co]):
     -----
     A call takes one array for each tensor parameter, or for each entry of ``inputs=``, in that order. The keyword
     ``out`` is the array for the output, or a tuple of arrays for all outputs. Their strides decide the layout of the outputs.
-    They share no element with each other or with an input. There is one exception: the single output of a graph of pointwise
-    nodes may be an input, exactly. The other keywords are the function's own options. They are static, hashable, and a part of
-    the plan's key. The call launches on the current stream. It returns ``out``, or new arrays, ready on that stream.
+    The arrays share no element with each other or with an input. There is one exception: for a graph of pointwise nodes with one
+    output, ``out`` may be the same array as an input. The other keywords are the function's own options. They are static,
+    hashable, and a part of the plan's key. The call launches on the current stream. It returns ``out``, or new arrays, ready on
+    that stream.
 
-    A call raises `ArgumentError`, `ArrayTypeError` or `DeviceMismatchError` for arguments that no call could succeed with. It
-    raises them before any launch. It raises `GraphNotSupportedError` if cuDNN has no plan.
+    A call raises `ArgumentError`, `ArrayTypeError` or `DeviceMismatchError` for arguments that it cannot take. It raises these
+    errors before any launch. It raises `GraphNotSupportedError` if cuDNN has no plan.
     """
 
     def __new__(cls, *_: object, **__: object) -> GraphFunction[P, R_co]:
@@ -190,8 +191,7 @@ class GraphFunction(ArrayCall[P, R_co]):
     ) -> GraphCall:
         """Find or build the plan, and allocate the missing outputs.
 
-        The outputs are allocated on the current stream. ``key`` is the option key, which identifies options and settings. A
-        `hit` finds the plan by it from now on.
+        The outputs are allocated on the current stream. With ``key``, the key of the options, a `hit` finds the plan from now on.
         """
         try:
             outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
@@ -306,8 +306,8 @@ class GraphFunction(ArrayCall[P, R_co]):
     def tune(self, *arrays: object, states: SideStates | None = None, out: object = None, **options: object) -> Tuning:
         """Time the proposed plans while all states run them concurrently.
 
-        The call keeps the quickest plan for these arguments. The quickest plan alone is not always the quickest beside other
-        plans. The plan used before stays unless another plan is quicker by 3 %. The call writes nothing to ``arrays`` or
+        The call keeps the quickest plan for these arguments. The plan that is quickest alone is not always quickest side by
+        side. The plan used before stays unless another plan is quicker by 3 %. The call writes nothing to ``arrays`` or
         ``out``, because each state has copies and outputs of its own. The call waits for the GPU, for seconds if there are many
         plans. Any other work on the GPU affects the times.
 
@@ -316,9 +316,10 @@ class GraphFunction(ArrayCall[P, R_co]):
         *arrays : array
             As in a call.
         states : ParallelStates, optional
-            The states to time side by side, all at a time, on the pool that owns them. Without states, one stream alone.
+            The states that run each plan side by side, on the pool that owns them. Without states, each plan is timed on one
+            stream alone.
         out, **options
-            As in a call. The call keeps the plan for calls with these arguments, so tune with ``out`` for calls with ``out``.
+            As in a call. The chosen plan is for calls with these arguments, so tune with ``out`` for calls with ``out``.
             Only the shape, strides and type of ``out`` matter.
 
         Returns
@@ -356,10 +357,10 @@ class GraphFunction(ArrayCall[P, R_co]):
         *arrays, out, **options
             As in `plan_for`.
         device : DeviceProperties, optional
-            A device other than the current device. The device need not be here, and no GPU is needed. The plan goes into the
+            A device other than the current device. This machine needs neither that device nor any GPU. The plan goes into the
             pool's plan directory. A process with such a device and the same versions of cuDNN and its frontend finds it there.
-            cuDNN hands kernels that it compiles to CUDA's driver library, which takes none without a GPU. Plans with such
-            kernels are refused here, and are built at their first use.
+            For some plans cuDNN compiles kernels, and CUDA's driver library takes these only on a machine with a GPU. Without a
+            GPU such plans are refused here. They are built at their first use.
 
         Returns
         -------
@@ -386,8 +387,8 @@ class GraphFunction(ArrayCall[P, R_co]):
         files = current_pool().plan_files
         if files is None:
             raise ArgumentError(
-                f"{self._name}.compile(device=...) puts the plan into the pool's plan directory, and it has none: name one in "
-                f"HandlePool(plan_directory=...), or in {PLAN_DIRECTORY}"
+                f"{self._name}.compile(device=...) puts the plan into the pool's plan directory, and the pool has none: name a "
+                f"directory in HandlePool(plan_directory=...), or in {PLAN_DIRECTORY}"
             )
         outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
         self._recipe.check_static(options, False)
@@ -440,7 +441,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         Raises
         ------
         ArgumentError
-            For an unknown setting, or a value that the setting cannot have.
+            For an unknown setting, or for a value that is not allowed.
 
         Examples
         --------
@@ -462,7 +463,7 @@ class GraphFunction(ArrayCall[P, R_co]):
     def __reduce__(self) -> Any:
         """Pickle by name, as Python pickles functions.
 
-        The result names the function itself, or the function of that name and its settings.
+        A variant by `options` is pickled as the function of that name with the variant's settings.
         """
         name = str(getattr(self, "__qualname__", self._name))
         try:
@@ -559,17 +560,19 @@ def graph(function: Callable[..., Any] | None = None, *, inputs: Any = None, out
     function : callable, optional
     inputs : list of reference, optional
         The tensors of the positional arrays, in order; by default f's parameters in their order. A reference is a graph tensor,
-        its uid, a name, or ``"node::port"``. A name is a parameter's, or was set by f. The port is its name in cuDNN, the keyword
-        of the method that made the node, or the position of an input: ``"conv2d::image"``, ``"conv2d::0"``, ``"conv2d::Y"``.
+        its uid, a name, or ``"node::port"``. A name is the name of a parameter, or a name that f set. A port is given by its name
+        in cuDNN (``"conv2d::Y"``), by the keyword of the method that made the node (``"conv2d::image"``), or by the position of
+        an input (``"conv2d::0"``).
         Nodes without a name are called ``"conv_fprop.0"``, ``"relu.1"``.
     outputs : list of reference, optional
         The outputs, in order. A list with one entry gives an array, not a tuple.
     **settings
         ``name`` is for messages. ``io_dtype`` is the type of real tensors without a type (the first array's by default).
         ``intermediate_dtype`` is the type of tensors between nodes, and ``compute_dtype`` the type of the arithmetic (both
-        float32). Each type is any value that NumPy takes for a type, or "bfloat16". ``workspace_limit`` is the most bytes of
-        scratch of a plan. ``allow_tf32`` (True) allows rounding of float32 to TF32. ``deterministic`` (False) allows only plans
-        that give the same bits each time. ``heuristics`` names cuDNN's modes in the order to ask them ("A", "FALLBACK").
+        float32). Each type is any value that NumPy takes for a type, or "bfloat16". ``workspace_limit`` is the maximum number of
+        bytes of scratch of a plan. ``allow_tf32`` allows rounding of float32 to TF32 (True). ``deterministic`` allows only plans
+        that give the same bits each time (False). ``heuristics`` names cuDNN's modes in the order to ask them ("A", "FALLBACK").
+        The values in parentheses are the defaults.
 
     Returns
     -------
@@ -578,7 +581,7 @@ def graph(function: Callable[..., Any] | None = None, *, inputs: Any = None, out
     Raises
     ------
     ArgumentError, ArrayTypeError
-        For settings that no call could succeed with.
+        For settings that are unknown, or that have a value that is not allowed.
 
     Examples
     --------

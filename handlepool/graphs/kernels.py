@@ -143,8 +143,8 @@ def check_strides(title: str, layout: Layout) -> None:
     itemsize = layout.dtype.itemsize
     if any((stride < 0 or stride % itemsize) and extent > 1 for extent, stride in zip(layout.shape, layout.strides, strict=True)):
         raise ArgumentError(
-            f"{title} has the strides {layout.strides} bytes for elements of {itemsize}: none that are negative or fall between "
-            f"elements are taken; pass a contiguous copy"
+            f"{title} has the strides {layout.strides} bytes for elements of {itemsize} bytes: strides that are negative or fall "
+            f"between elements are not taken; pass a contiguous copy"
         )
 
 

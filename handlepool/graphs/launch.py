@@ -103,7 +103,7 @@ def run_known(
     pool : HandlePool, optional
         The operation's own argument ``pool``.
     functions : sequence of GraphFunction
-        Functions that may own the plan, for a `hit`. Empty if the arguments do not name the function quickly.
+        Functions that may own the plan, for a `hit`. Empty if the arguments do not tell quickly which function does.
     arrays, out, key
         As in `hit`.
     prepare : callable
@@ -435,9 +435,9 @@ def check_arrays(
 ) -> None:
     """Check the arguments of a call.
 
-    Only this function checks arguments, because a hit has already seen such arguments. `plan_for` has checked a `Layout` before.
-    Vectors may begin at any element, because a plan copies a vector that it cannot take in place. With ``vectors=False``, a
-    vector must be aligned.
+    A hit needs no check, because it takes only arguments that equal checked arguments in geometry. `plan_for` has checked a
+    `Layout` before. Vectors may begin at any element, because a plan copies a vector that it cannot take in place. With
+    ``vectors=False``, a vector must be aligned.
     """
     if not arrays:
         raise ArgumentError(f"{name} was called without arrays; pass its arrays")
@@ -448,9 +448,9 @@ def check_arrays(
 
 
 def misaligned_vectors(driver: Driver, arrays: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the places of vectors that begin where no launch takes them.
+    """Return the places of vectors that are not aligned for a launch.
 
-    A plan of their own copies these vectors.
+    Such a call has a plan of its own, which copies these vectors.
     """
     return tuple(
         [

@@ -43,7 +43,7 @@ class OperandForms:
         self.parts: dict[int, tuple[Shape, Shape]] = {}
         """Operands that cuDNN reads or writes in a larger shape.
 
-        The larger shape exceeds the array's. The values are the array's own shape, and its place within the larger shape.
+        The keys are places of operands. The values are the array's own shape, and where the array begins in the larger shape.
         """
         self.completed: set[int] = set()
         """Places of the inputs in ``parts`` whose larger shape needs zeros.
@@ -92,8 +92,8 @@ class OperandForms:
             remedy = f"{remedy}, {self._advice(larger)}"
             if place in self.parts:
                 what = (
-                    f"{self.called(place)}: a padding that differs from side to side was not measured, so more is computed with "
-                    f"one that does not, of shape {tuple(tensor.dim)}"
+                    f"{self.called(place)}: a padding that differs from side to side was not measured, so a launch computes a "
+                    f"larger output with equal padding, of shape {tuple(tensor.dim)}"
                 )
                 remedy = "pad the images before, as numpy.pad does"
                 if zeros:
@@ -232,9 +232,10 @@ def spaced_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
 def stepped_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
     """Return whether an image has its axes in the channels-last order.
 
-    The axes run forwards, and no two elements share memory. This condition is weaker than `spaced_channels_last`. Every second
-    column of an odd number leaves rows that begin within the step of the last column. Every second channel is not innermost.
-    Neither case was measured enough, so both are copied.
+    The axes run forwards, and no two elements share memory. This condition is weaker than `spaced_channels_last`. Two kinds of
+    slices fulfil only this condition. In a slice of every second column of an odd number, a row begins within the step of the
+    last column of the row before. In a slice of every second channel, the channels have a step of 2. Neither kind was measured
+    enough, so both are copied.
     """
     reach = 1
     for axis in (1, *reversed(range(2, len(shape))), 0):

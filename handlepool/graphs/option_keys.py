@@ -50,7 +50,7 @@ def kind_of_option(value: object) -> Any:
 def identifies(key: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """Return whether an option key has a hash, and identifies its options.
 
-    The key does not show the types of entries in a subclass of tuple.
+    A key does not identify an option of a subclass of tuple, because it does not show the types of the entries.
     """
     try:
         hash(key)

@@ -26,7 +26,7 @@ class Plan:
     device : int
         Device ordinal.
     engine : str
-        cuDNN's name of the chosen engine and its knobs, or the host driver's.
+        cuDNN's name of the chosen engine and its knobs. On the host driver, that driver's own name.
     workspace_size : int
         Bytes of scratch that a launch needs.
     candidates : int
@@ -90,9 +90,9 @@ class Plan:
     def check_aliases(self, addresses: Sequence[int]) -> None:
         """Raise if an output shares an element with another operand.
 
-        Two slices of one block may share no element, and pass. The rule has a reason: a launch writes elements before every node
-        that needs the input has read it. A single output may be an input, exactly, if each element depends only on the elements
-        at its own place.
+        The reason is that a launch may write an element before it has read the same memory as an input. Two slices of one block
+        that share no element pass. A single output may be the same array as an input if each output element depends only on the
+        input element at the same place.
 
         Parameters
         ----------
@@ -142,7 +142,7 @@ class Plan:
         Parameters
         ----------
         index : int
-            0 to ``candidates - 1``, in the order in which cuDNN ranked them.
+            0 to ``candidates - 1``, in the order in which cuDNN ranked the plans.
 
         Returns
         -------

@@ -210,6 +210,14 @@ class Recipe:
 
     Attributes
     ----------
+    name : str
+        Name of the function, for messages.
+    function : callable
+        The function that builds the graph.
+    signature : Signature
+        The parameters of the function.
+    settings : tuple
+        The settings of the decorator.
     inputs, outputs : tuple of reference or None
         As in `graph`.
     check : callable or None

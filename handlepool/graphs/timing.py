@@ -24,17 +24,17 @@ from handlepool.pool.slot import Slot, bind_to_thread, unbind
 ROUNDS = 9
 """Samples of each candidate, taken in turns. The median counts."""
 MOST_LAUNCHES = 16
-"""Launches of each state in a sample, for quick plans."""
+"""The maximum number of launches of each state in a sample."""
 ENOUGH = 500.0
-"""Sufficient microseconds for the launches of one state in a sample."""
+"""The microseconds that one state's launches in a sample should take."""
 TOO_SLOW = 4
-"""Factor over the quickest plan for a plan to be too slow.
+"""The factor over the quickest plan that makes a plan too slow.
 
-A plan that is too slow is not timed further. The number of states counts instead, if it is larger. Launches of the quickest
-plan one after the other would then finish sooner.
+A plan that is too slow is not timed further. If there are more states than this factor, their number is the factor. Launches of
+the quickest plan one after the other would finish sooner than a plan beyond the factor.
 """
 SCREENING = 3
-"""Samples of each candidate, before slow candidates get no more samples."""
+"""The number of samples after which candidates far behind are dropped."""
 FAR_BEHIND = 1.5
 """Factor over the quickest median for a candidate to be far behind.
 
@@ -158,7 +158,7 @@ class TimingRig:
     slots : list of Slot
         Side slots from `side_slots`.
     operands : list of tuple of array
-        For each slot, the inputs and outputs of its launches. They must be complete on the device.
+        For each slot, the inputs and outputs of its launches. The device must have computed their values already.
     concurrent : bool
         Whether to time all slots side by side as well, and not only one slot alone.
     """
@@ -200,8 +200,8 @@ class TimingRig:
         """Time the candidates of a plan.
 
         Return every candidate in cuDNN's order, with times or the reason for no times, and the timed plans by index. ``most``
-        limits the number of candidates, but trying goes on until the plan itself was reached. ``until`` is the time that ends
-        trying, in the same way.
+        limits the number of candidates. ``until`` is the time (`monotonic`) after which no candidate is tried. Neither limit
+        holds before the plan in use was tried.
         """
         self._make_events()
         trials = self._built(plan, most, until)
@@ -277,7 +277,7 @@ class TimingRig:
         most = least * max(len(self._slots), TOO_SLOW)
         for trial in trials:
             if trial.estimate > most:
-                reason = f"too slow: a launch takes {trial.estimate:,.0f} microseconds, and {least:,.0f} of the quickest"
+                reason = f"too slow: a launch takes {trial.estimate:,.0f} microseconds, and {least:,.0f} with the quickest plan"
                 self._skipped.append(trial.result(reason))
         return [trial for trial in trials if trial.estimate <= most]
 

@@ -45,8 +45,8 @@ def element_strides(title: str, layout: Layout) -> list[int]:
     shape, itemsize = layout.shape, layout.dtype.itemsize
     if any((stride < 0 or stride % itemsize) and extent > 1 for extent, stride in zip(shape, layout.strides, strict=True)):
         raise ArgumentError(
-            f"{title} has the strides {layout.strides} bytes for elements of {itemsize}: cuDNN takes none that are negative or "
-            f"fall between elements; pass a contiguous copy"
+            f"{title} has the strides {layout.strides} bytes for elements of {itemsize} bytes: cuDNN takes no strides that are "
+            f"negative or fall between elements; pass a contiguous copy"
         )
     strides = [stride // itemsize for stride in layout.strides]
     if 1 in shape:
@@ -112,7 +112,7 @@ def check_redeclared(tensor: FrontendTensor, layout: Layout, title: str) -> None
     if math.prod(shape) != layout.size or min(strides) < 0 or end > max(layout.reach, layout.dtype.itemsize):
         raise ArgumentError(
             f"{title} is of shape {layout.shape}, and the function declared its tensor with shape {shape} and strides {strides} "
-            f"(in elements), which are other elements; give it other axes over the same ones, or pass another array"
+            f"(in elements), which are other elements; give the tensor other axes over the same elements, or pass another array"
         )
 
 
@@ -354,7 +354,7 @@ class Draft:
         return sources
 
     def assignment(self) -> Assignment:
-        """Return the array of each parameter, after the run.
+        """Return the place of each parameter's array, as the run showed it.
 
         The method raises if an array is missing, or belongs to no input.
         """

@@ -40,7 +40,7 @@ from handlepool.tensors.layout import Layout
 MOST_VALUES = 1 << 16
 """The maximum number of random values.
 
-Larger arrays repeat them along their longest axes.
+Larger arrays repeat these values along their longest axes.
 """
 MOST_CANDIDATES = 10
 """The maximum number of candidates of each of the heaviest plans."""
@@ -51,9 +51,7 @@ MOST_OTHERS = 2
 NEARLY = 1.1
 """The maximum time of an alternative, relative to the used plan's time.
 
-Both are timed alone.
-
-A plan timed alone does not tell exactly how long it takes in a program.
+Both are timed alone. An alternative that is a little slower alone may still be quicker in a program.
 """
 MOST_OF_FORMS = 4
 """The maximum number of candidates of each plan of another form."""
@@ -136,8 +134,8 @@ def tune(
     The function may be a network with convolutions, for example. Each plan is tuned as by `GraphFunction.tune`, but over
     random arrays. The result therefore holds for all calls of the same form. Only the single call reads the function's own
     arrays. Where a convolution or product has a bias, a residual or an activation, other forms are timed as well: the plan with
-    fewer of these parts and a kernel behind it, and the plan with the residual before the bias. The quickest form is used from
-    then on. ``states`` leave the form.
+    fewer of these parts followed by a kernel, and the plan with the residual before the bias. The quickest form is used from
+    then on. With ``states``, other forms are not timed, and the form stays.
 
     Parameters
     ----------
@@ -147,10 +145,11 @@ def tune(
     *args
         Positional arguments of the function.
     states : ParallelStates, optional
-        The states to time side by side. The function uses their pool. Without states, one stream alone and the current pool.
+        The states that run each plan side by side. Only plans of the pool that owns the states are tuned, so the function has to
+        use that pool. Without states, plans of the current pool are timed on one stream alone.
     candidates : int or None
-        Most candidates to try for each plan, from the candidate that cuDNN ranks first. None tries all candidates. If the plan
-        in use has a lower rank, trying goes on until the plan in use is reached.
+        The maximum number of candidates to try for each plan, in the order in which cuDNN ranks them. None tries all candidates.
+        If the plan in use comes later in that order, trying goes on until it is reached.
     **kwargs
         Keyword arguments of the function.
 
@@ -263,15 +262,15 @@ class Alternative:
     Attributes
     ----------
     name : str
-        Of the operation.
+        Name of the operation.
     title : str
-        Of the plan or the form.
+        Text for the plan or the form.
     place : int
-        Equal for alternatives that exclude each other.
+        A number that is equal for alternatives that exclude each other.
     gain : float
-        Microseconds of all launches of the operation that are saved where each runs alone. It may be negative.
+        Microseconds that the alternative saves over all launches of the operation, if each launch runs alone. It may be negative.
     make, undo : callable
-        Use it for all later calls, and use the former plan and form again.
+        ``make`` uses the alternative for all later calls. ``undo`` returns to the former plan and form.
     """
 
     name: str
@@ -484,8 +483,8 @@ def form_times(
 ) -> dict[Hashable, float]:
     """Return the microseconds of each form, with its quickest plans.
 
-    Forms that are refused, far too slow, or behind the time limit, are missing. The quickest plans stay in use. The first plan
-    of the form in use takes ``tuned`` microseconds.
+    The result lacks forms that are refused, that are far too slow, or that came after the time limit. The quickest plans stay in
+    use. ``tuned`` is the time of the first plan of the form in use, in microseconds.
     """
     found: dict[Hashable, float] = {}
     arrays = _random_operands(pool, site.inputs, site.outs)
@@ -502,7 +501,7 @@ def form_times(
             (plan, operands), *more = site.prepare(form, given, outs[0] if outs else None).launched
             behind = sum(time(each, own, 1) for each, own in more)
             first = tuned if form == site.form else time(plan, operands, 1)
-            # Building more plans takes long, and no plan gains so much.
+            # This form is too far behind. Building its other plans would take long, and no plan gains so much.
             if found and first + behind > FAR_BEHIND * min(found.values()):
                 continue
             found[form] = behind + (first if form == site.form else time(plan, operands, MOST_OF_FORMS))

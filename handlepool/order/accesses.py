@@ -9,9 +9,9 @@ from typing import NamedTuple
 from handlepool.tensors.layout import Layout, Piece, Token
 
 Accesses = tuple[Sequence[Piece | Token], Sequence[Piece | Token], bool]
-"""Memory that a call reads, memory that it writes, and opacity.
+"""Memory that a call reads, memory that it writes, and its opacity.
 
-The last entry says whether the call may use any other memory.
+An opaque call may use any other memory as well.
 """
 
 
@@ -23,7 +23,7 @@ class Operands:
     Attributes
     ----------
     layouts : tuple of Layout
-        Of the inputs, then of the outputs.
+        The layout of each input, then of each output.
     inputs : int
         Number of arrays that a launch reads.
     fresh : bool
@@ -35,11 +35,11 @@ class Operands:
     read, outputs : tuple of int
         Bytes of each input, and of each output. Empty where an operand has gaps.
     written, made : tuple of int
-        Bytes of outputs that the caller passes, and of outputs that are allocated.
+        Bytes of each output without gaps. Outputs that the caller passes are in ``written``, and allocated outputs in ``made``.
     longest : int
         The largest reach of all operands, in bytes.
     simple : bool
-        Whether every operand is free of gaps and there is one output.
+        Whether there is exactly one output, and no operand has gaps.
     sizes : tuple of int
         Bytes from the first to the last element of each output.
     """
@@ -68,7 +68,7 @@ class Operands:
         self.longest = max(reaches)
         self.read = reaches[:inputs] if self.dense else ()
         self.outputs = reaches[inputs:] if self.dense else ()
-        # Most plans have one dense output. `Recent` skips its loop over outputs for these.
+        # Most plans have one dense output. `Recent` skips its loop over outputs for such plans.
         self.simple = len(self.outputs) == 1
         self.sizes = tuple([stop - start for start, stop, _ in pieces[inputs:]])
         # Memory that is allocated for the launch has no earlier user in the region. So only outputs of the caller are looked
@@ -81,10 +81,10 @@ class Operands:
     def are_apart(self, read: Sequence[int], written: Sequence[int]) -> bool:
         """Return whether many launches, each writing a single array, cannot conflict.
 
-        ``read`` and ``written`` hold the addresses of all the launches. No launch may write memory that another launch reads or
-        writes.
+        ``read`` and ``written`` hold the addresses that all the launches read and write. Two launches conflict if one launch
+        writes memory that the other launch reads or writes. The result may be False although no launches conflict.
         """
-        # The proof below sorts a single array for each launch. Launches with several outputs are looked up instead.
+        # The check below expects one written address for each launch. Any other launches count as conflicting.
         if len(self.written) != 1:
             return False
         length, longest = self.written[0], max(self.read + self.written)
@@ -93,8 +93,8 @@ class Operands:
             return False
         if max(read) + longest <= starts[0] or min(read) >= starts[-1] + length:
             return True
-        # The written arrays are sorted and disjoint. So the last array that starts before the end of a read is the only
-        # candidate.
+        # The written arrays are sorted and disjoint. So if any of them overlaps a read, the last array that starts before the
+        # end of the read overlaps it.
         for address in set(read):
             index = bisect_left(starts, address + longest)
             if index and starts[index - 1] + length > address:

@@ -19,7 +19,7 @@ UNNAMED = "an array that it was given"
 def named_values(call: Call) -> dict[str, Any]:
     """Return the values that a call can reach, by name.
 
-    The values are its arguments, the attributes of its object, and the names of its closure.
+    The values are the call's arguments, the attributes of the method's object, and the variables of the function's closure.
     """
     function, args, kwargs = call
     try:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from handlepool._util.frames import frames_inside
 
 AssumedWriter = tuple[str, Hashable]
-"""The name and code of a possible writer of its arguments."""
+"""The name and code of a function that may write its arguments."""
 
 # A function may run in every step of a loop. One warning names it, and further warnings would hide other output.
 _warned: set[Hashable] = set()
@@ -18,21 +18,21 @@ def warn_of_assumed_write(writer: AssumedWriter) -> None:
         _warned.add(writer)
         warnings.warn(
             f"a branch waits since {writer[0]}, which returns more than new arrays, may have written any array that "
-            "it was given. Declare its writes with @handlepool.operation(mutates=...), and only branches that use "
-            "these arrays wait",
+            "it was given. Declare its writes with @handlepool.operation(mutates=...), so that only branches that use "
+            "the written arrays wait",
             stacklevel=frames_inside(),
         )
 
 
 def warn_of_change(writer: AssumedWriter) -> None:
-    """Warn once per function that it may have written a shared array.
+    """Warn once per function of a possible write to a shared array.
 
-    Another branch reads that array.
+    Another branch uses that array, and nothing orders the two branches.
     """
     if (writer, "changed") not in _warned:
         _warned.add((writer, "changed"))
         warnings.warn(
-            f"{writer[0]} returned new arrays before, and this call did not, so it may have written an array that an "
+            f"{writer[0]} returned new arrays before, and this call did not, so this call may have written an array that an "
             "unordered branch also uses. Declare its writes with @handlepool.operation(mutates=...), or mutates=() "
             "if it writes nothing",
             stacklevel=frames_inside(),

@@ -37,9 +37,9 @@ The recording is part of the key because captured work cannot wait for work outs
 """
 
 Outer = tuple[Track | None, list[Accesses]]
-"""The enclosing branch's track and its accesses on other streams.
+"""The enclosing branch's track, and the branch's accesses on other streams.
 
-These are streams that the branch itself chose.
+The branch itself chose these other streams.
 """
 
 
@@ -47,9 +47,10 @@ class Starts(Protocol):
     """The slots of a fork, as far as the books know them."""
 
     def start(self, order: "DataOrder", needs: Needs, *, owned: bool = False) -> Track:
-        """Start the next branch on a track.
+        """Start the next branch and return its track.
 
-        The track is the fork's or its caller's. ``owned`` binds the slot to this thread.
+        The track belongs to the fork, or to the fork's caller where no side slot is free. With ``owned``, the slot is bound to
+        this thread.
         """
 
     def undo_start(self) -> None:
@@ -59,8 +60,8 @@ class Starts(Protocol):
 class DataOrder:
     """The books of a thread's outermost region on one device.
 
-    Code that reads or changes the books runs inside ``with order``, or sets `busy` meanwhile. A finalizer that finds its thread
-    there gets an OwnershipError.
+    Code that reads or changes the books runs inside ``with order``, or sets `busy` meanwhile. A finalizer that uses the books
+    meanwhile gets an OwnershipError.
 
     Parameters
     ----------
@@ -69,8 +70,8 @@ class DataOrder:
     device : int
         The device's ordinal.
     root : Track
-        The track of the outermost caller's stream. Work on that stream comes before every branch that starts later. So its calls
-        wait, and are not written down.
+        The track of the outermost caller's stream. A call on that stream waits for conflicting branches. The books do not write
+        it down, because every branch that starts later comes after the call anyway.
     fork : object
         The key of the fork that opens the books.
 
@@ -87,15 +88,15 @@ class DataOrder:
     running : Track or None
         The track of the innermost branch that runs Python now.
     foreign_writes : list
-        The accesses of that branch on streams of its own choice.
+        The accesses of that branch on streams that the branch itself chose.
     recent : Recent or None
-        The first launches, as long as no look-up is needed.
+        The first launches, as long as no launch needs a look-up; otherwise None.
     tracks : dict
         The tracks by stream pointer.
     assumed_writers : dict
-        The names and codes of functions, by call, that may have written their arguments.
+        For each call that may have written its arguments, the name and the code of its function.
     kept : list
-        Owners of all memory in the books. The allocator could reuse freed memory for another array.
+        Owners of all memory in the books. Otherwise the allocator could reuse that memory for another array.
     """
 
     __slots__ = (
@@ -144,7 +145,7 @@ class DataOrder:
     def open(self) -> None:
         """Register these books as the open books of this thread."""
         self._orders[self._key] = self
-        # This comes second. A launch that sees `active` looks the books up in the thread.
+        # Register the books above before `active` shows them, because a launch that sees `active` looks them up in the thread.
         active.append(self)
         self.driver.before_untracked_access(partial(_before_plain, self.driver))
 
@@ -163,7 +164,7 @@ class DataOrder:
     def start_launch(self, fork: Starts, launch: Any, addresses: tuple[int, ...], blocks: tuple[object, ...]) -> Track:
         """Start a branch for one launch and return its track.
 
-        The launch is of a known plan, and its data decides the branch's order.
+        The launch runs a known plan. The memory that it reads and writes decides the branch's order.
         """
         if self.busy:
             raise in_the_middle()
@@ -187,7 +188,7 @@ class DataOrder:
             else:
                 self.note_launch(track, call, reads, writes, addresses, operands)
         except BaseException:
-            # The slot was leased before the error. Without a branch nothing would release it before the join.
+            # A slot may have been leased before the error. Without this release the slot would stay leased until the join.
             fork.undo_start()
             raise
         finally:
@@ -197,7 +198,7 @@ class DataOrder:
     def start_call(self, fork: Starts, call: Call) -> Track:
         """Start a branch for any call and return its track.
 
-        The call's data decides its order, and the branch runs on a slot that this thread owns.
+        The memory that the call reads and writes decides its order. The branch runs on a slot that this thread owns.
         """
         if self.busy:
             raise in_the_middle()
@@ -231,7 +232,8 @@ class DataOrder:
 
         The return value is the argument of `end_branch`.
         """
-        # Branches nest, and a generator may interleave them. So the caller keeps the outer state, not a stack of the books.
+        # Branches nest, and a generator may interleave them. So each caller keeps the outer state itself. A stack in the books
+        # could restore the state of another branch.
         outer = self.running, self.foreign_writes
         self.running, self.foreign_writes = track, []
         return outer
@@ -248,11 +250,12 @@ class DataOrder:
         allocated : sequence of block or None
             Blocks that the branch allocated, in order. None where the allocations were not seen.
         ended : (object,) or None
-            The branch's value. None where the branch raised an error.
+            The branch's value in a tuple. None where the branch raised an error.
         """
         track, given = self.running, self.foreign_writes
         self.running, self.foreign_writes = outer
-        # A fork inside a branch found no free state, so the inner branch ran on the outer branch's track.
+        # The two tracks are the same where a fork inside a branch found no free state. The outer branch then takes over the
+        # accesses of the inner branch.
         if self.running is track:
             self.foreign_writes += given
         if self.closed or track is None:
@@ -273,17 +276,17 @@ class DataOrder:
                 # not reused.
                 self.kept.append(ended[0])
                 made, others = call.ended(self, track, allocated, ended[0])
-            # Write the branch's arguments down again, because an event may have been recorded before the branch's last work.
-            # For memory that the branch was not ordered for, the books forget the other users. So the branch's stream waits for
-            # these users now, and a call that follows the branch comes after them.
+            # Write the branch's arguments down again under a new call number, because an event for the first number may have
+            # been recorded before the branch's last work. The books forget the former users of memory that is written down as
+            # written. So the branch's stream waits for these users now, and a call that follows the branch comes after them.
             try:
                 if others:
                     follow(self.events, track, self.conflicts((), others))
             finally:
                 number = track.next_call()
                 write_down(track, number, uses.pieces(call.reads), uses.pieces([*call.writes, *made, *others]))
-                # An event may have been recorded before the end of an opaque call as well. So the barrier moves to the new
-                # call.
+                # An event may have been recorded before the end of an opaque call as well. So the barrier moves to the new call
+                # number.
                 if opaque:
                     self.barrier = track, number
         finally:
@@ -302,10 +305,10 @@ class DataOrder:
     def leave_fork(self, fork: object, tracks: Sequence[Track], home: Track, kept: list[object] | None, stream: object) -> None:
         """Remove a fork that was joined, and close unused books.
 
-        The stream of the fork's caller comes after all its branches. The last fork closes the books. ``kept`` holds the owners
-        of memory that the branches read and made, or is None where an outer fork keeps them.
+        The caller's stream comes after all branches of the fork by now. The last fork to leave closes the books. ``kept`` holds
+        the owners of memory that the branches read and made, or is None where an outer fork keeps these owners.
         """
-        # An interrupt may have left it set already.
+        # This accepts `busy` as it is, because an interrupt may have left it set.
         self.busy = True
         self.forks.discard(fork)
         if not self.forks:
@@ -342,7 +345,8 @@ class DataOrder:
         everything that starts later comes after them.
         """
         with self:
-            # The caller may have chosen a stream that the books do not know, and orders that stream with its own stream.
+            # The call may run on a stream that the books do not know. The code that chose the stream also orders it, so the call
+            # is written down for the branch that runs now.
             track = self.tracks.get(pointer) or Track(pointer)
             noted = track if pointer in self.tracks else self.running
             if opaque:
@@ -363,9 +367,10 @@ class DataOrder:
     # Look-ups
 
     def look_up_launch(self, addresses: Sequence[int], operands: Operands) -> tuple[list[Use], list[Use], Needs]:
-        """Look up a launch's reads and overwritten memory, and its needs.
+        """Return a launch's reads, its overwritten memory, and its needs.
 
-        The overwritten memory may be known already. The needs are the calls that the launch waits for.
+        The memory comes as entries of the books. The needs are the calls that the launch waits for. Outputs without gaps that
+        are allocated for the launch get their entries later.
         """
         if self._uses is _NO_USES:
             self._enter_recent()
@@ -496,13 +501,13 @@ class DataOrder:
     # Waits
 
     def waits_for_all(self, track: Track, writes: Iterable[Piece | Token]) -> bool:
-        """Return whether a stream follows every user of memory it wrote."""
+        """Return whether a stream waits for all other users of memory."""
         return all(track.waits_for(*last(*each)) for each in self.conflicts((), writes).items())
 
     def joined(self, tracks: Sequence[Track], home: Track, stream: object = None) -> None:
-        """Note that a stream waits for all calls of joined tracks.
+        """Note that a caller's stream waits for all calls of joined tracks.
 
-        From now on no fork has these tracks.
+        ``home`` is the track of that stream. From now on no fork has the joined tracks.
         """
         home.absorb(tracks, stream)
         for track in tracks:
@@ -563,9 +568,9 @@ def in_the_middle() -> OwnershipError:
 def open_order(driver: Driver, device: int) -> DataOrder | None:
     """Return this thread's open books of a device, or None.
 
-    The books are open while an ordered fork is.
+    The books are open as long as an ordered fork is open.
     """
-    # `active` is one list for all threads. It is empty without a region anywhere, which spares most calls the key.
+    # `active` is one list for all threads. Mostly it is empty, and then this call need not make a key.
     order = _thread.orders.get((getattr(driver, "checked_driver", driver), device, thread.recording)) if active else None
     return None if order is None or order.closed else order
 

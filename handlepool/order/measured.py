@@ -1,10 +1,10 @@
 """Measure the arrays that calls really write (guarantee 17).
 
-A function may write arrays that it does not declare. So this module compares the bits of the arrays that a first call is given.
-A checksum of each array is computed on the call's stream before the call and after it. This makes no copy, and the host does
-not wait. Until the host sees that the stream has reached the end of the measurement, further calls of the function count as
-writing their arguments. Calls three and ten are measured again, because a first call may be special. A write of equal values is
-not seen.
+A function may write arrays that it does not declare. So this module measures the first call of each function. The call's stream
+computes a checksum of each array that the call was given, before the call and after it. A checksum that differs shows a write.
+This makes no copy, and the host does not wait. Until the host sees that the stream has computed the checksums, further calls of
+the function count as writing their arguments. Calls three and ten are measured again, because a first call may be special. A
+write of equal values is not seen.
 
 - A measurement that fails tells nothing, and the next call is measured.
 - Under a capture nothing is measured.
@@ -33,7 +33,7 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token, share
 
 AGAIN = (3, 10)
-"""Numbers of calls that are measured again after an earlier measurement."""
+"""The calls of a function that are measured again, counted from 1."""
 LAST = AGAIN[-1]
 """The number of calls of a known function after which counting ends."""
 _MOST_KNOWN = 10_000
@@ -53,7 +53,7 @@ class Writes:
     places : frozenset of str
         Arguments, attributes and names of the closure that calls were found to write, as `named_values` names them.
     pending : deque
-        Answers that have not been read.
+        Answers that have not been read. An answer is the result of one measurement.
     """
 
     __slots__ = ("_declared", "calls", "known", "name", "pending", "places")
@@ -69,7 +69,7 @@ class Writes:
 
     @property
     def settled(self) -> bool:
-        """Whether calls count as writing `places` alone, from now on."""
+        """Whether `places` are all the undeclared writes of later calls."""
         return self.known
 
     @property
@@ -129,7 +129,7 @@ class Writes:
 
 
 class _Answer:
-    """The comparison of one call, computed on the call's stream.
+    """The result of one measurement, computed on the call's stream.
 
     Attributes
     ----------
@@ -145,17 +145,17 @@ class _Answer:
         self._driver = driver
         self._before = before
         self._after = after
-        # None for an array whose writes are ordered in another way.
+        # The name is None for an array whose writes nested calls have ordered.
         self._names = names
-        # A forked child shares no CUDA context with its parent, so it must be able to tell its parent's answers.
+        # A forked child shares no CUDA context with its parent. So the child must recognise the answers of its parent.
         self._process = process()
         self.read = False
         self.sure = sure
 
     def given_up(self) -> bool:
-        """Give up an answer of the parent's process.
+        """Return whether the answer belongs to the parent process.
 
-        A forked child touches no resource of its parent (guarantee 13).
+        Such an answer is abandoned, because a forked child touches no resource of its parent (guarantee 13).
         """
         if self._process == process():
             return False
@@ -191,7 +191,7 @@ class _Answer:
 class Measurement:
     """A comparison of the arrays of one call.
 
-    `begin` makes it once the call's stream waits for all the calls that this call waits for.
+    `begin` makes it. By then the call's stream waits for all the calls that the measured call depends on.
     """
 
     __slots__ = ("_arrays", "_before", "_outer", "_pointer", "_pool", "_since", "_told")
@@ -220,7 +220,7 @@ class Measurement:
         except Exception:
             # The call has succeeded, so a failed measurement must not raise. The function's next call is measured.
             return
-        # The books do not tell a write from an assumed write.
+        # A nested call with an assumed write counts as a writer, and may hide a real write of the measured call.
         sure = self._since is None or UNSURE not in self._told
         writes.expect(_Answer(driver, self._before, after, names, sure))
 
@@ -252,20 +252,20 @@ def begin(
 ) -> Measurement | None:
     """Begin to measure a call on a stream, where due and possible.
 
-    The result is None where no measurement is due, it cannot be done, or there is nothing to measure.
+    The result is None where no measurement is due, where a measurement is not possible, or where there is nothing to measure.
 
     Parameters
     ----------
     pool : PoolInternals
         The pool of the call.
     pointer : int
-        The stream, of the current device.
+        The call's stream, on the current device.
     writes : Writes
-        The writes of the function.
+        The function's undeclared writes, as known so far.
     arrays : iterable of (array, Piece)
         The arrays that the call is given. They are kept until the stream has computed the checksums.
     written : sequence of Piece or Token
-        Memory that the call is known to write.
+        Memory that the call is known to write. Arrays that share it are not measured.
     """
     # While work is captured, nothing runs that a checksum could read.
     if thread.recording is not None:
@@ -275,7 +275,7 @@ def begin(
         return None
     driver = pool.driver
     try:
-        # CUDA refuses the question for the legacy stream while a blocking stream is being captured.
+        # While a blocking stream is being captured, CUDA refuses any question about the legacy stream.
         if pointer != LEGACY_STREAM and driver.is_capturing(pointer):
             return None
         writes.count()
@@ -314,7 +314,7 @@ def wait_for_answers(since: int = 0) -> None:
     Parameters
     ----------
     since : int
-        A former `awaited.asked`. Only later answers count.
+        An earlier value of `awaited.asked`. Answers that were asked for until then are left out.
 
     Raises
     ------
@@ -387,4 +387,7 @@ class _Thread(threading.local):
 
 
 awaited = _Thread()
-"""The answers that the calling thread awaits, and their count."""
+"""The answers that the calling thread awaits.
+
+``asked`` counts all answers that the thread has ever asked for.
+"""

@@ -59,7 +59,7 @@ class Operation(Generic[P, R_co]):
                 f"operation was given {shown(function)}, which cannot be called: put @handlepool.operation right above the "
                 f"function, and @classmethod or @property above that"
             )
-        # The body of such a function runs after the call has returned, outside of its place in the order.
+        # The body of a generator or a coroutine runs after its call has returned. So no place can order it.
         for late in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
             if late(function):
                 raise ArgumentError(
@@ -71,7 +71,7 @@ class Operation(Generic[P, R_co]):
         self._says = mutates is not None or reads is not None
         self._mutates = _finds(name, parameters, "mutates", mutates)
         self._reads = _finds(name, parameters, "reads", reads)
-        # `__set_name__` is not called for a function inside a property. So the first parameter's name tells a method.
+        # `__set_name__` is not called for a function inside a property. So a first parameter ``self`` also marks a method.
         self._method = next(iter(parameters), "") == "self"
         # `dict.setdefault` is atomic, so two threads that call the operation at once have one entry.
         self._measured: dict[tuple[object, ...], Writes] = {}
@@ -91,7 +91,8 @@ class Operation(Generic[P, R_co]):
         """Call the function in the order of this thread's region."""
         pool = (thread.pool or ordering_pool()) if active else None
         if pool is not None:
-            # `thread.pool` has the type of a protocol, because its module is below this package. Only this class implements it.
+            # `thread.pool` has the type of a protocol, because its module lies below this room. `PoolInternals` alone implements
+            # the protocol.
             return self._in_order(cast(PoolInternals, pool), args, kwargs)
         pool = pool_so_far()
         if pool is not None and pool.checked:
@@ -133,12 +134,12 @@ class Operation(Generic[P, R_co]):
     def run(self, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any], writes: Pieces, reached: Reached) -> R_co:
         """Call the function and check that it writes nothing undeclared.
 
-        Its `accesses` have put it in order already.
+        The caller has ordered the call by its `accesses` already.
 
         Raises
         ------
         ContractError
-            Where the function wrote an undeclared array, as far as that is checked: see `operation`.
+            Where the function was found to write an undeclared array. `operation` explains which writes are found.
         """
         if thread.recording is not None:
             thread.recording.accessed((), writes)
@@ -154,7 +155,7 @@ class Operation(Generic[P, R_co]):
     def measured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Writes:
         """Return the measured writes of calls of the same form.
 
-        The form is the number of arguments and the flags.
+        The form is the number of positional arguments, the names of the keywords, and the flags.
 
         Raises
         ------
@@ -183,9 +184,9 @@ class Operation(Generic[P, R_co]):
         driver : Driver
             The driver that knows the arrays.
         args, kwargs : tuple, dict
-            The call's arguments. The object of a bound method is the first.
+            The call's arguments. For a method, the object is the first argument.
         reached : Reached, optional
-            The values that the arguments lead to, where they were walked already; see `reach`.
+            The result of `reach` for this call, where the caller has it already.
 
         Returns
         -------
@@ -194,7 +195,7 @@ class Operation(Generic[P, R_co]):
         Raises
         ------
         ArgumentError
-            For an entry that these arguments do not have.
+            For an entry that names a missing attribute, or whose function fails.
         """
         reached = reached or self.reach(driver, args, kwargs)
         found = pieces_or_tokens(driver, [find(args, kwargs) for find in self._reads])
@@ -261,7 +262,7 @@ class OperationCall(PythonCall):
     operation : Operation
         The operation that is called.
     args, kwargs : tuple, dict
-        Its arguments. The object of a bound method is the first.
+        The call's arguments. For a method, the object is the first argument.
     reached : Reached
         The values that the arguments lead to.
     """
@@ -308,7 +309,7 @@ class OperationCall(PythonCall):
     def launch(self, slot: Slot | None) -> Any:
         """Call the operation, and measure its writes where due.
 
-        The stream that the call is for is current.
+        The call's stream is current already.
         """
         run, pool, args, kwargs = self.operation.run, self._pool, self.args, self.kwargs
         writes, measured = [*self.writes], self._measured
@@ -333,16 +334,17 @@ class OperationCall(PythonCall):
     def new(self, value: Any) -> list[Piece]:
         """Return the memory of new arrays in the value.
 
-        The call was not known to use these arrays.
+        New arrays share no memory with the arrays that the call is known to read or write.
         """
         return new_among(self._driver, value, (*self.reads, *self.writes))
 
     def ended(
         self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, value: object
     ) -> tuple[list[Piece], list[Piece]]:
-        """Return the new memory and the unordered memory that were written.
+        """Return the new memory and the further memory that were written.
 
-        ``value`` is the call's value. The second list is memory that the call was not ordered for.
+        ``value`` is the call's value. The first list is memory that the call made. The second list is all other memory that
+        counts as written in addition to the declared writes.
         """
         made: list[Piece] = [(*self._driver.block_range(block), None) for block in allocated or ()]
         return made, [*new_among(self._driver, value, (*self.reads, *self.writes, *made)), *self.assumed_writes]
@@ -366,7 +368,7 @@ def operation_of(function: Any, args: tuple[Any, ...]) -> tuple[Operation[..., A
 
 
 def new_among(driver: Driver, result: object, known: Sequence[Piece | Token]) -> list[Piece]:
-    """Return the memory of a result's arrays outside the known memory."""
+    """Return the memory of a result's arrays that share no known memory."""
     there = [memory for memory in known if not isinstance(memory, Token)]
     return [memory for memory in pieces_of(driver, result) if not any(share(memory, each) for each in there)]
 
@@ -374,8 +376,8 @@ def new_among(driver: Driver, result: object, known: Sequence[Piece | Token]) ->
 def pieces_or_tokens(driver: Driver, value: object) -> Pieces:
     """Return the memory or the tokens that a value leads to.
 
-    A value that is no array gets a token, and so does an array of unknown address. None and arrays without elements are left
-    out. An object also counts with the arrays in its attributes.
+    A token stands for a value that is no array, and for an array of unknown address. None and arrays without elements are left
+    out. For an object, the arrays in its attributes are returned as well.
     """
     found: Pieces = []
     for leaf in leaves(value, keys=True):
@@ -394,40 +396,44 @@ def operation(*, mutates: Entries | None = None, reads: Entries | None = None) -
 def operation(function: Callable[..., Any] | None = None, *, mutates: Entries | None = None, reads: Entries | None = None) -> Any:
     """Declare a function's writes in place and its further reads.
 
-    It is for functions of CuPy kernels, torch operations or other launches. Within a region data orders such a function like a
-    graph function, as a branch and in a fork's body. Elsewhere it is called as it is. It reads all arrays in its arguments,
-    defaults and closure, and in the attributes of objects among these, two attributes deep. It writes the arrays in
-    ``mutates``, its ``out``, and the new arrays that it returns. Its first call is measured, and ordered as if it wrote all its
-    arguments. Further calls are ordered the same way until the host sees the answer. Where nothing is declared, a kernel that
-    writes to its argument and returns nothing may have written all its arguments. Then branches that share an input wait for
-    each other.
+    Use it for functions that launch CuPy kernels, torch operations or other work of the GPU. In a region or a recording, the
+    memory that the function reads and writes decides its order, as for a graph function. Elsewhere the function is called
+    directly. It counts as reading all arrays in its arguments, defaults and closure, and in the attributes of objects among
+    these, two attributes deep. It counts as writing the arrays in ``mutates``, its ``out``, and the new arrays that it returns.
+    Its first call is measured, and ordered as if it wrote all its arguments. Further calls are ordered the same way until the
+    host sees the result of the measurement.
+
+    Without this decorator, a function that returns nothing counts as writing all its arguments. Then branches that share an
+    input wait for each other.
 
     Parameters
     ----------
     function : callable, optional
         The decorated function or method.
     mutates : str, callable, or a tuple of these, optional
-        Values that the function writes in place. An entry is a parameter's name, an attribute of one as ``"self.state"``, or a
-        function of the call's arguments. An array counts with its memory. Lists, tuples and dictionaries are walked, and None is
-        left out. Any other object, such as a model, a plan, a generator or a file, is a token: two operations that mutate one
-        token run one after the other. The arrays in its attributes count as well. ``()`` says that nothing is written.
+        Values that the function writes in place. An entry is a parameter's name, a parameter's attribute such as
+        ``"self.state"``, or a function of the call's arguments. An array stands for its memory. Lists, tuples and dictionaries
+        are walked, and None is left out. Any other object, such as a model, a plan, a generator or a file, is a token: two
+        operations that mutate one token run one after the other. The arrays in the object's attributes count as written as
+        well. ``()`` says that nothing is written.
     reads : str, callable, or a tuple of these, optional
         Values that the function reads in addition to the arrays above.
 
     Returns
     -------
     callable
-        With the function's name, signature and types.
+        An `Operation` with the function's name, signature and types.
 
     Raises
     ------
     ArgumentError
         For an entry that names no parameter. At a call in a fork or a recording, for an attribute that does not exist.
     ContractError
-        At the first call, where nothing is declared, nothing returned, and no ``out`` given. Also for an array that was written
-        and not declared. The first, third and tenth calls are measured, and the error comes at the next call, at the join, or at
-        `record`. For a torch tensor, its version shows the write where a branch that was given it may still read it. With
-        ``HandlePool(check=True)`` each call compares its arguments before and after it.
+        At a call that returns nothing and gets no ``out``, if the operation declares nothing. Also for an array that was written
+        and not declared. The first, third and tenth calls are measured. If a measurement finds such a write, the error comes at
+        the next call, at the join, or at `record`. The version of a torch tensor shows a write at the end of the call. That write
+        is an error if an unordered branch also uses the tensor. With ``HandlePool(check=True)`` each call compares its arguments
+        before and after the call.
 
     Examples
     --------
@@ -438,8 +444,8 @@ def operation(function: Callable[..., Any] | None = None, *, mutates: Entries | 
     >>> with states.fork() as fork:                                                                      # doctest: +SKIP
     ...     y = fork.run(conv, x, w)
     ...     fork.run(scaled, y, 0.5)  # after the convolution, which writes y
-    ...     left = fork.run(pool, y)  # after the scaling; the next beside this one, since both only read y
-    ...     right = fork.run(conv, y, v)
+    ...     left = fork.run(pool, y)  # after the scaling
+    ...     right = fork.run(conv, y, v)  # beside the pooling, because both only read y
     """
     if function is None:
         return lambda decorated: Operation(decorated, mutates, reads)
@@ -484,7 +490,7 @@ def _find(name: str, parameters: Mapping[str, inspect.Parameter], what: str, ent
 def _argument(parameters: Mapping[str, inspect.Parameter], name: str) -> Find:
     """Return a function that finds a parameter's value.
 
-    It returns None where a call lacks the parameter. The decorated function itself raises the error.
+    The value is None where a call lacks the parameter. Then the decorated function itself raises the error.
     """
     place, parameter = [*parameters].index(name), parameters[name]
     kind, default = parameter.kind, None if parameter.default is parameter.empty else parameter.default

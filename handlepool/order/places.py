@@ -1,9 +1,9 @@
-"""Find the place of a call, which runs the call in order.
+"""Find the place that orders and launches a call.
 
 A call outside of regions and recordings runs at once, on its slot's stream. Inside a region the books of its thread order the
 call. Inside a recording the call becomes a node. A fork is the place of the calls that it receives as branches.
 
-The count `active` is zero where no region and no recording is open in any thread. Then a call looks for no place.
+The list `active` is empty where no thread has an open region or recording. Then a call looks for no place.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def run(pool: PoolInternals, call: Call, slot: Slot) -> Any:
     call : Call
         The call to launch.
     slot : Slot
-        The slot of the call's stream, outside of nodes.
+        The slot of the call's stream. A node is launched on its lane's slot instead.
     """
     # `active` counts open regions and recordings of all threads. Most programs have none, and skip every look-up here.
     if active:
@@ -45,10 +45,10 @@ def run(pool: PoolInternals, call: Call, slot: Slot) -> Any:
 
 
 def begin_for(pool: PoolInternals) -> Begin | None:
-    """Return the function that starts known plans in the books.
+    """Return a function that orders a known plan's launch, or None.
 
-    The books are this thread's. Outside of regions the result is None. The launch runs on the current stream, after the
-    branches that it conflicts with.
+    The launch runs on the current stream, after the branches that it conflicts with. The result is None where this thread has
+    no open books.
     """
     order = open_order(pool.driver, pool.current_device())
     if order is None:
@@ -67,9 +67,10 @@ def begin_for(pool: PoolInternals) -> Begin | None:
 
 
 def lanes_for(pool: PoolInternals, pointer: int) -> CallRecorder | None:
-    """Return the lanes or rehearsal that records a call on a stream.
+    """Return the lanes or the rehearsal that records a call, or None.
 
-    This holds outside of regions and nodes. The rehearsal notes such calls in the first call of a recorded function.
+    The rehearsal notes the calls in the first call of a recorded function. The lanes record the calls of the second call as
+    nodes. The result is None inside a region or a node, and for a stream that is not recorded.
     """
     lanes = thread.rehearsal if thread.recording is None else thread.recording.lanes
     # Inside a branch the fork orders the call. A node there would order it twice.
@@ -104,9 +105,9 @@ def run_as_node(lanes: CallRecorder, pool: PoolInternals, call: Call, slot: Slot
 
 
 def ordering_pool() -> PoolInternals | None:
-    """Return the pool of this thread's fork on the current device.
+    """Return the pool of this thread's open fork, or None.
 
-    The fork orders calls. Outside of any such fork the result is None.
+    The fork is on the current device and orders calls by their memory.
     """
     for order in orders_of_thread():
         if order.pool.current_device() == order.device:

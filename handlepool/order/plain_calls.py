@@ -34,7 +34,7 @@ _may_write: dict[tuple[Hashable, ...], bool] = {}
 """Whether calls of a form may write their arguments.
 
 The form has the code of the function and of the functions among its arguments, because a lambda is a new function each time. It
-has the number of arguments and of arrays, because one more array may be an output. It has the flags.
+has the number of arguments and of arrays, because one more array may be an output. It also has the flags.
 """
 _MOST_KNOWN = 10_000
 
@@ -42,7 +42,7 @@ _MOST_KNOWN = 10_000
 ORDERS_ITSELF = "__handlepool_orders_itself__"
 """The attribute of a function that orders itself when it is called.
 
-Its value is the function itself, because `functools.wraps` copies attributes.
+Its value is the function itself. So a wrapper does not count, although `functools.wraps` copies the attribute to it.
 """
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,9 +71,9 @@ class PlainCall(PythonCall):
     caused_wait : bool
         Whether the call waits for another call because of its assumed writes alone.
     measurable : bool
-        Whether the call counts among the measured calls, because only a measurement shows its writes.
+        Whether the call is counted, and measured where due. Otherwise a measurement would change nothing.
     measurement : Measurement or None
-        Of its writes, while it runs.
+        The measurement of the call's writes, as long as the call runs.
     """
 
     __slots__ = (
@@ -108,7 +108,7 @@ class PlainCall(PythonCall):
         # Keep the values that a call reads. Code may empty a list or rebind an attribute or a closure's name while the call
         # runs.
         self.reached = reached = None if self._exact else Reached(driver, bound, args, kwargs)
-        # The codes of a flat call are those that the walk would give, without the walk.
+        # For a flat call, `_codes` would give just the function's code and the flags. So the walk is spared.
         flags = None if reached is None or not reached.flat else reached.flags
         codes = tuple(_codes((bound, args, kwargs))) if flags is None else (bound.__code__, *flags)
         self._writer = self.name, codes[:1]
@@ -125,7 +125,7 @@ class PlainCall(PythonCall):
         self._settled = self._exact or written.known
         may_write = _may_write.get(self._form)
         self.assumed_writes = [] if self._exact or (self._settled and may_write is False) else self._given
-        # A call that did not return new arrays alone counts as a writer of all its arrays. So a measurement would change
+        # A form that once did not return new arrays alone counts as a writer of all its arrays. So a measurement would change
         # nothing.
         self.measurable = not (self._exact or may_write or (written.known and written.calls >= LAST))
         if self.assumed_writes and thread.told is not None:
@@ -145,7 +145,7 @@ class PlainCall(PythonCall):
     def begin(self, pool: PoolInternals, pointer: int) -> None:
         """Begin to measure the call where a measurement is due.
 
-        The stream waits for all calls that this call waits for.
+        By now the stream waits for all calls that this call depends on.
         """
         reached = self.reached
         assert reached is not None
@@ -180,9 +180,10 @@ class PlainCall(PythonCall):
     def ended(
         self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, value: object
     ) -> tuple[list[Piece], list[Piece]]:
-        """Return the new memory and the unordered memory that were written.
+        """Return the new memory and the further memory that were written.
 
-        ``value`` is the call's value. The second list is memory that the call was not ordered for.
+        ``value`` is the call's value. The first list is memory that the call made. The second list is all other memory that
+        counts as written.
         """
         driver = self._driver
         new = list(map(driver.block_range, allocated or ()))
@@ -278,7 +279,7 @@ class PlainCall(PythonCall):
 def _lies_in(memory: Piece, blocks: Sequence[tuple[int, int]]) -> bool:
     """Return whether memory lies inside any of several blocks."""
     start, stop, _ = memory
-    # A generator takes longer, and mostly there is one block.
+    # A generator expression would be slower, and mostly there is one block.
     for first, last in blocks:  # noqa: SIM110
         if first <= start and stop <= last:
             return True
@@ -286,12 +287,12 @@ def _lies_in(memory: Piece, blocks: Sequence[tuple[int, int]]) -> bool:
 
 
 def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Iterator[Hashable]:
-    """Yield the codes of functions in values, and their flags.
+    """Yield the codes of functions in values, and the flags in values.
 
-    The walk includes functions that these were given or call, as far as that can be seen. A callable without Python code, such
-    as a ufunc or a kernel, stands for itself, because another callable may do other work. A flag such as ``inplace=True``
-    changes the work of a call. Numbers and text seldom do, and they differ from call to call. The same holds for flags in lists
-    and in an object's containers, which grow.
+    The walk continues into the defaults, the closure and the object of each function. A callable without Python code, such as a
+    ufunc or a kernel, stands for itself, because another callable may do other work. A flag such as ``inplace=True`` changes
+    the work of a call. Numbers and text are left out, because they seldom change the work and differ from call to call. Flags
+    in lists and in an object's containers are left out as well, because these grow.
     """
     for value in values:
         if value is None or value is True or value is False:
@@ -331,12 +332,12 @@ def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Ite
         elif type(value) is methodcaller:
             yield methodcaller, *[each for each in get_referents(value) if isinstance(each, str)]
         elif callable(value) and depth and isinstance(getattr(value, "__wrapped__", None), FunctionType):
-            # A wrapper of a function is another kind of cache.
+            # The wrapper may be a cache of another kind.
             yield from _codes((value.__wrapped__,), depth - 1)
         elif callable(value):
             called = bound_call(value)
             if isinstance(value, ReferenceType):
-                # The reference itself would be kept, and called when its referent ends.
+                # Yield the type, because a kept reference would run its callback when its referent ends.
                 yield ReferenceType
             elif called is value:
                 yield Token(value)

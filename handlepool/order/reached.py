@@ -1,6 +1,6 @@
 """Walk a call's arguments once, for all uses.
 
-The order, the kept values, torch and the first calls use the result.
+The result serves to order the call, to keep its values, to find torch tensors, and to measure first calls.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from handlepool.drivers.protocol import Driver
 from handlepool.tensors.layout import Piece, piece
 
 _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None)))
-"""Types of values that are no arrays, as most options are."""
+"""Types of most options, whose values are no arrays."""
 
 
 class Reached:
@@ -27,7 +27,7 @@ class Reached:
     driver : Driver
         The driver whose arrays are looked for.
     function : callable
-        A bound method leads to its object. A callable object leads to itself.
+        The called function. A bound method leads to its object. A callable object leads to itself.
     args, kwargs : tuple, dict
         The call's arguments.
 
@@ -44,7 +44,7 @@ class Reached:
     pieces : list of Piece
         The memory of the arrays that have elements.
     opaque : bool
-        Whether an object among the values may give any array.
+        Whether an object among the values may lead to any array, so that the call may use any memory.
     flat : bool
         Whether the arguments are the driver's arrays and plain values, and the function is bound to nothing. Then there is
         nothing to walk.

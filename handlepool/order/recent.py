@@ -3,7 +3,7 @@
 This works as long as each launch wrote memory of its own. Most regions stay in this state. Each input of a launch is then
 exactly the output of a known launch, or lies in a block that no known launch wrote to. Each output was allocated for the
 launch, or lies in a block that no known launch used. Blocks come from the array library's pool. Two live blocks share no byte,
-and the blocks here live as long as they are known here.
+and a block stays alive as long as it is known here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ Launch = tuple[Sequence[int], Operands, Track, int]
 class Recent:
     """Launches that each wrote memory of their own.
 
-    No launch wrote memory that another launch used, except to read the written data.
+    Any other launch that used such memory read it after the write.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class Recent:
     def look_up(self, addresses: Sequence[int], operands: Operands, blocks: Sequence[object]) -> Needs | None:
         """Return the needs of a launch; None where a look-up is needed.
 
-        After None, all the launches here have to be looked up.
+        After None, the books also look up all the launches that are noted here.
         """
         needs, written, index = NOTHING, self._written, 0
         # Count the index by hand, because a `zip` takes as long as two look-ups.

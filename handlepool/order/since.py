@@ -1,6 +1,6 @@
-"""Ask the open books for calls since a moment, or beside.
+"""Ask the open books for unordered calls, and for later calls.
 
-A call that wrote more than it declared asks these questions after its end.
+The search for undeclared writes asks these questions after a call.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ from handlepool.tensors.layout import Piece, Token
 
 
 def beside(pool: PoolInternals, writes: Sequence[Piece | Token]) -> bool:
-    """Return whether branches beside the current stream used written memory.
+    """Return whether an unordered branch used written memory.
 
-    The current stream does not wait for these branches. ``writes`` is the memory that a call on the stream was found to write.
+    ``writes`` is the memory that a call on the current stream was found to write. A branch is unordered if the current stream
+    does not wait for it.
     """
     device = pool.current_device()
     order = open_order(pool.driver, device)
@@ -37,7 +38,10 @@ def calls_so_far(pool: PoolInternals) -> Needs | None:
 
 
 def written_since(pool: PoolInternals, memory: Piece, since: Needs) -> bool:
-    """Return whether a call after ``since`` wrote memory."""
+    """Return whether a call after ``since`` wrote memory.
+
+    ``since`` is an earlier result of `calls_so_far`.
+    """
     order = open_order(pool.driver, pool.current_device())
     if order is None:
         return False

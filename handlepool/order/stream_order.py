@@ -26,11 +26,11 @@ def order(pool: PoolInternals, device: int, first: int, then: int) -> None:
     Raises
     ------
     CaptureError
-        When exactly one stream is being captured, because the attempt would spoil the capture.
+        When exactly one of the two streams is being captured, because the wait would spoil the capture.
     """
     if first == then:
         return
-    # CUDA refuses the question for the legacy stream while a blocking stream is being captured.
+    # While a blocking stream is being captured, CUDA refuses any question about the legacy stream.
     captured = [pointer != LEGACY_STREAM and pool.driver.capture_id(pointer) != 0 for pointer in (first, then)]
     if captured[0] != captured[1]:
         raise CaptureError(

@@ -1,9 +1,9 @@
 """Track a region's streams: their calls, and the calls they wait for.
 
-A wait is one event on the stream of the earlier call. A branch that continues on that call's stream records the event at once,
-because further calls may depend on the same call. Otherwise the first waiting call records the event. That call then waits for
-all work that the stream has received by then. Each stream knows which calls of other streams it already waits for, also through
-third streams. It does not wait for them again.
+A wait takes one event on the stream of the earlier call. Before another branch continues on that stream, the event is recorded,
+because further calls may depend on the earlier call alone. Otherwise the first call that waits records the event. That call then
+waits for all work that the stream has received by then. Each stream knows which calls of other streams it already waits for,
+also through third streams. It does not wait for these calls again.
 """
 
 from bisect import bisect_left
@@ -16,7 +16,7 @@ from handlepool.pool.slot import Slot
 MOST_MARKS = 64
 """The maximum number of events that are kept for one stream.
 
-A call that follows an older call waits for the oldest event that is left.
+A call that depends on a call before all kept events waits for the oldest kept event.
 """
 
 Needs = dict["Track", int]
@@ -34,21 +34,24 @@ class Track:
     pointer : int
         The stream.
     home : Track or None
-        The track of the fork's caller. The caller's stream receives no new work while a branch runs.
+        The track of the fork's caller. None for a stream that no fork leased. The caller's stream receives no new work while
+        a branch runs.
     slot, fork : Slot, object
         The slot of a side stream, and the key of the fork that has it.
     stream : object
-        The stream object, kept once no fork has it, because recording on a destroyed stream fails.
+        The stream object of a fork's caller, kept after the join, because recording on a destroyed stream fails.
     count : int
         Number of calls that the stream received.
     known : dict
-        By other track, the last call there that this stream waits for. It is replaced, never changed, so that a mark can keep it.
+        For each other track, the last call that this stream waits for. The dictionary is replaced and never changed, so that a
+        mark can keep it.
     seen : dict
         The value of ``home.known`` when a branch last started here.
     marked : int
         The last call that an event was recorded after.
     marks : list of (int, event, dict)
-        Number of each such call, ascending, with its event and the value of ``known`` at that time.
+        The calls after which events were recorded, in ascending order. Each entry has the call's number, the event, and the
+        value of ``known`` at that time.
     into : (Track, int) or None
         The track that this track was joined to, and the joining call.
     """
@@ -73,7 +76,10 @@ class Track:
         return call
 
     def mark(self, event: Any) -> None:
-        """Add a just recorded event as the mark of all calls."""
+        """Add the mark of an event that was just recorded.
+
+        The event covers all calls of the stream so far.
+        """
         self.marks.append((self.count, event, self.known))
         # An interrupt may come between the two statements. So `marked` changes second, and never names a call without a mark.
         self.marked = self.count
@@ -89,9 +95,9 @@ class Track:
             self.seen = home.known
 
     def absorb(self, tracks: "Iterable[Track]", stream: object = None) -> None:
-        """Follow all calls of joined tracks.
+        """Note that this stream waits for all calls of joined tracks.
 
-        ``stream`` is kept, because recording on a destroyed stream fails.
+        ``stream`` is this track's stream object. It is kept, because recording on a destroyed stream fails.
         """
         call = self.next_call()
         for track in tracks:
@@ -135,7 +141,7 @@ class Track:
 def record_mark(events: Events, track: Track) -> None:
     """Record an event for all work that a stream has received.
 
-    A branch continues on the stream, and further calls may depend on the same call. The ``events`` are of the stream's device.
+    Calls on other streams can then wait for just this work. The ``events`` are the events of the stream's device.
     """
     marks = track.marks
     try:
@@ -182,7 +188,7 @@ def end_tracks(events: Events, tracks: Iterable[Track], *, closed: bool = False)
 def last(track: Track, call: int) -> tuple[Track, int]:
     """Return the call to wait for in place of a call.
 
-    It differs where the call's stream was joined since.
+    The two calls differ where the stream of the given call was joined meanwhile.
     """
     while track.into is not None:
         track, call = track.into

@@ -1,7 +1,7 @@
 """Find the undeclared writes of a call.
 
-Torch's versions show them, and with ``check=True`` a comparison of its arguments. Both look at the arrays that a call was given
-and that share no memory with its known writes.
+The versions of torch's tensors show such writes. With ``check=True``, a comparison of the arguments before and after the call
+also shows them. Both look at the arrays that the call was given and that share no memory with its known writes.
 """
 
 from collections.abc import Iterable
@@ -55,9 +55,10 @@ class Watch:
         Parameters
         ----------
         compare : bool
-            Whether arguments must be unchanged, except for the writes of later calls.
+            Whether the arguments must be unchanged, except by calls that ran inside the watched call.
         since : dict, optional
-            By stream of the region, the last call before this call. The books know the writes of later calls.
+            For each stream of the region, the last call before the watched call. Later calls ran inside the watched call, and
+            the books know their writes.
         """
         if self._versions:
             count_as_written(self._pool, moved(self._versions), self._call)
@@ -115,8 +116,7 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
     Raises
     ------
     ContractError
-        Where a branch was given a written tensor before and nothing orders the two calls. While a function is recorded with
-        lanes, always.
+        Where an unordered branch also uses a written tensor. For any written tensor while a function is recorded with lanes.
     """
     late = None
     tensors = [*tensors]

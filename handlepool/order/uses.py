@@ -15,7 +15,7 @@ from handlepool.tensors.layout import Piece, Token, share
 MOST_NEIGHBOURS = 64
 """The maximum number of pieces in a stretch that are told apart.
 
-A stretch with more pieces counts as a single piece.
+A stretch is a gapless run of known pieces. A stretch with more pieces counts as a single piece.
 """
 
 UNREAD: Needs = {}
@@ -33,9 +33,9 @@ class Use:
     reach : int
         Bytes of a piece without gaps that shares no elements with other pieces; -1 for any other entry.
     writer, call : Track or None, int
-        The last write.
+        The track and the number of the call that wrote the piece last.
     readers : dict
-        By track, the last read since the last write.
+        For each track, the last call that read the piece since then.
     others : sequence of Use
         Pieces that share elements with this piece.
     """
@@ -87,7 +87,8 @@ class Uses:
     Attributes
     ----------
     known : dict
-        The entries: by address, by piece where several begin at one address, by token.
+        The entries, by address, by piece or by token. The key is the whole piece where it has gaps, or where several pieces begin
+        at one address.
     """
 
     __slots__ = ("_end", "_linked", "_starts", "_stretches", "_unplaced", "known")
@@ -100,7 +101,7 @@ class Uses:
         self._starts: list[int] = []
         # A stretch is listed here only if it holds more than the entry in `known` at its address.
         self._stretches: dict[int, _Stretch] = {}
-        # These are the entries with other entries.
+        # These are the entries that share elements with other entries.
         self._linked: list[Use] = []
         # This is new memory that has no stretch yet.
         self._unplaced: list[Use] = []
@@ -212,8 +213,8 @@ class Uses:
                 if _overlap(each, piece):
                     self._link(each, use)
             merged.uses.append(use)
-        # The address alone is the quickest key. A single piece can have it. Other pieces at the address are found by all three
-        # values.
+        # The address alone is the quickest key, and only one piece can have it. Other pieces at the address are found by all
+        # three values.
         dense = use.piece is None and start not in self.known
         self.known[start if dense else (start, stop, use.piece)] = use
         if not near:
@@ -312,7 +313,7 @@ def write_down(track: Track, call: int, reads: Iterable[Use], writes: Iterable[U
 def _overlap(use: Use, piece: Piece) -> bool:
     """Return whether two pieces share an element.
 
-    The answer is exact only as far as it can be found quickly.
+    Where an exact answer would take long, the answer is True.
     """
     start, stop, strided = piece
     if use.stop <= start or stop <= use.start:

@@ -1,12 +1,13 @@
 """Run tasks on side streams, as a `concurrent.futures` executor.
 
-It is for work that also blocks on the host. A task starts after the work that the submitter's stream had received at `submit`.
-An event recorded there orders this, and the worker's side stream waits for the event. The worker records another event, the
-end, when the task's function has returned. `StreamFuture.result` makes streams wait for the end, and `StreamFuture.synchronize`
-makes the host wait. The task's region keeps the task's arguments and allocations until a join. Without a join it keeps them
-until the end event has passed (guarantee 8).
+The executor is for work that also blocks on the host. A task starts after the work that the submitter's stream had received at
+`submit`. For this order, `submit` records a start event on that stream, and the worker's side stream waits for the event. When
+the task's function has returned, the worker records an end event. `StreamFuture.result` makes streams wait for the end event,
+and `StreamFuture.synchronize` makes the host wait. The task's region keeps the task's arguments and allocations until a join.
+Without a join it keeps them until the end event has passed (guarantee 8).
 
-This needs no shutdown. A worker's side slots are released with its thread, and the rest of an executor is deferred.
+An executor needs no shutdown. A worker's side slots are released when its thread ends, and all other resources are released
+later (`Deferred.run`).
 """
 
 import threading
@@ -49,8 +50,8 @@ _Call = tuple[StreamFuture[Any], Task, PoolInternals, Callable[..., Any], tuple[
 class ParallelStateExecutor(Executor):
     """Threads that run tasks on side streams of the submitter's device.
 
-    Each thread has a handle and scratch of its own. It is for tasks that block on the host: reading files, asking for values,
-    building plans. For many short launches from one thread, `ParallelStates` is faster.
+    Each thread has a handle and scratch of its own. The executor is for tasks that block on the host: reading files, asking for
+    values, building plans. For many short launches from one thread, `ParallelStates` is faster.
 
     Parameters
     ----------
@@ -59,9 +60,10 @@ class ParallelStateExecutor(Executor):
     pool : HandlePool, optional
         The default pool if omitted.
     max_pending : int, optional
-        The most tasks and requests that the GPU has not passed. A request beyond that number waits on the host for the oldest.
+        The maximum number of tasks and requests that the GPU has not passed. At the maximum, `submit` of a request first waits
+        on the host for the oldest task or request.
     results : {None, "device", "host"}
-        Where the results of requests go. None keeps them on the device, unless an argument is an array of NumPy's.
+        Where the results of requests go. None means the host if an argument is a NumPy array, and the device otherwise.
     thread_name_prefix, initializer, initargs
         As in `concurrent.futures.ThreadPoolExecutor`.
     """
@@ -86,10 +88,10 @@ class ParallelStateExecutor(Executor):
         if pool is None:
             pool = default_pool()
         check_pool("ParallelStateExecutor", pool)
-        # Tests may put another pool in its place. So a task keeps the internals that it began with.
+        # A test may exchange the internals of a pool. So a task keeps the internals that it began with.
         self._pool = pool
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix, initializer or _nothing, initargs)
-        # The process that its threads belong to, once it may have some.
+        # The process that called `submit` first; None before that call.
         self._began: int | None = None
         self._leases = _Leases()
         most = None if max_pending is None else at_least(1, "ParallelStateExecutor: max_pending", max_pending)
@@ -102,13 +104,13 @@ class ParallelStateExecutor(Executor):
 
         The task starts after all work that the current stream has received by now.
 
-        A recorded function (`recorded`) is a request: this thread launches it, on one of the executor's streams, and no worker
-        thread takes part. Requests of one client, a thread or a task of asyncio, keep their order. Arrays of NumPy go to the
-        device through page-locked memory. Arguments without a program yet are recorded by a call in this thread, on the current
-        stream.
+        The call of a recorded function (`recorded`) is a request: this thread launches it on one of the executor's streams, and
+        no worker thread takes part. A client is a thread or a task of asyncio. The requests of one client keep their order.
+        Arrays of NumPy go to the device through page-locked memory. Where no program fits the arguments yet, this thread records
+        one in a call on the current stream.
 
-        Inside a fork the task also starts after the branches that read or wrote its arguments. Only its future orders the
-        task's own work for other calls.
+        Inside a fork the task also starts after the branches that read or wrote its arguments. Later calls do not wait for the
+        task on their own. Only the future makes them wait.
 
         Arrays that the task makes are memory of the stream that is current here. Before these arrays are freed, that stream has
         to wait for every other stream that reads them.
@@ -117,26 +119,25 @@ class ParallelStateExecutor(Executor):
         ----------
         fn : callable
         *args, **kwargs
-            For the function. They are kept alive until the GPU has passed the task, or a stream waits for it.
+            For the function. They are kept alive until the GPU has passed the task, or a stream waits for the task.
 
         Returns
         -------
         StreamFuture
-            Done when the function has returned. Its ``result`` makes the current stream wait for the GPU. It raises the
-            function's
-            error. It raises `ArgumentError` for a function that returned a generator or a coroutine, because nothing of it has
-            run.
+            Done when the function has returned. Its ``result`` makes the current stream wait for the GPU, or raises the
+            function's error. For a function that returned a generator or a coroutine, ``result`` raises `ArgumentError`, because
+            none of its code has run.
 
         Raises
         ------
         ArgumentError
-            When the current stream is the per-thread default stream, which means another stream in a worker thread.
+            When the current stream is the per-thread default stream, because it is another stream in a worker thread.
         CaptureError
             When the current stream is being captured, because a worker's work would not be a part of the capture.
         PoolClosedError, RuntimeError
             After the pool's `close`, or the executor's `shutdown`.
         ForkedProcessError
-            In a forked child, where the executor has run something before the fork.
+            In a forked child, if the executor was used before the fork.
         """
         pool = self._pool.internals
         if self._began != process():
@@ -193,7 +194,8 @@ class ParallelStateExecutor(Executor):
             if not isinstance(error, Exception):
                 raise
             return future
-        # Before it runs, a shutdown or a failed initializer may end the inner future. Our future has to end in the same way.
+        # A shutdown or a failed initializer may end the inner future before the call runs. Then this future has to end in the
+        # same way.
         inner.add_done_callback(lambda ended: _pass_on(ended, call))
         run_some(self._pending, Task.settle)
         return future
@@ -212,12 +214,13 @@ class ParallelStateExecutor(Executor):
             Positional arguments, one entry of each iterable per call. The shortest iterable decides the number of calls.
         **kwargs
             For the function, the same in every call. `map` keeps the names ``timeout``, ``chunksize`` and ``buffersize``, which
-            `concurrent.futures.Executor.map` explains: bind these with `functools.partial`.
+            `concurrent.futures.Executor.map` explains. To pass such names to ``fn``, bind them with `functools.partial`.
 
         Returns
         -------
         iterator
-            Of the results, in order. Each makes the current stream wait for the GPU, as `StreamFuture.result` does.
+            The results in order. The iterator makes the current stream wait for the GPU before it yields a result, as
+            `StreamFuture.result` does.
 
         Raises
         ------
@@ -241,7 +244,7 @@ class ParallelStateExecutor(Executor):
         if reference.pointer == PER_THREAD_STREAM or (outer is not None and outer.stream.ptr == PER_THREAD_STREAM):
             raise ArgumentError(
                 "the current stream is the per-thread default stream, and a worker thread cannot wait for it, because "
-                "there it means another stream: submit inside `with cupy.cuda.Stream(non_blocking=True):`"
+                "that is another stream in each thread: submit inside `with cupy.cuda.Stream(non_blocking=True):`"
             )
         if reference.pointer != LEGACY_STREAM and driver.capture_id(reference.pointer):
             raise CaptureError(
@@ -256,7 +259,8 @@ class ParallelStateExecutor(Executor):
                     defer(stale.destroy)
             events = self._events.setdefault(device, Events(driver))
         theirs = 0
-        # The submitter's stream waits for torch's stream now. Torch's stream waits for the task at the join.
+        # The submitter's stream waits for torch's stream now, so the task does as well. Torch's stream waits for the task at the
+        # join.
         if torch is not None:
             theirs = torch.current_stream(reference.device)
             order(pool, reference.device, theirs, stream.ptr)
@@ -280,7 +284,7 @@ class ParallelStateExecutor(Executor):
                 check_ran(fn, value)
             except BaseException as error:
                 pool.status.lost(error, ask=False)
-                # This releases the start event of a task that has not begun.
+                # The task may have failed before it began. Then this releases its start event.
                 task.withdraw()
                 future.set_exception(error)
             else:
@@ -296,8 +300,8 @@ class ParallelStateExecutor(Executor):
         driver = pool.driver
         driver.set_device(device.device)
         slot = self._slot(pool, device)
-        # Where every side slot is leased, the task runs on the submitter's stream, with this thread's own handle for it. For a
-        # task that a branch or a task submitted, it is the outermost submitter's stream, because another fork may have the
+        # Where every side slot is leased, the task runs on the submitter's stream, with this thread's own handle. Where a branch
+        # or a task submitted, the task runs on the outermost submitter's stream instead, because another fork may have the
         # branch's side stream after the join.
         stream: Any = task.region.stream if slot is None else slot.side_stream
         pointer = stream.ptr
@@ -345,9 +349,8 @@ class ParallelStateExecutor(Executor):
         Parameters
         ----------
         wait : bool
-            Whether to wait on the host until the threads have ended. Then every submitter's stream waits for its tasks, even
-            where
-            no caller asked for the result. The host does not wait for the GPU.
+            Whether to wait on the host until the threads have ended. Afterwards every submitter's stream waits for its tasks,
+            even where no caller asked for the result. The host does not wait for the GPU.
         cancel_futures : bool
             Whether to cancel the tasks that have not started.
         """
@@ -383,10 +386,11 @@ class ParallelStateExecutor(Executor):
         raise TypeError("a ParallelStateExecutor owns threads and streams and cannot be copied or pickled; make another one")
 
     def __del__(self, _defer: Callable[[Any], None] = deferred.extend, _abandon: Callable[[Any], None] = abandon) -> None:
-        # The constructor raised before it set any attribute.
+        # Without this attribute the constructor raised at once, and there is nothing to release.
         if not hasattr(self, "_events"):
             return
-        # A forked child touches nothing of its parent (guarantee 13). Without leases the constructor refused its arguments.
+        # A forked child touches nothing of its parent (guarantee 13). An executor without leases never had a thread, because its
+        # constructor refused the arguments.
         if hasattr(self, "_leases") and self._inherited():
             _abandon((self._pending, self._events))
             return
@@ -432,9 +436,9 @@ def _taken(call: list[_Call]) -> _Call | None:
 
 
 def _pass_on(inner: "Future[None]", call: list[_Call]) -> None:
-    """Pass on why a call will not run.
+    """End the future of a call that will not run.
 
-    A shutdown cancelled the call, or the executor is broken.
+    The future gets the reason: a shutdown cancelled the call, or an initializer failed.
     """
     taken = _taken(call)
     if taken is None:

@@ -1,8 +1,8 @@
 """Open forks: parallel regions over leased side slots.
 
-Two events per branch carry the order (guarantee 6). One is recorded on the caller's stream when the branch is run, and the side
-stream waits for it. The other is recorded on the side stream at the join, and the caller's stream waits for it. Between two
-branches there is only the order that their data requires (guarantees 17 and 7).
+Two events order a branch and the caller's stream (guarantee 6). The start event is recorded on the caller's stream when the
+branch starts, and the side stream waits for it. The end event is recorded on the side stream at the join, and the caller's
+stream waits for it. Two branches have only the order that their data requires (guarantees 17 and 7).
 """
 
 import itertools
@@ -49,7 +49,7 @@ The last value is for a fork whose join failed and was deferred.
 class Fork:
     """A parallel region between two points of the caller's stream.
 
-    `ParallelStates.fork` makes it. The thread that entered it uses it once, in a ``with`` statement.
+    `ParallelStates.fork` makes a fork. A single thread enters it, once, in a ``with`` statement.
     """
 
     __slots__ = (
@@ -68,7 +68,7 @@ class Fork:
         "_thread",
     )
 
-    # The walk of arguments leaves such objects out.
+    # The walk of a call's arguments leaves out objects with this attribute.
     __handlepool_keeps_calls__ = True
 
     _leases: Leases
@@ -79,9 +79,9 @@ class Fork:
         self._count = count
         self._stream = stream
         self._ordered = ordered
-        # This tells whether the fork is for one map, which no work comes after.
+        # This tells whether the fork makes a single map and nothing else.
         self._once = once
-        # The token of the thread that entered it, `_NOT_ENTERED` or `_LEFT`.
+        # The token of the thread that entered the fork, or `_NOT_ENTERED`, `_LEFT` or `_DEFERRED`.
         self._thread: ThreadToken | int | None = _NOT_ENTERED
 
     def __enter__(self) -> "Fork":
@@ -127,10 +127,10 @@ class Fork:
         detected. `handlepool.operation` declares writes in place. The first call of any other function is ordered as if it wrote
         every array that it was given, and its real writes are measured.
 
-        A branch that follows the last branch of a state runs on that state. All other branches take the states in turn. Two
+        A branch that depends on the last branch of a state runs on that state. All other branches take the states in turn. Two
         branches on the same state run one after the other. If no side slot of the device is free, the branch runs on the caller's
-        stream, with the same result. A branch may use another stream. It has to order that stream before and after, and its
-        memory belongs to that stream, as outside of branches.
+        stream, with the same result. A branch may use another stream. Then its own code has to order that stream after the side
+        stream, and the side stream after that stream. Memory that is allocated on the other stream belongs to that stream.
 
         Parameters
         ----------
@@ -149,7 +149,7 @@ class Fork:
         ArgumentError
             For a function that returns a generator or a coroutine, because none of its code has run.
         OwnershipError
-            In any thread but the fork's, and inside a branch. Open another fork there.
+            In another thread than the fork's, and inside a branch. Open another fork there.
         PoolClosedError
             After the fork was left, or after the pool was closed.
         """
@@ -168,8 +168,9 @@ class Fork:
             return self.run(function.func, *function.args, *args, **{**function.keywords, **kwargs})
         launcher = (function if kind is FunctionType else kind).__dict__.get(LAUNCHES)
         if launcher is not None and (kind is not FunctionType or launcher is function):
-            # A function of ours: no Python of the user's runs in the branch. Its outputs are known, so they are allocated before
-            # the edge that starts the branch, on the caller's stream. Arguments that it refuses cost no side slot.
+            # The function belongs to this package, so no Python code of the user runs in the branch. Its outputs are known, so
+            # they are allocated before the edge that starts the branch, on the caller's stream. A call with refused arguments
+            # leases no side slot.
             if driver.current_stream(ordinal) is self._stream:
                 if launcher is not function:
                     return launcher(function, self._leases, args, kwargs)
@@ -193,7 +194,10 @@ class Fork:
         return value
 
     def _run_python(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        """Run a branch of which only the arguments are known."""
+        """Run a function of the user as a branch.
+
+        Only its arguments are known before it runs.
+        """
         pool, ordinal, leases = self._pool, self._ordinal, self._leases
         call: PlainCall | OperationCall | None = None
         reached: Reached | None = None
@@ -254,8 +258,9 @@ class Fork:
         """Let the caller's stream wait for the branches that wrote arrays.
 
         Plain CuPy or torch code in the body of the fork needs this call before it reads the arrays of a branch. The call does not
-        wait for readers. To overwrite arrays that branches may still read, call a `handlepool.operation` there. Graph functions,
-        operations, programs and `ParallelStateExecutor.submit` wait on their own.
+        wait for branches that only read the arrays. So to overwrite arrays that branches may still read, call a
+        `handlepool.operation` in the body. Graph functions, operations, programs and `ParallelStateExecutor.submit` wait on their
+        own.
 
         Parameters
         ----------
@@ -306,9 +311,9 @@ class Fork:
 
         The results come in order.
 
-        The call equals as many calls of `run`, with two differences for a graph function over lists, tuples and ranges. The
-        branches start together, after the work that the caller's stream had received at the call. Small outputs that the function
-        allocates may share a block of memory, as in `ParallelStates.map`.
+        The effect is that of one call of `run` for each entry. There are two differences for a graph function over lists, tuples
+        and ranges. The branches start together, after the work that the caller's stream had received when `map` was called. Small
+        outputs that the function allocates may share a block of memory, as in `ParallelStates.map`.
 
         Parameters
         ----------
@@ -342,7 +347,7 @@ class Fork:
         if len(sources) > 1:
             sources = _equally_long(sources, given)
         calls: Iterable[tuple[Any, ...]] = zip(*sources, strict=False)
-        # No code of the caller's runs between branches over these.
+        # Lists, tuples and ranges run no code of the user between branches.
         if all(isinstance(source, (list, tuple, range)) for source in sources):
             calls = list(calls)
             results = self._map_known(function, calls, sources, given) if len(calls) > 1 else None
@@ -358,9 +363,9 @@ class Fork:
     ) -> list[T] | None:
         """Run branches that each launch one known plan, and no Python.
 
-        The result is None where the first branch does not.
+        The result is None where the function is not of this kind, or the branches have to start separately.
 
-        All outputs are allocated before the edge that starts the branches (guarantee 8), so one edge for each state will do.
+        All outputs are allocated before the edge that starts the branches (guarantee 8). So each state needs only one edge.
         """
         bare, fixed, keywords = (
             (function.func, function.args, function.keywords) if type(function) is partial else (function, (), {})
@@ -370,7 +375,7 @@ class Fork:
         if launcher is None or (kind is FunctionType and launcher is not bare):
             return None
         if keywords and any(hasattr(value, "shape") for value in keywords.values()):
-            # A shortcut does not add the arrays of a partial's keywords.
+            # A shortcut takes arrays by position, and would miss the arrays among a partial's keywords.
             return None
         if self._thread is not thread.token or self._status.unusable or self._inherited:
             self._refuse()
@@ -406,8 +411,8 @@ class Fork:
     def _is_apart(self, fixed: tuple[Any, ...], sources: Sequence[Iterable[Any]], operands: Operands) -> bool:
         """Return whether no branch of a map waits for another branch.
 
-        The branches write new memory, or memory that no other call uses. The last source holds the outputs. No work comes after
-        the branches of a map alone, and no fork is open before.
+        This is so where the branches write new memory, or memory that no other call of the map uses. The last source holds the
+        outputs that were given. The fork must make nothing but this map, and no other fork may be open.
         """
         if not self._once or open_order(self._driver, self._ordinal) is not None:
             return False
@@ -458,7 +463,7 @@ class Fork:
             if leases.order is not None:
                 # An interrupt may have left the books in the middle of a change.
                 leases.order.recover()
-            # The fork did not reach its join, or the end of its join.
+            # The join did not begin, or it did not end.
             if leases.slots or leases.order is not None:
                 join = self._join = self._join or Join(self._pool, leases, self._stream, self._ordinal)
                 join.fail()
@@ -472,10 +477,10 @@ class Fork:
                 read_answers()
 
     def __del__(self, _defer: Callable[[Any], None] = defer, _join: type[Join] = Join) -> None:
-        # The fork was not left: its thread ended inside, or an interrupt came during its exit.
+        # The fork may not have been left: its thread ended inside, or an interrupt came during its exit.
         try:
             leases = self._leases
-            # After an interrupt behind the exit's `defer` this is a second step of the same join.
+            # An interrupt may have come just after the `defer` of the exit. Then this defers the same join a second time.
             if self._thread is not _DEFERRED and (self._thread or leases.slots or leases.order is not None):
                 _defer((self._join or _join(self._pool, leases, self._stream, self._ordinal)).settle)
         # The fork was not entered, or an interrupt came meanwhile.
@@ -494,7 +499,8 @@ class Fork:
 def _launch_at(place: Any, launcher: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of handlepool at a place.
 
-    The type's launcher calls an object. A function takes the place and calls itself.
+    For an object, the launcher of its type makes the call. For a function, ``launcher`` is the function itself, which finds the
+    place in the list of the thread.
     """
     if launcher is not function:
         return launcher(function, place, args, kwargs)
@@ -510,7 +516,7 @@ def _launch_at(place: Any, launcher: Any, function: Any, args: tuple[Any, ...], 
 def _with_arrays(value: Any) -> Any:
     """Return the arrays of an object whose type declares them.
 
-    A program is an example. Any other value is returned itself.
+    A program is an example. Any other value is returned as it is.
     """
     arrays = type(value).__dict__.get("__handlepool_arrays__")
     return value if arrays is None else arrays(value)

@@ -1,6 +1,6 @@
 """Define tasks and futures for submitted calls on the GPU.
 
-A task has an event that its work starts after, and an event that other streams wait for.
+A task starts after its start event. Other streams wait for its end event.
 """
 
 import threading
@@ -27,15 +27,21 @@ class Task:
     device : DeviceSlots
         The slots of the current device.
     stream : Stream
-        The submitter's stream, which the task starts after. It is kept, because recording on a destroyed stream fails.
+        The submitter's stream. The task starts after the present work of this stream. The stream object is kept, because
+        recording on a destroyed stream fails.
     outer : Region or None
-        The region of the submitting branch or task. The new task also allocates from the outermost caller's arena.
+        The region of the branch or task that submits. The new task then allocates from the outermost caller's arena.
     events : Events
         The device's events.
     torch : module, optional
-        `handlepool.integrations.torch`, for a call with torch tensors.
+        `handlepool.foreign.torch`, for a call with torch tensors.
     theirs : int, optional
-        The submitter's current stream of torch, for such a call. It waits for the end as the submitter's stream does.
+        For a call with torch tensors, torch's current stream at `submit`. It waits for the end as the submitter's stream does.
+
+    Attributes
+    ----------
+    region : Region
+        Keeps the arguments and the allocations of the task.
     """
 
     __slots__ = (
@@ -74,14 +80,14 @@ class Task:
         # After the end of the submitting branch or task, another fork may have the submitter's side stream.
         self._sides = set() if outer is None else {pointer for pointer in submitters if branch_regions.get(pointer) is outer}
         self._homes = {(device.device, pointer) for pointer in submitters - self._sides | {self.region.stream.ptr}}
-        # This tells whether the streams of `_homes` wait for the end.
+        # This tells whether the streams of `_homes` already wait for the end event.
         self._joined = False
         self._events = events
         # The lock guards the two events and the number of borrowers of the end event. It is reentrant, because a finalizer may
         # take it again in the same thread.
         self._lock = threading.RLock()
         self._users = 0
-        # This is the end event while it is recorded and not known to have passed.
+        # The end event, from its recording until it is known to have passed; otherwise None.
         self._end: Any = None
         self._start: Any = events.acquire()
         try:
@@ -101,14 +107,17 @@ class Task:
             self._events.release(start)
 
     def restart(self, pointer: int) -> None:
-        """Let a stream wait for the submitter's stream as it is now."""
+        """Record the start again, and let a stream wait for it.
+
+        The stream then waits for all present work of the submitter's stream.
+        """
         with self._lock:
             start = self._start
         self.device.driver.record_event(start, self.stream.ptr)
         self.begin(pointer)
 
     def begin(self, pointer: int) -> None:
-        """Let a stream wait for the start."""
+        """Let a stream wait for the start event, and release the event."""
         with self._lock:
             start, self._start = self._start, None
         try:
@@ -144,13 +153,13 @@ class Task:
         """Let streams wait for the end, and release the kept memory.
 
         The streams are the calling thread's current stream and the submitter's stream. Where a branch or a task submitted, the
-        outermost submitter's stream waits. While the calling thread is still in that branch or task, its side stream waits as
-        well.
+        outermost submitter's stream waits instead of that side stream. As long as the calling thread is still inside that branch
+        or task, the side stream waits as well. With ``submitter_only``, the calling thread's current stream does not wait.
 
         Raises
         ------
         CaptureError
-            When such a stream is being captured. Then no stream waits that did not wait before.
+            When such a stream is being captured. Then this call makes no stream wait.
         ForkedProcessError
             In a forked child.
         """
@@ -191,7 +200,7 @@ class Task:
     def record(self, value: Any) -> None:
         """Tell torch's allocator that torch's current stream uses the value.
 
-        This holds where torch is in use, for the tensors of the task's value.
+        A task without torch tensors does nothing here.
         """
         if self.torch is not None:
             self.torch.record(value, self.torch.current_stream(self.device.device), self.device.device)
@@ -221,7 +230,7 @@ class Task:
     def settle(self) -> bool:
         """Release everything once the GPU has passed the end.
 
-        The result tells whether it has passed.
+        Return False if the GPU has not passed the end, or if the end event is still in use.
         """
         # A forked child touches nothing of its parent (guarantee 13).
         if self.device.status.forked:
@@ -242,7 +251,7 @@ class Task:
         if passed:
             self.region.release()
             with self._lock:
-                # Another thread is making a stream wait for the event now.
+                # Another thread uses the event now, so a later call releases it.
                 if self._users:
                     return False
                 self._end = None
@@ -267,7 +276,7 @@ class Task:
 class StreamFuture(Future[T], Generic[T]):
     """A future whose result is ready on a stream.
 
-    Done means that the function returned. The GPU may still be running its work.
+    Done means that the function returned. The GPU may still be running the function's work.
     """
 
     def __init__(self, task: Task | None = None) -> None:
@@ -278,8 +287,8 @@ class StreamFuture(Future[T], Generic[T]):
         """Return the function's value, ready on the caller's and submitter's streams.
 
         The caller's stream is the calling thread's current stream. The method does not wait for the GPU. Any thread may call it
-        many times. Where a branch or another task submitted the task, the submitter's stream is the outermost caller's stream.
-        To continue in the branch itself, ask for the result there.
+        many times. Where a branch or another task submitted the task, the outermost caller's stream counts as the submitter's
+        stream. To use the result inside that branch or task, call this method there.
 
         Parameters
         ----------
@@ -294,9 +303,10 @@ class StreamFuture(Future[T], Generic[T]):
         Raises
         ------
         TimeoutError, concurrent.futures.CancelledError
-            As in `concurrent.futures.Future.result`. Any error of the function is raised after the same join.
+            As in `concurrent.futures.Future.result`. Any error of the function is raised as well. The streams wait for the task
+            also in this case.
         CaptureError
-            When either stream is being captured and the task was not.
+            When one of the two streams is being captured, because the task is not part of the capture.
         """
         error = self.exception(timeout)
         if error is None:
@@ -319,7 +329,7 @@ class StreamFuture(Future[T], Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in an asyncio event loop, then act like `result`.
 
-        The loop waits until the function has returned. The result is for the loop's current stream.
+        The loop continues until the function has returned. Then the loop's current stream waits for the task.
         """
         from asyncio import wrap_future
 
@@ -330,9 +340,9 @@ class StreamFuture(Future[T], Generic[T]):
             self._task.join()
 
     def synchronize(self, timeout: float | None = None) -> T:
-        """Return the function's value once the GPU has run it.
+        """Return the function's value after the GPU has done all its work.
 
-        The method blocks the host, and joins as `result` does.
+        The method blocks the host. It also makes streams wait as `result` does.
 
         Parameters
         ----------

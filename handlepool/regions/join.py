@@ -19,9 +19,9 @@ from handlepool.regions.memory import branch_regions
 
 
 class Join:
-    """The end of a fork, which its caller makes once.
+    """The end of a fork.
 
-    Where the fork was lost, any thread that settles makes the join.
+    The fork's own thread makes the join at the exit. Where the fork was not left, a later thread makes the join in `settle`.
     """
 
     __slots__ = ("_claim", "_device", "_driver", "_leases", "_pointer", "_pool", "_sides", "_status", "_stream")
@@ -35,8 +35,8 @@ class Join:
         self._pointer: int = stream.ptr
         self._device = device
         self._sides = leases.sides
-        # The thread that settles takes the one entry. Otherwise two threads would release a slot twice where an interrupt led to
-        # two deferred steps of one join (guarantee 1).
+        # An interrupt may have deferred this join twice. The thread that settles first takes the one entry, so that two threads
+        # never release a slot twice (guarantee 1).
         self._claim = deque((leases,))
 
     @property
@@ -98,9 +98,9 @@ class Join:
             del late
 
     def _finish(self, failure: BaseException | None) -> BaseException | None:
-        """End a join with an error, further callers or unusable pool.
+        """End a join with an error, further callers or a closed pool.
 
-        The return value is an error that came too late to affect the join.
+        The return value is an error of the clean-up. It came too late to affect the join.
         """
         late: BaseException | None = None
         # `close()` sets `closed` before it destroys the free slots. So either `close()` or this thread destroys them.
@@ -133,14 +133,14 @@ class Join:
         """
         driver, leases, abandoned = self._driver, self._leases, False
         leased = leases.slots
-        # An interrupt may come between any two of these steps. The slots that are left are joined later.
+        # An interrupt may come between any two of these steps. A later join takes the slots that are left in the list.
         while leased:
             slot = leased[0]
             try:
                 if captured and not driver.capture_id(slot.pointer):
                     raise CaptureError(
                         f"a capture of stream {self._pointer:#x} began inside a fork, after a branch had run, and the capture "
-                        "cannot wait for that branch. Begin it before the fork, or after"
+                        "cannot wait for that branch. Begin the capture before the fork, or after it"
                     )
                 if not captured and slot.pointer in branch_regions and driver.is_capturing(slot.pointer):
                     raise _left_capturing(slot.pointer)
@@ -171,14 +171,14 @@ class Join:
         leases = self._leases
         if leases.inherited:
             region = leases.own_region()
-            # Otherwise the outer fork would release it.
+            # Otherwise the outer fork would release memory that branches may still use.
             region.abandon()
             region.leave(leases.slots)
 
     def given_up(self) -> bool:
-        """Abandon the fork in a forked child or after context loss.
+        """Abandon a fork that this process must not touch.
 
-        A child touches nothing of its parent (guarantee 13).
+        Return whether that is so: in a forked child (guarantee 13), and after a lost context.
         """
         if not self._status.untouchable:
             return False
@@ -189,7 +189,10 @@ class Join:
         return True
 
     def settle(self) -> bool:
-        """Join a fork that was not left; any thread may call it."""
+        """Join a fork that was not left; return whether this is done.
+
+        Any thread may call this method.
+        """
         run_some(self._claim, self._settle, 1)
         return not self._claim
 
@@ -202,8 +205,8 @@ class Join:
         try:
             with on_device(self._driver, self._device):
                 capturing = self._driver.capture_id
-                # The per-thread default stream means a different stream in this thread. A finalized stream object was collected
-                # together with this fork.
+                # This thread cannot join the fork in two cases. The per-thread default stream means a different stream in each
+                # thread. A finalized stream object was collected together with this fork.
                 if self._pointer == PER_THREAD_STREAM or gc.is_finalized(self._stream):
                     leases.own_region().abandon()
                     while leases.slots:

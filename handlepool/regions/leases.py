@@ -1,8 +1,8 @@
 """Lease a fork's side slots, and start its branches.
 
-A branch that follows the last branch of a state by its data continues on that state. Other branches take the states in turn.
-Each branch starts after everything that the caller's stream has received by then. One event, recorded there, orders this, and
-the side stream waits for the event (guarantee 6).
+A branch that depends on the last branch of a state continues on that state. Other branches take the states in turn. Each branch
+starts after everything that the caller's stream has received by then. For this order, an event is recorded on the caller's
+stream, and the side stream waits for the event (guarantee 6).
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Leases:
     sides : SideSlots
         The side slots of the device.
     region : Region or None
-        The region of the branch or task that the fork is in.
+        The region of the branch or task that the fork is in. None for an outermost fork.
 
     Attributes
     ----------
@@ -50,9 +50,9 @@ class Leases:
     keep : callable
         Appends to ``kept``.
     order : DataOrder or None
-        The books, opened with the first branch.
+        The books of this thread. None before the first branch.
     callers : tuple of int
-        Further streams that branches start after, and that wait at the join.
+        Streams besides the caller's. Later branches start after them, and they wait for the branches at the join.
     mark : object
         The key of the fork in the books, which must not keep the fork itself.
     """
@@ -105,7 +105,7 @@ class Leases:
         self.order: DataOrder | None = None
         self.mark = object()
         self.callers: tuple[int, ...] = ()
-        # The branch whose Python is the body of the fork; None where that is no branch's.
+        # The track of the branch that contains the body of the fork; None where the body is in no branch.
         order = open_order(self._driver, device) if active else None
         self.within = None if order is None else order.running
         # This is the track of the caller's stream.
@@ -115,7 +115,7 @@ class Leases:
         self._next = 0
         # Before a lease this holds the number of slots and the index of the next state, so that a failed start can be undone.
         self._former: tuple[int, int] | None = None
-        # This tells whether the coming states were started ahead.
+        # This tells whether all leased states were started together, so that a branch needs no start event of its own.
         self._together = False
         self._callers_slot: Slot | None = None
 
@@ -124,7 +124,7 @@ class Leases:
     def begin(self, kept: object, launch: Any, addresses: tuple[int, ...], blocks: tuple[object, ...]) -> Slot:
         """Start the next branch for a known plan, and return its slot.
 
-        The branch's inputs are kept. Where every side slot is leased, the slot is the caller's.
+        ``kept`` lives to the join. Where no side slot is free, the slot is the slot of the caller's stream.
         """
         self.keep(kept)
         self._former = None
@@ -139,7 +139,7 @@ class Leases:
     def begin_call(self, kept: object, call: Call | None) -> Slot:
         """Start the next branch for any call, and return its slot.
 
-        The branch's inputs are kept. The slot belongs to this thread, so a hit of `get_handle` in the branch finds the slot.
+        ``kept`` lives to the join. The slot belongs to this thread, so a hit of `get_handle` in the branch finds the slot.
         """
         self.keep(kept)
         self._former = None
@@ -204,10 +204,11 @@ class Leases:
             thread.recording.check("a fork", self._pointer, self._driver, self.mark)
 
     def follow(self, pointers: Sequence[int]) -> int:
-        """Order the next branches after further callers' streams.
+        """Order the next branches after further streams of the caller.
 
-        Torch's current stream is an example. The order goes through the caller's stream, which waits for the further streams
-        now. They wait for the caller's stream at the join. Each wait takes one event. The last pointer is returned.
+        Torch's current stream is an example. The caller's stream waits for the further streams now, and branches start after the
+        caller's stream. At the join the further streams wait for the caller's stream. Each wait takes one event. The last pointer
+        is returned.
         """
         for pointer in pointers:
             order_streams(self.pool, self._device, pointer, self._pointer)
@@ -216,9 +217,9 @@ class Leases:
         return pointers[-1]
 
     def start(self, order: DataOrder, needs: Needs, *, owned: bool = False) -> Track:
-        """Choose the next branch's track, and start it after the caller.
+        """Choose the next branch's track, and start the branch there.
 
-        The books call this method.
+        The branch starts after the present work of the caller's stream. The books call this method.
         """
         if needs:
             mark = self.mark
@@ -258,7 +259,10 @@ class Leases:
             self._release_from(known)
 
     def _next_track(self, order: DataOrder, owned: bool) -> Track:
-        """Return the next state's track, or the caller's without states."""
+        """Return the track of the next state.
+
+        If no side slot is free, return the track of the caller's stream.
+        """
         tracks, index = self._tracks, self._next
         if index >= len(tracks):
             slots = self.slots
@@ -281,7 +285,7 @@ class Leases:
     def start_together(self, branches: int) -> None:
         """Lease states for more branches, and start all states together.
 
-        One event on the caller's stream starts them all.
+        All states wait for the same event on the caller's stream.
         """
         slots, free = self.slots, self.sides.free
         known, most = len(slots), self._next + branches
@@ -322,7 +326,7 @@ class Leases:
     def wait_for_all(self) -> None:
         """Let the caller's stream wait for all branches so far.
 
-        So the coming branches wait for them as well.
+        So the branches that start later wait for them as well.
         """
         driver = self._driver
         for slot in self.slots:
@@ -376,9 +380,10 @@ class Leases:
             for slot in self.slots:
                 if slot.pointer in branch_regions:
                     del branch_regions[slot.pointer]
-        # Leave before another fork of this thread, in a finalizer, can lease the same states.
+        # Leave the books before the slots are free. Otherwise a fork in a finalizer of this thread could lease the same states
+        # first.
         self.leave_order(joined=True)
-        # An interrupt before this statement leaves all slots here, and they are joined again later.
+        # After an interrupt before this statement, all slots are still in the list, and a later join takes them again.
         slots, self.slots = self.slots, []
         self.sides.free.extend(slots)
 
@@ -418,7 +423,7 @@ class Leases:
             order.enter_fork(self.mark, counted=not self.inherited)
         self._tracks.clear()
         home = order.tracks.get(self._pointer)
-        # The body chose this stream itself.
+        # The body of an outer fork may have chosen a stream that the books do not know.
         if home is None:
             home = order.tracks[self._pointer] = root
         self._home, self.order = home, order
@@ -452,9 +457,9 @@ class UnorderedLeases(Leases):
         return slot
 
     def leave_order(self, *, joined: bool) -> None:
-        """Note joined states in the books of an outer fork.
+        """Note joined states in the books of this thread.
 
-        Ordered forks had their bodies in these states.
+        The books know such a state where the body of an ordered fork ran in it.
         """
         if not joined or not self.slots:
             return

@@ -23,22 +23,22 @@ class MapStart:
     leases : Leases
         The leases of the fork.
     others : list of tuple
-        The arguments of the further calls.
+        The arguments of all calls after the first.
     out : array or None
-        The output that the first call is given.
+        The output that the caller gave for the first call.
     given : bool
-        Whether calls are given outputs, which are their last arguments.
+        Whether the caller gave outputs. A call's output is its last argument.
     apart : callable
-        Returns whether the branches of a plan's operands need no order between them.
+        Takes the operands of the plan. Returns whether the branches need no order between them.
 
     Attributes
     ----------
     attempt : callable or None
-        Launches the plan of the first call. None where no plan was known.
+        Launches the plan of the first call with other arrays. None where no plan was known.
     fresh : list
-        For each further call its new outputs, or None.
+        For each later call its new outputs. None where the caller gave the output.
     begin_next : callable
-        Starts each further branch.
+        Starts the branch of each later call.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MapStart:
             self.begin_next = leases.begin_unordered
         if not self._given:
             self.fresh.extend(launch.allocate(len(others)))
-        # The first call has no output, so its plan allocates. A further call may still bring an output.
+        # The caller gave None as the first output, so the plan allocates outputs. A later call may still bring its own output.
         elif self._out is None:
             self.fresh.extend([None if call[-1] is not None else launch.allocate(1)[0] for call in others])
         else:

@@ -1,8 +1,9 @@
 """Keep memory of branches to the outermost join (guarantee 8).
 
 CuPy returns a freed block to the arena of the stream that was current at its allocation, and reuses the block at once. This is
-right for one stream and wrong for two. So a region keeps everything that a branch reads or allocates until the caller's stream
-waits for the branch. A branch allocates from the *outermost* caller's arena, where a later use comes after the join.
+right for one stream. With two streams, the other stream may still use the block. So a region keeps everything that a branch
+reads or allocates until the caller's stream waits for the branch. A branch allocates from the *outermost* caller's arena. There
+a block is reused only after the join.
 """
 
 import os
@@ -27,10 +28,19 @@ class Region:
     device : int
         The device's ordinal.
     outer : Region, optional
-        The region of the branch or task that submitted a task. It takes over the memory that this region releases, because the
-        branch may read the task's arrays after the task was joined.
+        For a task's region, the region of the branch or task that submitted the task. The outer region takes over the memory that
+        this region releases, because the submitting branch may read the task's arrays after the task was joined.
     kept : list, optional
-        Objects that are kept already.
+        The list to keep objects in. It may hold objects already.
+
+    Attributes
+    ----------
+    keep : callable
+        Keeps an object until the join.
+    allocated : list
+        The blocks that branches allocated, in order.
+    ended : bool
+        Whether the outermost caller's stream waits for the branches.
     """
 
     __slots__ = ("_inner", "_outer", "allocated", "allocator", "device", "driver", "ended", "keep", "kept", "stream")
@@ -74,20 +84,21 @@ class Region:
     def leave(self, leased: list[Slot]) -> None:
         """Forget an inner fork that was or will be joined.
 
-        A fork that was deferred is joined later. A fork whose join failed stays known.
+        A fork with a deferred join is joined later. This method is not called for a fork whose join failed, so such a fork stays
+        registered.
         """
         self._inner.pop(id(leased), None)
 
     @property
     def over(self) -> bool:
-        """Whether outside streams wait for all work in the region."""
+        """Whether the streams outside the region wait for all its work."""
         return self.ended and (self._outer is None or self._outer.over)
 
     def release(self) -> None:
         """Release everything after the outermost caller's join.
 
-        The outermost caller's stream waits for every branch by now. It does not wait for branches of an inner fork that was
-        never joined, for example after an interrupt. Their memory is abandoned.
+        By now the outermost caller's stream waits for every branch, except the branches of an inner fork that was never joined,
+        for example after an interrupt. If there is such a fork, all memory of the region is abandoned.
         """
         self.ended = True
         if any(self._inner.values()):
@@ -107,7 +118,7 @@ class Region:
         abandon(kept)
         # Delete only the copied part, because another thread may have kept more meanwhile.
         del self.kept[: len(kept)]
-        # A branch that is running allocates with the former allocator, which keeps blocks in the former list.
+        # A later branch makes a new allocator. A branch that is still running keeps the former allocator.
         self.allocator = None
 
 
@@ -128,11 +139,11 @@ def _allocator_of(pointer: int) -> Any:
 def inherited(driver: Driver, device: int, pointer: int) -> "Region | None":
     """Return the region whose join waits for a stream, or None.
 
-    It applies to new work in a branch or task of this thread. The result is None outside of any region, and for another device
-    or another driver. It is None for a stream that the branch chose itself. No join waits for that stream, so work over it gets
-    a region of its own.
+    New work in a branch or a task of this thread belongs to that region. The result is None outside of any region, and for
+    another device or another driver. The result is also None for a stream that the branch chose itself. No join waits for such a
+    stream, so work on it gets a region of its own.
     """
-    # The region has no other class: see `BranchRegion`.
+    # `thread.region` has the type of a protocol, and `Region` is the only class that implements it: see `BranchRegion`.
     region = cast("Region | None", thread.region)
     if region is None:
         return None

@@ -1,12 +1,11 @@
-"""Serve requests, which a client's own thread launches.
+"""Serve requests: calls of recorded functions, submitted to an executor.
 
-The stream of a request stands for the client.
+A client is a thread or a task of asyncio that submits requests. The client's own thread launches them. A launch takes as long as
+the hand-over to another thread, and both hold Python's lock. So the executor's threads launch no request. They only wait for
+results on the host, for clients that await the results.
 
-A launch takes as long as the hand-over to another thread, and both hold Python's lock. So no thread of the executor launches a
-request. The executor's threads only wait for results on the host, for clients that await them.
-
-Each client, a thread or a task of asyncio, has one stream of the executor's. So the requests of a client keep their order, and
-requests of different clients overlap as far as there are streams.
+Each client has one stream of the executor. So the requests of a client keep their order, and requests of different clients
+overlap as far as there are streams.
 """
 
 import threading
@@ -38,9 +37,9 @@ class Requests:
     streams : int
         Number of streams of each device.
     most : int or None
-        The most pending tasks.
+        The maximum number of pending tasks. None means no limit.
     to : str or None
-        Where results go: "device", "host", or None for the place of the arguments.
+        Where results go: "device" or "host". None means the host if an argument is a NumPy array, and the device otherwise.
     """
 
     def __init__(self, threads: Executor, pending: deque[Task], streams: int, most: int | None, to: str | None) -> None:
@@ -49,11 +48,11 @@ class Requests:
         self._count = streams
         self._streams: dict[DeviceSlots, list[Stream]] = {}
         self._turn = count()
-        # The number of each client, a thread or a task of asyncio. The references are weak, because clients come and go.
+        # This maps each client to its number. The references are weak, because clients come and go.
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def stream(self, pool: PoolInternals, device: DeviceSlots) -> Stream:
-        """Return the calling client's stream; called with the device current."""
+        """Return the calling client's stream of the current device."""
         streams = self._streams.get(device)
         if streams is None:
             for other in [known for known in self._streams if known.status.closed]:
@@ -98,7 +97,7 @@ class Requests:
 def _running_task() -> Any:
     """Return the task of asyncio that runs in this thread, or None."""
     asyncio = modules.get("asyncio")
-    # `current_task` raises an error without a loop, which would cost a request of a thread a microsecond.
+    # Without a loop `current_task` raises an error, and a request of a plain thread would lose a microsecond.
     if asyncio is None or asyncio._get_running_loop() is None:  # noqa: SLF001 - asyncio exports it for this
         return None
     return asyncio.current_task()
@@ -107,15 +106,15 @@ def _running_task() -> Any:
 class HostFuture(StreamFuture[T]):
     """A future with its result on the host.
 
-    A thread that asks for the result waits for the GPU itself. A thread of the executor waits for callbacks, on which an event
-    loop depends.
+    A thread that asks for the result without a timeout waits for the GPU itself. For callbacks, awaits and timeouts, a thread of
+    the executor waits.
     """
 
     def __init__(self, task: Task, value: Callable[[], T], threads: Executor) -> None:
         super().__init__(task)
         self._value, self._threads = value, threads
-        # A single thread ends the future, and other threads wait for that. No code of the user's runs under this lock, except
-        # callbacks, which may ask for the result again: so it is reentrant.
+        # Under this lock a single thread ends the future, and other threads wait until it has. The lock is reentrant, because
+        # callbacks run under it and may ask for the result again. No other code of the user runs under it.
         self._ending = threading.RLock()
         self._awaited = False
         self.set_running_or_notify_cancel()
@@ -171,7 +170,7 @@ class HostFuture(StreamFuture[T]):
         self._hand_over()
         super().add_done_callback(fn)
 
-    # `concurrent.futures.wait` puts its waiters here.
+    # `concurrent.futures.wait` reads this attribute to add its waiters. So the executor then has to end the future.
     @property
     def _waiters(self) -> list[Any]:
         self._hand_over()

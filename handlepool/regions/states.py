@@ -1,8 +1,8 @@
 """Run concurrent cuDNN calls on forked and joined side streams.
 
-A fork leases side slots (stream, handle, scratch) from its device's free list, without a lock. It has the slots alone until the
-join, and then releases them. No lock is held while user code runs, except by `ParallelStates.with_state`, where the caller
-names the state (guarantee 15).
+A fork leases side slots (stream, handle, scratch) from its device's free list, without a lock. No other fork uses these slots
+until the join, which releases them. No lock is held while user code runs, except by `ParallelStates.with_state`, where the
+caller names the state (guarantee 15).
 """
 
 import threading
@@ -34,8 +34,8 @@ class ParallelStates:
     Parameters
     ----------
     count : int
-        The most side streams that a fork leases, 1 to 32. The pool owns them and leases them to each fork. So any number of
-        threads and forks may use a `ParallelStates` at the same time.
+        The maximum number of side streams that a fork leases, 1 to 32. The pool owns the streams and leases them to each fork.
+        So any number of threads and forks may use a `ParallelStates` at the same time.
     pool : HandlePool, optional
         The pool that lends the streams; the default pool if omitted.
 
@@ -74,13 +74,13 @@ class ParallelStates:
         stream : stream, optional
             The caller's stream, as in `HandlePool.get_handle`; CuPy's current stream if omitted.
         ordered : bool
-            Whether the reads and writes of branches decide their order, as `Fork.run` says. With False, branches have no order.
-            False is right only if no branch writes memory that another branch uses. It saves 0.5 to 3 microseconds a branch.
+            Whether the reads and writes of branches decide their order, as `Fork.run` says. With False, branches have no order,
+            which saves 0.5 to 3 microseconds a branch. False is right only if no branch writes memory that another branch uses.
 
         Returns
         -------
         Fork
-            The thread that runs its branches enters it once.
+            One thread enters the fork, once, and runs the branches.
         """
         if type(ordered) is not bool:
             ordered = flag("ordered", ordered)
@@ -119,7 +119,7 @@ class ParallelStates:
         Notes
         -----
         Outputs that a graph function allocates may share a block of memory if together they take 1 MiB at most. The block is
-        released when its last output is.
+        released with the last of these outputs.
         """
         with Fork(self.pool.internals, self.count, once=True) as fork:
             return fork.map(function, *iterables, out=out, **kwargs)
@@ -127,7 +127,7 @@ class ParallelStates:
     def with_state(self, index: int, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run ``function(state, *args, **kwargs)`` on a state by its index.
 
-        The call is forked and joined at once.
+        The call is a branch that is joined at once.
 
         This is the form of Caffe2's ``with_cudnn_state``. Calls with the same index exclude each other, also between threads. The
         calls of a thread never overlap on the GPU, because each call joins at once. Use `fork` for overlap.
@@ -163,8 +163,8 @@ class ParallelStates:
         # A lock that another thread held at an `os.fork` stays locked in the child. So the locks are kept by process.
         lock = self._locks.setdefault((process(), self.pool.driver.current_device(), number), threading.Lock())
         # Guarantee 15: only this lock is held while user code runs, so a thread that holds a state never waits for another state.
-        # The state counts as held from before the lock is taken until after its release. So a finalizer that the collector runs
-        # in between does not wait for its own thread.
+        # The thread counts as holding a state from before it takes the lock until after it releases the lock. So a finalizer
+        # that the collector runs in between does not wait for its own thread.
         with HeldState() as held:
             if not held:
                 # A ``with`` statement releases the lock after any interrupt. A bare call of `acquire` could leave the lock
@@ -199,16 +199,17 @@ def _with_state(pool: PoolInternals, function: Callable[..., T], args: tuple[Any
 class State:
     """The state that `ParallelStates.with_state` passes to its function.
 
-    It is valid as long as the function runs. Afterwards another branch has its slot, so a later use is refused (guarantee 5).
+    The state is valid as long as the function runs. Afterwards another branch may have its slot, so a later use is refused
+    (guarantee 5).
 
     Attributes
     ----------
     handle : cudnn.Handle
-        Bound to the stream.
+        The state's handle, bound to its stream.
     stream, pointer
         The stream object, and its ``cudaStream_t``.
     device : int
-        Ordinal.
+        The device's ordinal.
     """
 
     __slots__ = ("_slots",)
@@ -231,7 +232,9 @@ class State:
     device = property(lambda self: self._mine().device)
 
     def workspace(self, nbytes: int) -> Any:
-        """Return scratch memory on the state's stream until the next call.
+        """Return scratch memory on the state's stream.
+
+        The memory is valid until the next call of this method.
 
         Parameters
         ----------

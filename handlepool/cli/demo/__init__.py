@@ -27,8 +27,8 @@ def main(options: Namespace) -> int:
     Returns
     -------
     int
-        0; 1 when a result is further than 2e-3 from the reference; 2, with one line on stderr, when the demo could not
-        run.
+        0 when all results are right; 1 when a result is further than 2e-3 from the reference; 2, with one line on stderr, when
+        the demo could not run.
     """
     try:
         return _run(options)
@@ -58,7 +58,7 @@ def choose_driver(name: str | None) -> tuple[str, str]:
 
 
 def _check_out(out: Path, image: Path | None, filters: Path | None) -> None:
-    """Raise early for problems that writing the output would hit."""
+    """Raise before the work if the output could not be written."""
     if out.is_dir() or not out.parent.is_dir():
         what = "is a folder" if out.is_dir() else "lies in a folder that does not exist"
         raise ArgumentError(f"{str(out)!r} {what}; pass the path of the PNG to write as --out")
@@ -90,7 +90,7 @@ def _run(options: Namespace) -> int:
     tell(f"picture  {path.name}, {width} x {height} pixels; {len(filters)} filters and a chain over {options.states} states")
 
     progress = Progress("handlepool demo")
-    # The demo leaves the default pool alone, which may be of another driver.
+    # The default pool may have another driver, so the demo makes a pool of its own.
     pool = HandlePool(driver=driver)
     try:
         report = measure(photograph, filters, states=options.states, pool=pool, progress=progress)

@@ -55,7 +55,7 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
     photograph : ndarray of float32, shape (height, width, 3)
         The picture that the filters processed.
     title : str
-        Names the picture, the driver and the device.
+        A line that names the picture, the driver and the device.
     path : Path
         Path of the PNG.
 
@@ -140,9 +140,9 @@ def _colours(count: int) -> list[_Colour]:
 def _displayable(result: Result) -> tuple[NDArray[np.float32], str]:
     """Bring a filter's result to 0 ... 1, with a note.
 
-    The note describes any change of the range. A kernel whose weights sum to zero gives values about zero. Grey is zero
-    then, and the shown range is symmetric. A kernel whose weights sum to one gives a picture again. The result of any
-    other kernel is stretched from its darkest value to its brightest value.
+    The note describes any change of the range. A kernel whose weights sum to zero gives values about zero. Then grey stands for
+    zero, and the shown range is symmetric. A kernel whose weights sum to one gives a picture, which stays as it is. The result
+    of any other kernel is stretched from its darkest value to its brightest value.
     """
     pixels, weight = result.pixels, result.weight
     if abs(weight) <= 1e-3 * result.absolute_weight:

@@ -57,7 +57,7 @@ def load_photograph(path: Path, longest_side: int = 1024) -> NDArray[np.float32]
             # Pillow warns of large pictures and odd metadata, and raises on unreadable data.
             warnings.simplefilter("ignore")
             with Image.open(path) as image:
-                # A JPEG decodes at a fraction of its size without extra cost.
+                # Pillow can decode a JPEG directly to a fraction of its size, so a large picture takes less time and memory.
                 image.draft(None, (longest_side, longest_side))
                 return _normalise(ImageOps.exif_transpose(image), longest_side)
     except Image.DecompressionBombError as error:
@@ -109,11 +109,11 @@ def _opaque_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "LAB":
         to_rgb = ImageCms.buildTransform(ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), "LAB", "RGB")
         converted = ImageCms.applyTransform(image, to_rgb)
-        # None is returned by the in-place form alone.
+        # Only the in-place form of the call returns None.
         assert converted is not None
         return converted
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
-        # Pillow converts premultiplied grey to RGBA by way of "LA" alone.
+        # Pillow cannot convert premultiplied grey to RGBA directly, but only through "LA".
         if image.mode == "La":
             image = image.convert("LA")
         image = image.convert("RGBA")

@@ -42,18 +42,20 @@ class Result:
 
     Attributes
     ----------
+    name : str
+        The names of the filters.
     sizes : tuple of int
         Sizes of the kernels.
     pixels : ndarray of float32, shape (height, width, 3)
-        Of a large picture every second, third, ... pixel in each direction: as many as the drawing has room for.
+        The pixels for the drawing. Of a large picture these are only every second, third, ... pixel in each direction.
     weight, absolute_weight : float
-        The sums of the kernel's numbers and of their magnitudes; of two kernels, their products.
+        The sum of the kernel's numbers, and the sum of their magnitudes. For a chain, the products of both kernels' sums.
     largest, relative : float
         The largest absolute error against float64, and the norm of the error divided by the norm of the reference.
     engine : str
-        cuDNN's name for the last plan.
+        cuDNN's name for the plan of the last filter.
     workspace : int
-        Bytes, at most.
+        Bytes of scratch of the plan that takes most.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Result:
 class Span:
     """Record when and on which lane a recorded filter ran.
 
-    The times are in milliseconds from the beginning of the replay. ``result`` is the index of its result.
+    The times are in milliseconds from the beginning of the replay. ``result`` is the index of the filter's result.
     """
 
     name: str
@@ -88,7 +90,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Hold median times of three ways, in milliseconds.
+    """Hold median times of three ways to filter, in milliseconds.
 
     The ways are the forked region, the same work on one stream, and same-size filters as one convolution. With 0 repeats
     the times are from the warm-up.
@@ -322,8 +324,8 @@ def at_a_time(intervals: Sequence[tuple[float, float]]) -> float:
 def _times(work: _Work, progress: Callable[[str], None]) -> Times:
     """Return medians of interleaved repeats.
 
-    Interleaving makes a change of the clock affect all three ways alike. If the warm-up took too long for even the fewest
-    repeats, its times count.
+    Interleaving makes a change of the GPU's clock rate affect all three ways alike. If the warm-up took too long for any repeat,
+    the times of the warm-up count.
     """
     ways = (work.forked, work.single, work.stacked)
     convolutions = len(work.stacks) + len(work.chain)
@@ -371,7 +373,7 @@ def render(report: Report) -> str:
     samples = f"medians of {times.repeats} interleaved repeats after a warm-up" if times.repeats else "one run of each"
     lines = [
         *_columns(rows, right=(2, 3, 5)),
-        f"errors are against SciPy in float64, pixels from 0 to 1; the relative one may be {TOLERANCE:g}",
+        f"errors are against SciPy in float64, pixels from 0 to 1; the relative error may be at most {TOLERANCE:g}",
         f"the last is a chain, {CHAIN}",
         "",
         *_columns(clock, right=(1,)),

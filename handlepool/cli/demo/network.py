@@ -60,11 +60,13 @@ class NetworkReport:
     pixels : ndarray of float32, shape (height, width, 3)
         The output of the network.
     relative : float
-        The norm of the largest error of the four ways, divided by the norm of the reference.
+        The largest relative error of the four ways: the norm of the error divided by the norm of the reference.
     times : dict
         Median milliseconds, by way.
     repeats : int
+        Number of timed runs of each way.
     calls : tuple of Ran
+        The calls of a replay on several lanes.
     """
 
     size: tuple[int, int]
