@@ -363,8 +363,8 @@ class RecordingPool:
         first.
         """
         self._look()
-        # A new pool with segments was used. If torch's count, which covers all threads, has not grown, nothing was allocated at
-        # all.
+        # Nothing is wrong in two cases. Either this pool is new and has memory, so the tensors are there. Or torch's number of
+        # allocations, which covers all threads, has not grown.
         own = self._starts and not self._kept
         if own or self._taken()["allocation"]["all"]["allocated"] == self._before:
             return

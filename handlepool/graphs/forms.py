@@ -205,7 +205,7 @@ def _operands_to_expand(forms: OperandForms, steps: Sequence[Sequence[int]]) -> 
         places = [forms.places.get(tensor.uid) for tensor in node.inputs.values() if not tensor.is_pass_by_value]
         given = [place for place in places if place is not None]
         if len(given) == len(places) and not any(place in whole or all(steps[place]) for place in given):
-            # A single whole input is enough, so copy only the first input.
+            # One input of the whole extent is enough for cuDNN. The first input is noted here, and is copied later.
             whole.update(given[:1])
     return whole
 

@@ -148,7 +148,7 @@ def _describe_concat(layouts: tuple[Layout, ...], *, axis: int) -> Described:
     first = layouts[0]
     rank = first.ndim
     if rank == 0:
-        raise ArgumentError(f"concat: argument 0 has no axes, and axis={axis} is to be one; pass arrays of one axis or more")
+        raise ArgumentError(f"concat: argument 0 has no axes, so it has no axis={axis}; pass arrays of one axis or more")
     if not -rank <= axis < rank:
         raise ArgumentError(f"concat: axis={axis}; it must be an integer from {-rank} to {rank - 1} for {rank} axes")
     number = axis % rank

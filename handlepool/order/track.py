@@ -107,7 +107,10 @@ class Track:
             self.stream = stream
 
     def passed(self, call: int) -> tuple[int, Any, Needs]:
-        """Return the first mark at or after a call."""
+        """Return the mark of a call, or else the first mark after the call.
+
+        A mark is an event on the track's stream, with the number of the last call before it.
+        """
         return self.marks[bisect_left(self.marks, (call,))]
 
     def learn(self, more: Needs) -> None:

@@ -245,7 +245,7 @@ class Fork:
         finally:
             if plain is not None and ended is None:
                 plain.raised()
-            # Where no state was left, the region's allocator was not in place.
+            # Without a leased state the branch ran on the caller's stream, where the region does not see the allocations.
             seen = bool(leases.slots) or self._inherited
             order.end_branch(outer, call, region.allocated[known:] if seen or ended is None else None, ended)
         return ended[0]
@@ -388,7 +388,7 @@ class Fork:
         try:
             results = [_launch_at(start, launcher, bare, fixed + arrays, options)]
             attempt = start.attempt
-            # No plan was known before. Now there is a plan, and the branches start separately.
+            # The first call has just made the plan, so it gave no attempt for the others. Each of these starts on its own.
             if attempt is None:
                 return results + [self._run(function, call, given) for call in others]
             begin = start.begin_next

@@ -35,9 +35,9 @@ CAPACITIES = (2, 3, 4, 5, 8, 16, 32, 64)
 EXACT = 5
 """Largest operand count with a variant of exactly that count."""
 MOST_UNROLLED = 5
-"""Largest number of window rows or columns with a variant.
+"""Largest number of window rows or columns with a variant of its own.
 
-Larger windows share a variant.
+All larger windows share one variant.
 """
 RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
 """Numbers of merged axes that variants are compiled for.

@@ -123,9 +123,9 @@ def _kept(count: int, shares: int, pack: int) -> int:
 
 
 def _threads(rows: int, count: int, pack: int) -> tuple[int, int]:
-    """Return the rows of a block, and the threads of a row.
+    """Return the number of rows of a block, and of threads for each row.
 
-    Here packs lie along rows.
+    A pack is a vector of neighbouring elements of one row.
     """
     # A row of a single warp needs no barriers.
     if rows * WARP >= kernels.PLENTY and count > WARP * PACKS_EACH and _kept(count, WARP, pack):

@@ -149,7 +149,7 @@ def _result(
     x: Tensor, w: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], *_: object
 ) -> Tensor:
     if x.dim() != 4 or w.dim() != 4:
-        raise ArgumentError(f"conv2d: x of {x.dim()} axes and w of {w.dim()}; both have four")
+        raise ArgumentError(f"conv2d: x of {x.dim()} axes and w of {w.dim()}; both must have four")
     extents = [
         (x.shape[axis + 2] + 2 * padding[axis] - (w.shape[axis + 2] - 1) * dilation[axis] - 1) // stride[axis] + 1
         for axis in (0, 1)
