@@ -107,7 +107,7 @@ class Track:
             self.stream = stream
 
     def passed(self, call: int) -> tuple[int, Any, Needs]:
-        """Return the mark of a call, or else the first mark after the call.
+        """Return the mark of a call, or the first mark after it.
 
         A mark is an event on the track's stream, with the number of the last call before it.
         """

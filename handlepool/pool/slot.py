@@ -387,8 +387,8 @@ class Slot:
     def still_in(self, capture: int, defer: "Callable[[Slot], None]") -> bool:
         """Return whether the slot's stream still takes part in a capture.
 
-        A slot that was asked for by a bare pointer has no stream object. Its stream may be gone, so the slot is given to ``defer``,
-        and the value is False.
+        A slot that was asked for by a bare pointer has no stream object. Its stream may be gone, so ``defer`` gets the slot, and
+        the value is False.
         """
         stream = self.side_stream or (self.watch() if self.watch is not None else None)
         # In this thread, the pointer of the per-thread default stream means another stream. So the capture counts as under way.

@@ -35,7 +35,7 @@ CAPACITIES = (2, 3, 4, 5, 8, 16, 32, 64)
 EXACT = 5
 """Largest operand count with a variant of exactly that count."""
 MOST_UNROLLED = 5
-"""Largest number of window rows or columns with a variant of its own.
+"""Largest number of window rows or columns with an own variant.
 
 All larger windows share one variant.
 """

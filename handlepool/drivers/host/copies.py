@@ -27,7 +27,7 @@ def enqueue(
     reads: Sequence[Array],
     label: str,
 ) -> None:
-    """Queue a function that gets the raw memory of arrays as its arguments."""
+    """Queue a function that gets the raw memory of arrays."""
     written = [raw_view(array) for array in writes]
     read = [raw_view(array) for array in reads]
     raw = [view for view, _ in (*written, *read)]
