@@ -123,7 +123,7 @@ def _kept(count: int, shares: int, pack: int) -> int:
 
 
 def _threads(rows: int, count: int, pack: int) -> tuple[int, int]:
-    """Return the numbers of rows of a block and threads of a row.
+    """Return the number of rows of a block, and their threads.
 
     A pack is a vector of neighbouring elements of one row.
     """
