@@ -8,6 +8,7 @@ exit status is 1 if a limit does not hold.
 import argparse
 import ast
 import io
+import random
 import re
 import subprocess
 import sys
@@ -269,13 +270,38 @@ def measure(base: str) -> tuple[dict[str, float], dict[str, list[Piece]]]:
     return figures, places
 
 
+def drawn(seed: int) -> Iterator[str]:
+    """Yield places for a reader who has not seen the project: 20 docstrings, 25 comments with code, and 15 messages."""
+    texts: list[Piece] = []
+    blocks: list[Piece] = []
+    said: list[Piece] = []
+    for path in sorted((ROOT / "handlepool").rglob("*.py")):
+        source = path.read_text()
+        tree = ast.parse(source)
+        name, lines = str(path.relative_to(ROOT)), source.splitlines()
+        texts += docstrings(path, tree)
+        said += messages(path, tree)
+        for number in range(len(lines)):
+            if lines[number].lstrip().startswith("# ") and not lines[number - 1].lstrip().startswith("#"):
+                end = next((at for at in range(number, len(lines)) if not lines[at].lstrip().startswith("#")), len(lines))
+                blocks.append(Piece(name, number + 1, "\n".join(lines[number : end + 4])))
+    choice = random.Random(seed)
+    for kind, pieces, count in (("docstring", texts, 20), ("comment", blocks, 25), ("message", said, 15)):
+        for piece in choice.sample([each for each in pieces if words(each.text) > 4], count):
+            yield f"{kind}, {piece.path}:{piece.line}:\n{piece.text}\n"
+
+
 def main() -> int:
     """Print the measures; return 1 where a limit does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", choices=LIMITS, help="print the places that a measure counts")
     parser.add_argument("--under", default="", help="of --list, only the paths that begin with this")
     parser.add_argument("--base", default=BASE, help=f"the commit after which subjects are checked (default: {BASE})")
+    parser.add_argument("--draw", type=int, metavar="SEED", help="print sixty places at random, for a reader's trial")
     given = parser.parse_args()
+    if given.draw is not None:
+        print(*drawn(given.draw), sep="\n")
+        return 0
     figures, places = measure(given.base)
     if given.list:
         for piece in places[given.list]:
