@@ -53,7 +53,7 @@ INPUTS = 5
 WORST = 1.5
 """The most of torch's own error."""
 Case = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""What is timed, and the value for an input."""
+"""The timed call, and its value for an input."""
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ def vit_b_16(p: Any, x: Any, ops: Any = library) -> Any:
 
 
 def layer(p: Any, name: str, x: Any, ops: Any) -> Any:
-    """Attention and two layers for each token, both with what they began with added."""
+    """Apply attention and two layers to each token, each with its input added."""
     n, tokens, hidden = x.shape
     w, b = p.norm(f"{name}.norm1", hidden)
     y = ops.layer_norm(x, weight=w, bias=b, eps=EPS)
