@@ -151,7 +151,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
         "concat: axis=4; it must be an integer from -4 to 3 for 4 axes": lambda: concat([x, x], 4),
         "concat: axis=-5": lambda: concat([x, x], -5),
         "concat: axis=True": lambda: concat([x, x], True),
-        "concat: argument 0 has no axes, and axis=0": lambda: concat([asarray(np.float32(1))], 0),
+        "concat: argument 0 has no axes, so it has no axis=0": lambda: concat([asarray(np.float32(1))], 0),
         "concat: axis=None": lambda: concat([x, x], None),
         r"concat: axis=\[1\]; it must be an integer": lambda: concat([x, x], [1]),
         r"concat: axis=<numpy.ndarray .*>; it must be an integer": lambda: concat([x, x], np.array([1, 0])),
