@@ -8,8 +8,9 @@ stream, and the side stream waits for the event (guarantee 6).
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from handlepool.drivers.streams import Stream
-from handlepool.errors import OwnershipError
+from handlepool.drivers.protocol import Driver
+from handlepool.drivers.streams import LEGACY_STREAM, Stream
+from handlepool.errors import CaptureError, OwnershipError
 from handlepool.order.books import DataOrder, open_order
 from handlepool.order.call import Call
 from handlepool.order.stream_order import order as order_streams
@@ -420,6 +421,7 @@ class Leases:
             order = self.order = DataOrder(self.pool, self._device, root, self.mark)
             order.open()
         else:
+            _check_captures(self._driver, self._pointer, order.root.pointer)
             order.enter_fork(self.mark, counted=not self.inherited)
         self._tracks.clear()
         home = order.tracks.get(self._pointer)
@@ -440,6 +442,26 @@ class Leases:
         leave = order.leave_fork if joined else order.abandon_fork
         leave(self.mark, self._tracks, self._home, None if self.inherited else self.kept[:], self._stream)
         self.order, self._home, self._tracks = None, NO_TRACK, []
+
+
+def _check_captures(driver: Driver, pointer: int, outer: int) -> None:
+    """Refuse a fork whose books belong to another capture, or to none.
+
+    A branch outside of a capture would wait for a captured call, and that wait would draw the branch's stream into the capture.
+
+    Raises
+    ------
+    CaptureError
+        When the two streams do not take part in the same capture, or both in none.
+    """
+    # While a blocking stream is being captured, CUDA refuses any question about the legacy stream.
+    inner, around = (driver.capture_id(each) if each != LEGACY_STREAM else 0 for each in (pointer, outer))
+    if inner != around:
+        raise CaptureError(
+            f"a fork on stream {pointer:#x} {'is' if inner else 'is not'} under a capture, and another open fork of this thread, "
+            f"on stream {outer:#x}, {'is under another capture' if inner and around else 'is' if around else 'is not'}. "
+            "Begin the capture before both forks, or leave the other fork first"
+        )
 
 
 class UnorderedLeases(Leases):

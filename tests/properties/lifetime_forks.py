@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 import handlepool
-from handlepool import ParallelStateExecutor
+from handlepool import CaptureError, ParallelStateExecutor
 
 INDEX = st.integers(0, 7)
 SIZES = st.sampled_from([0, 1, 256, 300, 1000, 5000])
@@ -341,7 +341,9 @@ class Forks(RuleBasedStateMachine):
 
         # What a graph of the user's own writes to must live as long as the graph: that is the user's to see to.
         self.kept = [] if recording is None else recording.kept
-        self.on(actor, device, stream, run, Oops)
+        # A capture that began after another fork of the thread had branches is refused.
+        refused = [CaptureError] if recording is not None and any(ordinal_of(fork) == device for fork in actor.forks) else []
+        self.on(actor, device, stream, run, Oops, *refused)
         self.kept = []
 
     # Forks that stay open
