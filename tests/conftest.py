@@ -16,7 +16,7 @@ from harness.scenes import Scene, Thread
 import handlepool
 from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.order import assumed, books, measured, plain_calls
+from handlepool.order import assumed, measured, places, plain_calls
 from handlepool.pool import context, deferred
 from handlepool.pool import default as defaults
 from handlepool.spreading.worker import DeviceWorker
@@ -285,4 +285,4 @@ def no_books_stay_open():
     """Close the books of forks that a test left for good, as where a context was lost: later tests would ask them."""
     yield
     context.active.clear()
-    books._thread.orders.clear()
+    places.books_of_thread.orders.clear()

@@ -18,7 +18,7 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
-from handlepool.order.books import open_order
+from handlepool.order.places import open_order
 from handlepool.pool.context import thread
 from handlepool.pool.default import chosen_pool
 from handlepool.pool.deferred import deferred

@@ -18,7 +18,7 @@ from handlepool._util.names import kind_of, shown
 from handlepool._util.protocols import Wrapper
 from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError, PoolClosedError
-from handlepool.order.books import open_order
+from handlepool.order.places import open_order
 from handlepool.order.stream_order import integration
 from handlepool.pool.context import active, recordings, thread
 from handlepool.pool.default import current_pool

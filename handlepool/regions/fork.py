@@ -17,9 +17,9 @@ from handlepool._util.names import name_of
 from handlepool._util.reachable import Opaque, leaves
 from handlepool.errors import ArgumentError, OwnershipError, PoolClosedError
 from handlepool.order.accesses import Operands
-from handlepool.order.books import open_order
 from handlepool.order.measured import awaited, read_answers
 from handlepool.order.operation import Operation, OperationCall, operation_of
+from handlepool.order.places import open_order
 from handlepool.order.plain_calls import PlainCall
 from handlepool.order.reached import Reached, arrays_among
 from handlepool.order.stream_order import in_torch, torch_of

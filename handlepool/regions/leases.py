@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import LEGACY_STREAM, Stream
 from handlepool.errors import CaptureError, OwnershipError
-from handlepool.order.books import DataOrder, open_order
+from handlepool.order.books import DataOrder
 from handlepool.order.call import Call
+from handlepool.order.places import open_order
 from handlepool.order.stream_order import order as order_streams
 from handlepool.order.track import NO_TRACK, Needs, Track, record_mark
 from handlepool.pool.context import active, recordings, thread
