@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from handlepool.graphs.plan import Plan
 from handlepool.order.accesses import Memory
 from handlepool.order.measured import awaited, wait_for_answers
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
-from handlepool.pool.context import run_on
+from handlepool.pool.context import on_device, run_on
 from handlepool.pool.deferred import defer
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.process_end import process_end
@@ -28,6 +29,49 @@ from handlepool.recording.rehearsal import ContainerSnapshot, Launches, Leftover
 from handlepool.recording.state import State
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Take:
+    """A recording of a program's call.
+
+    Attributes
+    ----------
+    recording : Recording
+    outputs : object
+    memory : Memory
+    launched : tuple of (Plan, int)
+        The launched plans with their numbers of launches, if these were counted.
+    """
+
+    recording: Recording
+    outputs: Any
+    memory: Memory | None
+    launched: tuple[tuple[Plan, int], ...] = ()
+
+    def end(self) -> None:
+        """Destroy the recording, whose launches have ended."""
+        held = [self.outputs]
+        self.outputs, self.launched = None, ()
+        dispose(self.recording, held)
+
+
+def dispose(recording: Recording, held: list[Any]) -> None:
+    """Destroy a recording whose launches have ended.
+
+    The objects in ``held``, which were kept alive for it, are released.
+    """
+    held.append(recording.kept.take())
+    try:
+        with on_device(recording.pool.driver, recording.device), recording.pool.driver.relaxed():
+            held.clear()
+        done = recording.destroy()
+    except BaseException:
+        defer(recording.settle)
+        raise
+    # If a caller still holds arrays in the recording's memory, a later call continues the destruction.
+    if not done:
+        defer(recording.settle)
 
 
 class FirstCall:

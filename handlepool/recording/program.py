@@ -27,11 +27,11 @@ from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.process_end import process_end
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording import timing
+from handlepool.recording.first_call import Take, dispose
 from handlepool.recording.matching import matcher
 from handlepool.recording.outputs import Results
 from handlepool.recording.owner import OWNERS, Owned
 from handlepool.recording.prepared import arrays_once, bounds, builder, copies_of
-from handlepool.recording.replanning import Take, dispose
 from handlepool.recording.schedule import Arrangement
 from handlepool.recording.tensors import in_order
 from handlepool.recording.update import Copy, Inputs, copy_all, piece_of

@@ -5,19 +5,15 @@ with a few changes of plans. Replays of this recording and of the best recording
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from statistics import median, quantiles
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from handlepool._util.cleanup import do_all, take_each
-from handlepool.graphs.plan import Plan
 from handlepool.graphs.tuning import Alternative, alternatives
-from handlepool.order.accesses import Memory
-from handlepool.pool.context import on_device
-from handlepool.pool.deferred import defer
 from handlepool.pool.stream import resolve
+from handlepool.recording.first_call import Take
 from handlepool.recording.outside import Outside
 from handlepool.recording.tuning import A_SAMPLE, MOST_REPLAYS, LanesRig, PlanChange, clock, device
 from handlepool.recording.update import Inputs
@@ -33,49 +29,6 @@ LEAST_GAIN = 0.002
 """The share of a replay's time that counts as noise."""
 SHARE_ALONE = 0.5
 """The share of the tuning's time for timing plans alone."""
-
-
-@dataclass(slots=True)
-class Take:
-    """A recording of a program's call.
-
-    Attributes
-    ----------
-    recording : Recording
-    outputs : object
-    memory : Memory
-    launched : tuple of (Plan, int)
-        The launched plans with their numbers of launches, if these were counted.
-    """
-
-    recording: "Recording"
-    outputs: Any
-    memory: Memory | None
-    launched: tuple[tuple[Plan, int], ...] = ()
-
-    def end(self) -> None:
-        """Destroy the recording, whose launches have ended."""
-        held = [self.outputs]
-        self.outputs, self.launched = None, ()
-        dispose(self.recording, held)
-
-
-def dispose(recording: "Recording", held: list[Any]) -> None:
-    """Destroy a recording whose launches have ended.
-
-    The objects in ``held``, which were kept alive for it, are released.
-    """
-    held.append(recording.kept.take())
-    try:
-        with on_device(recording.pool.driver, recording.device), recording.pool.driver.relaxed():
-            held.clear()
-        done = recording.destroy()
-    except BaseException:
-        defer(recording.settle)
-        raise
-    # If a caller still holds arrays in the recording's memory, a later call continues the destruction.
-    if not done:
-        defer(recording.settle)
 
 
 class Trials:
