@@ -17,13 +17,12 @@ from typing import Any, Protocol
 
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import OwnershipError
-from handlepool.order.accesses import Accesses, Operands
 from handlepool.order.assumed import AssumedWriter, warn_of_assumed_write
 from handlepool.order.call import Call, PythonCall
 from handlepool.order.places import books_of_thread, open_order
 from handlepool.order.recent import Recent
 from handlepool.order.track import Needs, Track, end_tracks, follow, last
-from handlepool.order.uses import Use, Uses, needs_of, write_down
+from handlepool.order.uses import Accesses, Operands, Use, Uses, needs_of, write_down
 from handlepool.pool.context import active, thread
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals

@@ -14,9 +14,9 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.graphs.plan import Plan
-from handlepool.order.accesses import Memory
 from handlepool.order.measured import awaited, wait_for_answers
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
+from handlepool.order.uses import Memory
 from handlepool.pool.context import on_device, run_on
 from handlepool.pool.deferred import defer
 from handlepool.pool.internals import PoolInternals

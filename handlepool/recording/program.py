@@ -18,10 +18,10 @@ from handlepool.drivers.captures import RecordedGraph
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Stream
 from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.graphs.tuning import Tuning
-from handlepool.order.accesses import Memory
 from handlepool.order.places import before
 from handlepool.order.plain_calls import orders_itself
 from handlepool.order.reached import pieces_of
+from handlepool.order.uses import Memory
 from handlepool.pool.context import active, on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.process_end import process_end

@@ -416,7 +416,7 @@ class Leases:
     def _open_books(self) -> DataOrder:
         """Return this thread's open books, or open new books."""
         root = Track(self._pointer)
-        order = open_order(self._driver, self._device)
+        order = open_order(self._driver, self._device) if active else None
         if order is None:
             # Assign the books before `open()`, so a finalizer or an interrupt never finds them half registered.
             order = self.order = DataOrder(self.pool, self._device, root, self.mark)
