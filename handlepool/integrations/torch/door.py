@@ -279,8 +279,22 @@ def device_of(values: list[Any]) -> torch.device:
 
 
 def _part(value: Any) -> Any:
+    """Return a leaf's part of the key.
+
+    Raises
+    ------
+    NotTaken
+        For a value without a hash.
+    """
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (float, complex)):
+        # Zeros of both signs are equal, but a quotient by zero differs.
+        return type(value), repr(value)
+    try:
+        hash(value)
+    except TypeError:
+        raise NotTaken(f"an argument is a {type(value).__name__}, which has no hash and so cannot be a part of a key") from None
     return type(value), value
 
 
