@@ -71,7 +71,8 @@ from handlepool.pool.pool import HandlePool
 from handlepool.recording.decorator import recorded
 from handlepool.recording.program import Program
 from handlepool.recording.record import record
-from handlepool.recording.recorded import RecordedFunction, RecordedStats
+from handlepool.recording.recorded import RecordedFunction
+from handlepool.recording.variant_table import RecordedStats
 from handlepool.regions.executor import ParallelStateExecutor
 from handlepool.regions.future import StreamFuture
 from handlepool.regions.states import Fork, ParallelStates

@@ -4,9 +4,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from handlepool._util.cleanup import do_all
 from handlepool._util.frames import frames_inside
 from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import Driver
+from handlepool.pool.default import current_pool
 from handlepool.pool.internals import PoolInternals
 from handlepool.recording.instances import Instance
 from handlepool.recording.keys import Call
@@ -71,15 +73,25 @@ class ItemFunction(RecordedFunction[..., Any]):
 
     def served_by(self, item: object) -> tuple[Variant, Instance] | None:
         """Return the variant and the instance of a known item."""
-        return self._served_by(item)
+        reader, pool = self._reader, current_pool()
+        if reader is None or reader.driver is not pool.driver:
+            return None
+        call = reader.read((item,), {})
+        for variant in self._table.by_key.get(call.key, ()):
+            if variant.pool is pool and variant.instances and variant.takes(call):
+                return variant, variant.instances[0]
+        return None
 
     def keeps(self, variant: Variant) -> bool:
         """Return whether a variant has not made way."""
-        return self._keeps(variant)
+        return variant in self._table
 
     def close(self) -> None:
-        """Close all programs, after their last work."""
-        self._close()
+        """Close all programs, after their last work, and forget them."""
+        try:
+            do_all([each.close for variant in self._table for each in variant.instances])
+        finally:
+            self.clear()
 
     def _may_record(self, pool: PoolInternals, call: Call) -> bool:
         """Record each geometry, because most items have the same."""
