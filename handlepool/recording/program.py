@@ -4,7 +4,6 @@ A program is a CUDA graph.
 """
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,11 +11,11 @@ from itertools import count
 from operator import itemgetter
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from handlepool.drivers.captures import RecordedGraph
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Stream
-from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
+from handlepool.errors import CaptureError, DeviceMismatchError, OwnershipError
 from handlepool.graphs.tuning import Tuning
 from handlepool.order.places import before
 from handlepool.order.plain_calls import orders_itself
@@ -30,7 +29,7 @@ from handlepool.recording import timing
 from handlepool.recording.first_call import Take, dispose
 from handlepool.recording.matching import matcher
 from handlepool.recording.outputs import Results
-from handlepool.recording.owner import OWNERS, Owned
+from handlepool.recording.owner import Owned
 from handlepool.recording.prepared import arrays_once, bounds, builder, copies_of
 from handlepool.recording.schedule import Arrangement
 from handlepool.recording.tensors import in_order
@@ -76,7 +75,6 @@ class Program(Owned):
     """
 
     nodes: int
-    _recording: "Recording | None" = None
     _streams: ClassVar[dict[int, Stream]] = {}
     """The last streams of all programs, by the program's number.
 
@@ -132,8 +130,7 @@ class Program(Owned):
         # launches read. The lock is reentrant, because the collector may run a finalizer inside a use. The finalizer finds
         # `_busy` and is refused, because it could only wait for its own thread.
         self._lock = threading.RLock()
-        # `_busy` names the use by the thread that holds the lock: replayed, updated, tuned, timed or closed.
-        self._busy: str | None = None
+        self._busy = None
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Stream] = driver.current_stream
         self._is_capturing = driver.is_capturing
@@ -552,62 +549,6 @@ class Program(Owned):
         if self._last is None:
             self._driver.record_event(event, home.pointer)
         dispose(former, held)
-
-    def _use(self, what: str, act: Callable[..., T], *args: object) -> T:
-        """Run a function while no other call uses the program.
-
-        Return the function's value.
-        """
-        try:
-            if self._busy is not None:
-                self._check_turn(what)
-            # CPython delivers no interrupt between taking the lock and entering the block.
-            with self._lock:
-                try:
-                    self._busy = what
-                    return act(*args)
-                finally:
-                    self._busy = None
-        except Exception as error:
-            self._explain(error)
-            raise
-
-    def _check_turn(self, what: str) -> None:
-        """Wait for another thread's use of the program.
-
-        Refuse a use inside this thread's own use, and a use that would be refused after the wait.
-        """
-        if what in OWNERS:
-            self._check_owner()
-        with self._lock:
-            if self._busy is not None:
-                raise OwnershipError(
-                    f"{self._name} is being {self._busy} by this thread, and this call comes from a finalizer that Python "
-                    "runs in between: call it later"
-                )
-
-    def _claim(self) -> None:
-        """Make this thread the owner, unless another thread is the owner.
-
-        The caller holds the lock.
-        """
-        if self._recording is None:
-            self._refuse()
-        self._check_owner()
-        self._user = thread.token
-
-    def _explain(self, error: Exception) -> None:
-        """Raise a clearer error for an error, if one is known."""
-        if process_end.ending and isinstance(error, PoolClosedError):
-            process_end.linger()
-        self._status.diagnose(error)
-        if not isinstance(error, HandlePoolError) and (cause := self._driver.capture_failure(error)):
-            raise CaptureError(f"{self._name} cannot be used on a stream that is being captured: {cause}") from error
-
-    def _refuse(self) -> NoReturn:
-        if process_end.ending:
-            raise PoolClosedError(f"{self._name} came to its end with the interpreter, which is being taken down")
-        raise PoolClosedError(f"the program {self._name} was closed; record it again")
 
     # Order
 

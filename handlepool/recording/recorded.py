@@ -361,9 +361,8 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         """
         lines = [repr(self)]
         for variant in self._table:
-            lines.append(
-                f"{text_of(variant.key)}: " + (f"eager: {variant.eager}" if variant.eager else f"{len(variant.instances)} programs")
-            )
+            what = f"eager: {variant.eager}" if variant.eager else f"{len(variant.instances)} programs"
+            lines.append(f"{text_of(variant.key)}: {what}")
             if variant.instances:
                 lines += [f"    {line}" for line in str(variant.instances[0].program.explain()).splitlines()]
         if self._eager is not None:
