@@ -77,7 +77,7 @@ CONTROLS = {
     },
     "followed readers": {"handlepool.recording.held.HeldTensors.follow": lambda *call: None},
     "new streams of side slots": {"handlepool.pool.side_streams.SideSlots.replace_stream": lambda sides, slot: None},
-    "the order with torch's stream": {"handlepool.recording.program.in_order": lambda pool, device, pointer, step: step()},
+    "the order with torch's stream": {"handlepool.recording.program_call.in_order": lambda pool, device, pointer, step: step()},
     "streams of regions": {
         "handlepool.regions.fork.inherited": lambda *_: context.thread.region,
         "handlepool.regions.memory._allocator_of": lambda _: context.thread.region.allocator,
