@@ -6,7 +6,10 @@ from handlepool.errors import CaptureError
 
 
 def captures_of(driver: Driver, *pointers: int) -> tuple[int, ...]:
-    """Return the identifier of each stream's capture, or 0 if there is none."""
+    """Return the identifier of each stream's capture.
+
+    The identifier of a stream that is not being captured is 0.
+    """
     # While a blocking stream is being captured, CUDA refuses any question about the legacy stream.
     return tuple([driver.capture_id(each) if each != LEGACY_STREAM else 0 for each in pointers])
 
