@@ -5,13 +5,14 @@ The owner alone may update, replay and read the program.
 
 from collections.abc import Callable
 from threading import RLock
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from handlepool.drivers.protocol import Driver
-from handlepool.errors import CaptureError, HandlePoolError, OwnershipError, PoolClosedError
+from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.pool.context import ThreadToken, thread
 from handlepool.pool.process_end import process_end
 from handlepool.pool.status import Status
+from handlepool.pool.stream import resolve
 
 if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
@@ -29,6 +30,9 @@ class Owned:
     _status: Status
     _driver: Driver
     _lock: RLock
+    device: int
+    _retaking: bool
+    """Whether the program's function is being called outside of the lock, so that other uses are refused."""
     _busy: str | None
     """The use by the thread that holds the lock, such as replayed or closed."""
     _recording: "Recording | None" = None
@@ -109,6 +113,25 @@ class Owned:
         self._check_owner()
         self._user = thread.token
 
+    def _check_use(self, stream: object) -> int:
+        """Refuse a use of the program on a stream, or return the current device."""
+        if self._recording is None:
+            self._refuse()
+        if self._retaking:
+            raise OwnershipError(
+                f"{self._name} was used while its plans are tuned, which calls its function; use it after tune(plans=True)"
+            )
+        driver = self._driver
+        device = driver.current_device()
+        if device != self.device:
+            raise DeviceMismatchError(
+                f"{self._name} was recorded on device {self.device} and the current device is {device}; make device "
+                f"{self.device} current, as in `with cupy.cuda.Device({self.device}):`"
+            )
+        if thread.recording is not None:
+            thread.recording.check(f"a use of {self._name}", resolve(driver, stream).pointer, driver)
+        return device
+
     def _explain(self, error: Exception) -> None:
         """Raise a clearer error for an error, if one is known."""
         if process_end.ending and isinstance(error, PoolClosedError):
@@ -121,3 +144,20 @@ class Owned:
         if process_end.ending:
             raise PoolClosedError(f"{self._name} came to its end with the interpreter, which is being taken down")
         raise PoolClosedError(f"the program {self._name} was closed; record it again")
+
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled, or copied by `copy.copy`.
+
+        Two copies would destroy the same graph.
+        """
+        raise TypeError(f"the program {self._name} owns a graph and memory and cannot be copied or pickled; record it again")
+
+
+def capturing(pointer: int) -> CaptureError:
+    """Return the error for a stream that is being captured."""
+    if thread.recording is not None:
+        return CaptureError("a program cannot be part of another recording: call its original function there")
+    return CaptureError(
+        f"stream {pointer:#x} is being captured, and a program can neither run on a captured stream nor wait for it. "
+        "Use the program before the capture, or after"
+    )

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from handlepool.drivers.captures import RecordedGraph
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Stream
-from handlepool.errors import CaptureError, DeviceMismatchError, OwnershipError
 from handlepool.graphs.tuning import Tuning
-from handlepool.order.places import before
 from handlepool.order.plain_calls import orders_itself
 from handlepool.order.reached import pieces_of
 from handlepool.order.uses import Memory
@@ -27,12 +25,11 @@ from handlepool.pool.process_end import process_end
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording import program_call, timing
 from handlepool.recording.first_call import Take, dispose
-from handlepool.recording.owner import Owned
+from handlepool.recording.owner import Owned, capturing
 from handlepool.recording.prepared import Prepared, prepared_call
 from handlepool.recording.schedule import Arrangement
 from handlepool.recording.update import Inputs
 from handlepool.regions.memory import branch_regions
-from handlepool.tensors.layout import Piece, Token
 
 if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
@@ -115,7 +112,6 @@ class Program(Owned):
         self._prepared: Prepared | None = None
         # Records the same call again: see `replanning`.
         self._again = again
-        # Whether the program's function is being called outside of the lock, so that other uses are refused.
         self._retaking = False
         # With `_lent`, the program serves calls of a recorded function. Each use then records the event at once, and a use on
         # another stream waits for the last use alone.
@@ -168,7 +164,7 @@ class Program(Owned):
         if self._user is not thread.token:
             self._use("read", self._claim)
         if active and thread.region is not None:
-            self._after_branches(pieces_of(self._driver, self._outputs), (), None)
+            program_call.after_branches(self, pieces_of(self._driver, self._outputs), (), None)
         return self._outputs
 
     @property
@@ -225,7 +221,7 @@ class Program(Owned):
         if self._status.unusable:
             self._status.check()
         if active:
-            self._after_branches(self._memory.reads, self._memory.writes, stream)
+            program_call.after_branches(self, self._memory.reads, self._memory.writes, stream)
         lock = self._lock
         try:
             if self._busy is not None:
@@ -357,12 +353,6 @@ class Program(Owned):
             raise
         self._unmarked = False
 
-    def _replayed(self, act: Callable[[int], T]) -> T:
-        if active:
-            self._after_branches(self._memory.reads, self._memory.writes, None)
-        self._follow(None)
-        return self._enqueue(act, self._pointer)
-
     def _run_on(self, graph: RecordedGraph, arrangement: Arrangement) -> None:
         """Let replays launch another graph of the recording."""
         recording, launch = self._recording, partial(graph.launch, self._pointer)
@@ -391,7 +381,7 @@ class Program(Owned):
                 self._driver.record_event(self._event, self._pointer)
 
         try:
-            yield self._use("tuned", lambda: self._replayed(begin))
+            yield self._use("tuned", lambda: program_call.replayed(self, begin))
         finally:
             self._use("tuned", end)
 
@@ -422,40 +412,13 @@ class Program(Owned):
 
     # Order
 
-    def _after_branches(
-        self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], stream: object, keep: object = None
-    ) -> None:
-        """Let a stream wait for branches that conflict with a use.
-
-        The branches belong to forks of this thread. They conflict if they access the memory that this use of the program reads or
-        writes (guarantee 17).
-        """
-        recording = self._recording
-        if recording is not None:
-            pointer = None if stream is None else resolve(self._driver, stream).pointer
-            before(recording.pool, reads, writes, keep or (self, self._outputs), pointer)
-
     def _follow(self, stream: object) -> None:
         """Make a stream the one that uses the program's memory next.
 
         If the last use was on another stream, the stream waits for all work that the other stream has by now. If the other stream
         may be gone, it waits for the last use alone.
         """
-        if self._recording is None:
-            self._refuse()
-        if self._retaking:
-            raise OwnershipError(
-                f"{self._name} was used while its plans are tuned, which calls its function; use it after tune(plans=True)"
-            )
-        driver = self._driver
-        device = driver.current_device()
-        if device != self.device:
-            raise DeviceMismatchError(
-                f"{self._name} was recorded on device {self.device} and the current device is {device}; make device "
-                f"{self.device} current, as in `with cupy.cuda.Device({self.device}):`"
-            )
-        if thread.recording is not None:
-            thread.recording.check(f"a use of {self._name}", resolve(driver, stream).pointer, driver)
+        driver, device = self._driver, self._check_use(stream)
         last = self._last
         if last is not None and last is (driver.current_stream(device) if stream is None else stream):
             return
@@ -624,25 +587,8 @@ class Program(Owned):
         """Return the outputs, for which `Fork.wait` waits."""
         return self._outputs
 
-    def __reduce__(self) -> Any:
-        """Refuse to be pickled, or copied by `copy.copy`.
-
-        Two copies would destroy the same graph.
-        """
-        raise TypeError(f"the program {self._name} owns a graph and memory and cannot be copied or pickled; record it again")
-
     def __enter__(self) -> "Program":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def capturing(pointer: int) -> CaptureError:
-    """Return the error for a stream that is being captured."""
-    if thread.recording is not None:
-        return CaptureError("a program cannot be part of another recording: call its original function there")
-    return CaptureError(
-        f"stream {pointer:#x} is being captured, and a program can neither run on a captured stream nor wait for it. "
-        "Use the program before the capture, or after"
-    )
