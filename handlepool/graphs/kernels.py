@@ -87,8 +87,8 @@ class KernelFunction(GraphFunction[..., Any]):
             kernel, output = self._describe(inputs, **options)
             if misaligned and isinstance(kernel, Depthwise):
                 raise GraphNotSupportedError(
-                    f"{name}: the bias does not begin at a multiple of 16 bytes, as this package's kernel requires; pass a copy of "
-                    f"the bias"
+                    f"{name}: the bias does not begin at a multiple of 16 bytes, as this package's kernel requires; pass a copy "
+                    f"of the bias"
                 )
             check_arrays(name, driver, device, arrays, outs, vectors=False)
             for out in given:
