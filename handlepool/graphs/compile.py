@@ -241,7 +241,7 @@ def build(
             taken = scratch_of(copies)
             if taken > limit:
                 raise GraphNotSupportedError(
-                    f"copies of its operands take {taken:,} bytes of scratch, and workspace_limit is {limit:,}; raise the limit"
+                    f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}; raise workspace_limit"
                 )
             # In the scratch, the copies come after the plan's own part, at a multiple of the alignment. So the limit for the
             # plan's own part is rounded down to such a multiple.

@@ -207,9 +207,7 @@ class Plan:
         number = as_integer(index, -1)
         if not 0 <= number < self.candidates:
             last = self.candidates - 1
-            raise ArgumentError(
-                f"{self.name}: plan {shown(index)} of {self.candidates} plans; the index must be a number from 0 to {last}"
-            )
+            raise ArgumentError(f"{self.name}: plan {shown(index)} of {self.candidates}; the index must be 0 to {last}")
         return self._chooser()(number, keep)
 
     def built_anew(self) -> "Plan":

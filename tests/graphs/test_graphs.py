@@ -366,7 +366,7 @@ def test_bad_input_is_a_typed_error(pool, given, what):
     [
         ({"sizes": [1, 2]}, r"sizes=\[1, 2\], which cannot be hashed.*pass a tuple"),
         ({"size": 1}, "has no option size; it has sizes$"),
-        ({"pool": None}, "has no option pool; it has sizes. Its pool is the default one, which set_default_pool sets"),
+        ({"pool": None}, "has no option pool; it has sizes. Inside a branch it uses the pool of the branch"),
     ],
 )
 def test_a_bad_option(pool, x, options, match):

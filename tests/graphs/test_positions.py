@@ -61,7 +61,7 @@ def given(each_pool):
         ("z", "conv was given z= by keyword: arrays are positional; z is parameter 4 of x, w, b, z"),
         ("b", "conv was given b= by keyword: arrays are positional; b is parameter 3 of x, w, b, z"),
         ("bias", "conv was given bias= by keyword: arrays are positional; they are x, w, b, z"),
-        ("padding", r"conv was given padding=<.*rray of shape \(1, 4, 6, 6\), float32>: an option is no array"),
+        ("padding", r"conv was given padding=<.*rray of shape \(1, 4, 6, 6\), float32>: an option is a part of the plan's key"),
     ],
 )
 def test_an_array_that_is_passed_by_keyword_is_told_its_place(given, way, names, message):
@@ -80,7 +80,7 @@ def test_the_place_is_told_where_inputs_are_named_where_there_are_any_number_and
             conv.run,
             [{"x": given.x}],
             {"b": given.b},
-            "conv.run was given b= by keyword; arrays go into its dictionary",
+            "conv.run was given b= by keyword; put arrays into its dictionary",
         ),
     ):
         with pytest.raises(ArgumentError, match=message):

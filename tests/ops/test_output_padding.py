@@ -75,7 +75,7 @@ def test_one_too_large_to_be_completed_is_refused_with_the_remedy(each_pool, lim
     limits(MOST_COPIED=1 << 8)
     arrays = Arrays(each_pool)
     dy, w = arrays.random(1, 4, 3, 5), arrays.random(4, 2, 3, 3)
-    with pytest.raises(ArgumentError, match=r"lacks rows or columns of .*\(1, 4, 4, 6\).*append zeros to it, as numpy.pad"):
+    with pytest.raises(ArgumentError, match=r"lacks rows or columns of .*\(1, 4, 4, 6\).*append zeros to the array, as numpy.pad"):
         conv2d_input_grad(dy, w, (1, 2, 8, 10), dilation=2)
     completed = arrays.put(np.pad(arrays.take(dy), ((0, 0), (0, 0), (0, 1), (0, 1))))
     assert conv2d_input_grad(completed, w, (1, 2, 8, 10), dilation=2).shape == (1, 2, 8, 10)
