@@ -1,4 +1,4 @@
-"""Run a graph function on an empty graph, and find each array's tensor.
+"""Run a graph function on an empty graph; find each array's tensor.
 
 A reference to a tensor can be resolved only after the function has run. But the function cannot run before its parameters have
 the geometry of their arrays. So the function first runs with a guessed assignment of arrays to parameters. It runs again if the
@@ -183,7 +183,7 @@ class Request:
 
 
 def draft(recipe: Recipe, request: Request, new_graph: Callable[[], Any]) -> "Draft":
-    """Run the function, and run it again if the first guess was wrong.
+    """Run the function, and run it again after a wrong guess.
 
     The guess assigns the arrays to the function's parameters.
     """
