@@ -245,8 +245,8 @@ def _describe_pad(layouts: tuple[Layout, ...], *, widths: tuple[int, ...], mode:
     for axis, (extent, one, other) in enumerate(zip(x.shape, before, behind, strict=True)):
         if shape[axis] < 0:
             raise ArgumentError(
-                f"pad: widths of {one} and {other} leave {shape[axis]} of the {extent} elements of axis {axis}; take fewer elements "
-                f"away"
+                f"pad: widths of {one} and {other} leave {shape[axis]} of the {extent} elements of axis {axis}; remove fewer "
+                f"elements"
             )
         if mode == "reflect" and max(one, other) >= max(extent, 1):
             raise ArgumentError(
@@ -259,7 +259,7 @@ def _describe_pad(layouts: tuple[Layout, ...], *, widths: tuple[int, ...], mode:
             )
         if mode != "constant" and min(one, other) < 0 and extent + min(one, other) < 1:
             raise ArgumentError(
-                f"pad: widths of {one} and {other} leave nothing of the {extent} elements of axis {axis}; take fewer elements away"
+                f"pad: widths of {one} and {other} leave nothing of the {extent} elements of axis {axis}; remove fewer elements"
             )
     return Pad(before, mode, _bits(x.dtype, value) if mode == "constant" else 0), lying_as(x, shape)
 

@@ -60,7 +60,7 @@ def given(each_pool):
     [
         ("z", "conv was given z= by keyword: arrays are positional; z is parameter 4 of x, w, b, z"),
         ("b", "conv was given b= by keyword: arrays are positional; b is parameter 3 of x, w, b, z"),
-        ("bias", "conv was given bias= by keyword: arrays are positional; they are x, w, b, z"),
+        ("bias", "conv was given bias= by keyword: arrays are positional; the arrays are x, w, b, z"),
         ("padding", r"conv was given padding=<.*rray of shape \(1, 4, 6, 6\), float32>: an option is a part of the plan's key"),
     ],
 )
@@ -74,8 +74,8 @@ def test_an_array_that_is_passed_by_keyword_is_told_its_place(given, way, names,
 def test_the_place_is_told_where_inputs_are_named_where_there_are_any_number_and_beside_a_dictionary(given):
     for function, args, options, message in (
         (reordered, [given.w], {"x": given.x}, "x is parameter 2 of conv::weight, x"),
-        (reordered, [given.x], {"w": given.w}, "arrays are positional; they are conv::weight, x"),
-        (total, [given.x], {"x": given.x}, r"total was given x= by keyword: arrays are positional; they are \*tensors"),
+        (reordered, [given.x], {"w": given.w}, "arrays are positional; the arrays are conv::weight, x"),
+        (total, [given.x], {"x": given.x}, r"total was given x= by keyword: arrays are positional; the arrays are \*tensors"),
         (
             conv.run,
             [{"x": given.x}],

@@ -94,8 +94,8 @@ def layer(scene, **options):
     ("of_nodes", "launches", "form"),
     [
         ({}, 1, "conv2d + bias + activation"),
-        ({3: 20}, 2, "conv2d + bias; activation behind it"),
-        ({3: 20, 2: 19}, 2, "conv2d; bias + activation behind it"),
+        ({3: 20}, 2, "conv2d + bias; activation in a second launch"),
+        ({3: 20, 2: 19}, 2, "conv2d; bias + activation in a second launch"),
         ({3: 0.5, 2: 0}, 1, "conv2d + bias + activation"),  # the launch behind it takes longer than that
     ],
 )
@@ -263,7 +263,12 @@ def test_the_first_candidates_are_tried_and_the_one_in_use(make):
     assert (tuning.winner.index, tuning.previous.index) == (4, 4)
     conv.plan_for(x, w).select(0)
     (tuning,) = handlepool.tune(conv, x, w, candidates=3)
-    assert [each.skipped for each in tuning.candidates] == ["", "", "", *["not tried, because it comes after the first 3 plans"] * 2]
+    assert [each.skipped for each in tuning.candidates] == [
+        "",
+        "",
+        "",
+        *["not tried, because it comes after the first 3 plans"] * 2,
+    ]
     for wrong in (0, -1, 1.5, True, "all"):
         with pytest.raises(ArgumentError, match="tune: candidates="):
             handlepool.tune(conv, x, w, candidates=wrong)

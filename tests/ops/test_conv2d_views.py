@@ -155,9 +155,11 @@ NOT_TAKEN = {
 def test_what_is_not_taken_is_refused_with_the_remedy(arrays, view):
     w = arrays.random(16, 16, 1, 1)
     x = NOT_TAKEN[view](arrays.random)
-    with pytest.raises(ArgumentError, match=r"x of shape .* also with gaps between channels.*ascontiguousarray\(x\)"):
+    with pytest.raises(ArgumentError, match=r"x of shape .* also have gaps between channels.*ascontiguousarray\(x\)"):
         conv2d(x, w)
-    with pytest.raises(ArgumentError, match=r"out of shape .* also with gaps.*Leave it out, .*out\[\.\.\.\] = conv2d\(\.\.\.\)"):
+    with pytest.raises(
+        ArgumentError, match=r"out of shape .* also have gaps.*Leave out= away, .*out\[\.\.\.\] = conv2d\(\.\.\.\)"
+    ):
         conv2d(arrays.random(2, 16, 7, 6), w, out=NOT_TAKEN[view](arrays.random))
     with pytest.raises(ArgumentError, match=r"w of shape .* contiguous or channels-last\. Pass a contiguous copy"):
         conv2d(arrays.random(2, 16, 7, 6), arrays.random(16, 32, 1, 1)[:, ::2])
