@@ -49,7 +49,9 @@ def test_a_tensor_that_was_made_one_of_other_elements_is_refused(arrays, change)
     def changed(g, x):
         return g.relu(CHANGES[change](x))
 
-    with pytest.raises(ArgumentError, match=r"changed argument 0 is of shape \(2, 3, 5, 5\), .* which are not the array's elements"):
+    with pytest.raises(
+        ArgumentError, match=r"changed argument 0 is of shape \(2, 3, 5, 5\), .* which are not the array's elements"
+    ):
         changed(arrays.random(2, 3, 5, 5))
 
 

@@ -449,7 +449,9 @@ def test_g18_uneven_padding_with_an_addend_that_repeats_is_refused(arrays, shape
 
 def test_an_uneven_gradient_of_images_says_what_to_do_and_that_is_right(arrays):
     dy, w = arrays.random(2, 8, 5, 7), arrays.random(8, 4, 3, 3)
-    with pytest.raises(GraphNotSupportedError, match=r"the gradient of the padded images with padding=0, and cut the padding off"):
+    with pytest.raises(
+        GraphNotSupportedError, match=r"the gradient of the padded images with padding=0, and cut the padding off"
+    ):
         ops.conv2d_input_grad(dy, w, (2, 4, 6, 8), padding=((1, 0), (1, 0)))
     padded = arrays.take(ops.conv2d_input_grad(dy, w, (2, 4, 7, 9), padding=0))
     evenly = arrays.take(ops.conv2d_input_grad(dy, w, (2, 4, 5, 7), padding=1))

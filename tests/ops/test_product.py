@@ -280,7 +280,9 @@ def test_what_is_too_large_is_refused_with_the_numbers(arrays, limits):
     with pytest.raises(ArgumentError, match=r"\(65536, 65536\) has 4,294,967,296 elements.*at most 2,147,483,647"):
         matmul(arrays.random(1 << 16, 1), arrays.random(1, 1 << 16))
     limits(MOST_COPIED=100)
-    with pytest.raises(ArgumentError, match=r"matmul: argument 0 \(a\), .* 192 bytes, .* limit of 100: pass a copy of the array, con"):
+    with pytest.raises(
+        ArgumentError, match=r"matmul: argument 0 \(a\), .* 192 bytes, .* limit of 100: pass a copy of the array, con"
+    ):
         matmul(arrays.random(2, 1, 2, 4), arrays.random(1, 3, 4, 2))
 
 
