@@ -117,8 +117,8 @@ def without_empty(
     # A later node may turn the zeros of a sum into other values, so only a single sum is certain to give zeros.
     if len(nodes) > 1 or nodes[0].node_type.name not in _SUMS or outputs[0].dtype.name not in _TYPES:
         raise GraphNotSupportedError(
-            f"an array is empty and the result of {title(nodes[-1])} has elements, in shape {outputs[0].shape}: only a graph of "
-            f"one convolution or matrix product in {', '.join(_TYPES)} may do that. Make the node with the empty array a graph "
-            "function of its own"
+            f"an array is empty and the result of {title(nodes[-1])} has elements, in shape {outputs[0].shape}: only a single "
+            f"convolution or matrix product in {', '.join(_TYPES)} takes such an array. Make the node with the empty array a "
+            "graph function of its own"
         )
     return WithoutEmpty(name, titles, zeros(outputs[0], titles[inputs]), (inputs,))

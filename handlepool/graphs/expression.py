@@ -383,7 +383,7 @@ def as_number(what: str, value: object) -> float:
         try:
             return float(value)
         except OverflowError:
-            # A Python integer can exceed the range of a float. It then counts as infinite.
+            # A Python integer beyond the range of a float counts as infinite.
             return float("inf") if value > 0 else float("-inf")
     if isinstance(value, (complex, np.complexfloating)):
         raise TraceError(

@@ -255,11 +255,11 @@ class GraphFunction(ArrayCall[P, R_co]):
                 copied := misaligned_vectors(driver, arrays) if references is None else (),
             )
             plan = cast("Plan | None", pool.plans.get(device, key))
-        # An object without a shape is no array. The check raises the clear error.
+        # An object without a shape is no array. `check_arrays` raises a clear error for it.
         except AttributeError:
             check_arrays(self._name, driver, device, arrays, outs)
             raise
-        # A value without a hash cannot be in a key. The checks raise the clear error.
+        # A value without a hash cannot be in a key. The checks below raise a clear error for it.
         except TypeError:
             self._recipe.check_static(options, references is not None)
             normalise(dict(settings))

@@ -79,11 +79,11 @@ class KernelFunction(GraphFunction[..., Any]):
         def build() -> Plan:
             if len(inputs) >= MOST_OPERANDS:
                 raise ArgumentError(
-                    f"{name}: {len(inputs)} arrays; one call takes at most {MOST_OPERANDS - 1}. Call it for the first "
+                    f"{name}: {len(inputs)} arrays; one call takes at most {MOST_OPERANDS - 1}. Call {name} for the first "
                     f"{MOST_OPERANDS - 1} arrays, then for that result and the remaining arrays"
                 )
             if len(given) > 1:
-                raise ArgumentError(f"{name}: out= holds {len(given)} arrays, but the function has one output")
+                raise ArgumentError(f"{name}: out= holds {len(given)} arrays, but the function has one output; pass one array")
             kernel, output = self._describe(inputs, **options)
             if misaligned and isinstance(kernel, Depthwise):
                 raise GraphNotSupportedError(

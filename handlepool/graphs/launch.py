@@ -49,7 +49,7 @@ def hit(
     # No shortcut is found if the key is new, if the call has no arrays, or if an option has no hash.
     except (AttributeError, IndexError, KeyError, TypeError):
         return NOT_CACHED
-    # `active` is empty if no thread has an open region or recording. Then this hot path skips the checks for them.
+    # `active` is empty if no thread has an open region or recording. Then this hot path makes no further checks.
     if active:
         # `recordings` counts the recordings of all threads, so ask this thread's own state as well.
         if recordings and (thread.recording or thread.rehearsal or thread.launched):

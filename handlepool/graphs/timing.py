@@ -330,7 +330,8 @@ class TimingRig:
         driver, (first, *others) = self._driver, self._slots[:count]
         driver.begin_capture(first.pointer)
         try:
-            # Only the first stream is captured so far. A wait for an event of it brings another stream into the capture.
+            # So far only the first stream is captured. A wait for an event of this stream brings another stream into the
+            # capture.
             driver.record_event(first.start_event, first.pointer)
             for slot in others:
                 driver.wait_event(slot.pointer, first.start_event)

@@ -134,8 +134,8 @@ def check_out(name: str, layout: Layout, out: Layout) -> None:
     """
     if (layout.shape, layout.dtype) != (out.shape, out.dtype):
         raise ArgumentError(
-            f"out= of {name} is {out.dtype} of shape {out.shape}, and the output is {layout.dtype} of shape {layout.shape}; pass "
-            "an array of that type and shape"
+            f"out= of {name} is {out.dtype} of shape {out.shape}; an array for this output must be {layout.dtype} of shape "
+            f"{layout.shape}"
         )
     if overlaps_itself(out.shape, out.strides, out.dtype.itemsize):
         raise ArgumentError(
@@ -216,7 +216,9 @@ def _guess(recipe: Recipe, request: Request) -> Assignment:
         references = recipe.inputs
         if len(references) != count:
             listed = ", ".join(map(shown, references))
-            raise ArgumentError(f"{name} takes {len(references)} arrays, for {listed}, and was called with {count}")
+            raise ArgumentError(
+                f"{name} takes {len(references)} arrays, for {listed}, and was called with {count}; pass an array for each"
+            )
     names = signature.referred(name, references, options)
     assignment: Assignment = {parameter: references.index(parameter) if parameter in references else None for parameter in names}
     # The remaining arrays fill the remaining parameters in order, until the first run shows the true assignment.
@@ -354,7 +356,9 @@ class Draft:
             return sources
         if len(references) != count:
             listed = ", ".join(map(self._shown, references))
-            raise ArgumentError(f"{name} takes {len(references)} arrays, for {listed}, and was called with {count}")
+            raise ArgumentError(
+                f"{name} takes {len(references)} arrays, for {listed}, and was called with {count}; pass an array for each"
+            )
         sources = [self._references.resolve(reference) for reference in references]
         for place, tensor in enumerate(sources):
             if any(tensor is other for other in sources[:place]):

@@ -226,8 +226,8 @@ def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, S
         raise ArgumentError(f"{function}: {w} {w_shape} has filters without taps; give R and S of 1 or more")
     if w_shape[1] * groups != x_shape[1]:
         raise ArgumentError(
-            f"{function}: {x_shape[1]} channels in {x} {x_shape} and {w_shape[1]} x groups={groups} in {w} {w_shape}; {w} must "
-            f"be (K, C / groups, R, S)"
+            f"{function}: {x_shape[1]} channels in {x} {x_shape} and {w_shape[1]} x groups={groups} in {w} {w_shape}, which must "
+            f"be equal; {w} must be (K, C / groups, R, S)"
         )
     if w_shape[0] % groups:
         raise ArgumentError(
@@ -371,8 +371,8 @@ def conv2d(
     if add is not None:
         arrays, (function, copying) = (*arrays, add), _summed
     key = values = (stride, padding, dilation, groups, mode, activation, workspace_limit, allow_tf32, deterministic)
-    # Values of the types below cannot be equal to values of other types that are allowed here. So they need no types in the
-    # key, and most calls skip the slower `typed_key`.
+    # Most calls have only values of the types below. Then the values themselves are the key, without the slower `typed_key`. A
+    # call with a value of another type gets a key of another structure, which never equals such a key.
     if not (
         (
             type(stride) is type(padding) is type(dilation) is int

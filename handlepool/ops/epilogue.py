@@ -207,7 +207,8 @@ class Stages:
             device = self.pool.driver.current_device()
             key = (self.name, device, self.key, self.parts, *((array.shape, array.strides, array.dtype) for array in given))
             hash(key)
-        # An object that is no array, or an invalid option, has no key. It raises a clearer error when the call is prepared.
+        # An object that is no array, or an invalid option, has no key. Such arguments raise a clearer error when the call is
+        # prepared.
         except (AttributeError, TypeError):
             return None
         return key

@@ -66,8 +66,8 @@ def device_of(array: Any) -> int:
         return HOST
     if kind not in _GPU_MEMORY:
         raise ArrayTypeError(
-            f"an array on a device of DLPack's type {kind}, and only the host and CUDA devices are supported; copy the array to "
-            f"the host or a CUDA device"
+            f"the array is on a device of DLPack's type {kind}, and only the host and CUDA devices are supported; copy the array "
+            f"to the host or a CUDA device"
         )
     return int(ordinal)
 
@@ -123,8 +123,8 @@ def _dtype(code: int, bits: int, lanes: int) -> np.dtype[Any]:
         name = "bool" if code == 6 else f"{_KINDS[code]}{bits}"
     if name is None or lanes != 1:
         raise ArrayTypeError(
-            f"an array of DLPack's type code {code} with {bits} bits and {lanes} lanes, and cuDNN has no such type; convert the "
-            f"array to another type"
+            f"the array has DLPack's type code {code} with {bits} bits and {lanes} lanes, and cuDNN has no such type; convert "
+            f"the array to another type"
         )
     return as_dtype(name)
 
@@ -147,11 +147,11 @@ def from_cuda_array(array: Any) -> tuple[View, int | None]:
     """
     described = array.__cuda_array_interface__
     if described.get("mask") is not None:
-        raise ArrayTypeError(f"a {kind_of(array)} with a mask, and cuDNN has no masks; pass the array's data")
+        raise ArrayTypeError(f"a {kind_of(array)} has a mask, and cuDNN has no masks; pass the array's data")
     typestr = str(described["typestr"])
     if typestr.startswith(">"):
         raise ArrayTypeError(
-            f"a {kind_of(array)} of type {typestr!r}, whose byte order differs from the GPU's; convert the array"
+            f"a {kind_of(array)} has type {typestr!r}, whose byte order differs from the GPU's; convert the array"
         )
     dtype = as_dtype(typestr)
     shape = tuple(described["shape"])

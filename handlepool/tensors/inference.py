@@ -230,7 +230,7 @@ def reduction(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, 
     """
     source = inputs["input"]
     if getattr(node.params.get("mode"), "name", "NOT_SET") == "NOT_SET":
-        raise ArgumentError(f"{title(node)}: has no mode; give a mode of cudnn.reduction_mode, such as ADD")
+        raise ArgumentError(f"{title(node)}: the node has no mode; give a mode of cudnn.reduction_mode, such as ADD")
     if len(declared) != len(source) or any(d not in (1, s) for d, s in zip(declared, source, strict=True)):
         raise ArgumentError(
             f"{title(node)}: its input is {source} and its output {declared or 'undeclared'}; "
@@ -264,7 +264,8 @@ def permutation(node: Any, rank: int) -> Shape:
         axes = ()
     if sorted(axes) != list(range(rank)):
         raise ArgumentError(
-            f"{title(node)}: permutation={shown(given)} does not fit an input of {rank} axes; give each of 0 to {rank - 1} once"
+            f"{title(node)}: permutation={shown(given)} does not fit an input of {rank} axes; give each of the axes 0 to "
+            f"{rank - 1} once"
         )
     return axes
 
@@ -321,7 +322,7 @@ def attention(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned:
     bias = inputs.get("bias", (1, 1, 1, 1))
     full = (*q[:3], k[2])
     if len(bias) != 4 or any(extent not in (1, whole) for extent, whole in zip(bias, full, strict=True)):
-        raise ArgumentError(f"{title(node)}: bias {bias} does not broadcast to the scores, (N, H, L, S) of {full}")
+        raise ArgumentError(f"{title(node)}: bias {bias} does not broadcast to the scores, (N, H, L, S) = {full}")
     # The rule is called once for each of the node's two outputs. The declared shape shows which output this is: the statistics
     # have an extent of 1 along the last axis.
     return declared if declared == (*q[:3], 1) else (*q[:3], v[3])
@@ -348,7 +349,7 @@ A rule takes the node, its input shapes, the declared output shape, and whether 
 def _operands(node: FrontendNode, inputs: Mapping[str, Shape], first: str, second: str) -> tuple[Shape, Shape]:
     a, b = inputs.get(first), inputs.get(second)
     if a is None or b is None:
-        raise ArgumentError(f"{title(node)}: needs {first} and {second}, and was given {', '.join(inputs) or 'neither'}")
+        raise ArgumentError(f"{title(node)}: the node needs {first} and {second}, and has {', '.join(inputs) or 'neither'}")
     if len(a) != len(b) or not 3 <= len(a) <= 5:
         raise ArgumentError(
             f"{title(node)}: {first} {a} and {second} {b} must have the same number of axes, 3 to 5: "

@@ -229,7 +229,7 @@ UNFIT = {
     ),
     "bias of shape": lambda a: conv2d(a(0, 4, 7, 7), a(6, 4, 3, 3), bias=a(0)),
     "the result is empty": lambda a: conv2d(a(2, 4, 0, 8), a(6, 4, 3, 3)),
-    r"it must be float32 of shape \(0, 6, 5, 5\)": lambda a: conv2d(a(0, 4, 7, 7), a(6, 4, 3, 3), out=a(1, 6, 5, 5)),
+    r"must be float32 of shape \(0, 6, 5, 5\)": lambda a: conv2d(a(0, 4, 7, 7), a(6, 4, 3, 3), out=a(1, 6, 5, 5)),
     "lead to": lambda a: conv2d_input_grad(a(0, 6, 5, 5), a(6, 4, 3, 3), (1, 4, 7, 7)),
     "conv2d_weight_grad: .* lead to": lambda a: conv2d_weight_grad(a(0, 4, 7, 7), a(0, 6, 5, 5), (6, 4, 5, 3)),
     "each 0 or more": lambda a: conv2d_input_grad(a(0, 6, 5, 5), a(6, 4, 3, 3), (-1, 4, 7, 7)),

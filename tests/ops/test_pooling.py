@@ -154,7 +154,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool, function):
         "window=b'12'; it must be": lambda: function(x, b"12"),
         r"takes one array of images \(N, C, H, W\), not \(8, 6, 8\)": lambda: function(x[0], 2),
         "x is int32; it must be one of": lambda: function(each_pool.driver.asarray(np.ones((1, 1, 4, 4), np.int32)), 2),
-        r"out= of \w+ is float32 of shape \(2, 8, 6, 8\); it must be float32 of shape \(2, 8, 3, 4\)": lambda: function(
+        r"out= of \w+ is float32 of shape \(2, 8, 6, 8\); .* must be float32 of shape \(2, 8, 3, 4\)": lambda: function(
             x, 2, out=x
         ),
         "shares memory with argument 0": lambda: function(x, 1, out=x),
