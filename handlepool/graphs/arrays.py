@@ -267,7 +267,7 @@ class ConvertedArguments:
             ):
                 raise ArrayTypeError(
                     f"{self._name}: {self._called(place)}, a {kind_of(array)}: it is in host memory, and the "
-                    f"{self.pool.driver.name} driver takes {taken(self.pool.driver)}; convert it first, as with {ASARRAY}"
+                    f"{self.pool.driver.name} driver takes {taken(self.pool.driver)}; convert the array first, as with {ASARRAY}"
                 )
             if has_protocol(array, "__dlpack__"):
                 operands[place] = self._adopt(place, lambda array: from_dlpack(array, stream), array)

@@ -75,7 +75,7 @@ def _unhashable(name: str, options: dict[str, Any]) -> ArgumentError:
     for option, value in options.items():
         if holds_values(value):
             return ArgumentError(
-                f"{name} was given {option}={shown(value)} by keyword: keywords are constants, so pass arrays by position"
+                f"{name} was given {option}={shown(value)} by keyword: arrays are positional, because keywords are constants"
             )
     return ArgumentError(
         f"{name} was given {', '.join((f'{option}={shown(value)}' for option, value in options.items()))}, of which a "

@@ -221,7 +221,10 @@ REFUSED = {
         r"linear: 8 columns in x \(3, 8\) and 5 columns in w \(8, 5\), which must be equal; w must",
     ),
     "batches": (lambda r: matmul(r(2, 3, 8), r(3, 8, 5)), r"batch axes \(2,\) of a and \(3,\) of b do not broadcast"),
-    "bias": (lambda r: linear(r(3, 8), r(5, 8), bias=r(8)), r"linear: bias of shape \(8,\) for 5 columns; it must be \(5,\)"),
+    "bias": (
+        lambda r: linear(r(3, 8), r(5, 8), bias=r(8)),
+        r"linear: bias of shape \(8,\) for 5 columns; its shape must be \(5,\)",
+    ),
     "a row": (lambda r: matmul(r(3, 8), r(8, 5), bias=r(1, 5)), r"matmul: bias of shape \(1, 5\) for 5 columns"),
     "empty": (lambda r: matmul(r(0, 3, 7), r(8, 5)), "7 columns in a"),
     "activation": (
