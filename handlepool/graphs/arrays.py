@@ -1,6 +1,6 @@
 """Convert arrays of other libraries to the driver's form for one call.
 
-Torch tensors are converted by `handlepool.foreign.torch`.
+`handlepool.foreign.torch` converts torch tensors.
 """
 
 import sys
@@ -30,7 +30,7 @@ class ForeignCall(GraphCall):
     """A `GraphCall` with arrays of other libraries.
 
     The outputs that the call allocates become arrays of the first array's library. If need be, they are converted after the
-    launch.
+    launch has been enqueued.
     """
 
     __slots__ = ("_call", "_converted", "callers", "stream")

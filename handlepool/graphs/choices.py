@@ -1,4 +1,4 @@
-"""Describe the forms of an operation, so that tuning can choose.
+"""Describe the forms of an operation, for a tuning to choose from.
 
 A form of an operation is a way to launch it: as one plan, or as a plan followed by further launches. All forms compute the same
 result.

@@ -136,7 +136,7 @@ class OnDevice:
         self._stream = driver.current_stream(slots.device)
 
     def new_graph(self, **settings: object) -> Any:
-        """Return the driver's empty graph."""
+        """Return an empty graph, which the driver makes."""
         return self._driver.new_graph(**settings)
 
     def _own(self) -> Handle | None:

@@ -28,7 +28,7 @@ A compiler takes seconds for more operations.
 FLOATING = ("float16", "bfloat16", "float32")
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32")
 TYPES = (*FLOATING, *INTEGERS, "bool")
-"""Types of the arrays that a function takes, by NumPy's names."""
+"""Types of the arrays that an elementwise function takes, by NumPy's names."""
 NUMBER = "number"
 """The kind of a traced value that is computed from numbers alone."""
 

@@ -61,7 +61,8 @@ The measured addends are as large as the output.
 BEHIND_A_PRODUCT = (None, "relu", "sigmoid", "gelu", "swish")
 """Activations measured after a matrix product.
 
-Tanh is missing: an engine for convolutions computes tanh far from zero wrongly, and after products this was not measured.
+Tanh is missing. An engine for convolutions computes tanh far from zero wrongly, and no measurement of products covers such
+values.
 """
 
 
