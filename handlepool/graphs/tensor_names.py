@@ -42,7 +42,7 @@ def made_by_nodes(graph: FrontendGraph) -> dict[int, Any]:
 
 
 class References:
-    """Finds the tensors of one graph.
+    """Find the tensors of one graph by references.
 
     Parameters
     ----------

@@ -149,7 +149,7 @@ def parameters(*, stride: tuple[int, int], padding: Sides, dilation: tuple[int, 
 
 
 def as_shape(function: str, shape: Any) -> Shape:
-    """Check and return the shape of a gradient."""
+    """Check the ``shape`` of a gradient, and return it as integers."""
     try:
         extents = () if isinstance(shape, _BYTES) else tuple(map(as_integer, shape))
     except TypeError:
@@ -239,7 +239,7 @@ def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, S
 def result_shape(
     x: Shape, w: Shape, *, stride: tuple[int, int], padding: Sides, dilation: tuple[int, int]
 ) -> tuple[int, int, int, int]:
-    """Return the shape of the result for images and filters.
+    """Return the shape of the convolution of images with filters.
 
     An extent below 1 means that the result has no pixels.
     """

@@ -256,7 +256,9 @@ def batch_norm(
 @launches
 @by_keyword
 def softmax(x: ArrayT, *extra: Never, axis: Axes = -1, out: object = None, pool: HandlePool | None = None) -> ArrayT:
-    """Divide exp(x) by its row's sum, on the current stream.
+    """Compute the softmax of each row, on the current stream.
+
+    Each exp(x) is divided by the sum of exp(x) over its row.
 
     Parameters
     ----------
