@@ -109,8 +109,8 @@ def conform(
     for node in graph.nodes:
         if node.node_type.name in _UNMEASURED:
             raise GraphNotSupportedError(
-                f"{title(node)}: cuDNN's results of such a node were not measured, so they may be wrong; compute this step with "
-                "the array library, before the call or after it"
+                f"{title(node)}: cuDNN's result of such a node was not measured, so the result may be wrong; compute this step "
+                "with the array library, before the call or after it"
             )
         if node.node_type.name == "REDUCTION" and len(graph.nodes) > 1:
             raise GraphNotSupportedError(
