@@ -39,7 +39,7 @@ def is_unchanged(value: object) -> bool:
 
 
 def tuple_of(kind: Any, entries: list[Any]) -> Any:
-    """Return a tuple of a class, without the code of a Python class."""
+    """Return a tuple of a class without calling its own code."""
     try:
         return tuple.__new__(kind, entries)
     # A class that is written in C makes its own objects.
