@@ -1,4 +1,4 @@
-"""Describe the memory that calls read and overwrite, and record its last users.
+"""Describe the memory of calls, and record its last users.
 
 Each piece of memory has an entry, which is found by its address. A piece with gaps, and several pieces that begin at the same
 address, are found by the whole piece. An entry holds the other entries that share elements with it. So a call that uses a piece

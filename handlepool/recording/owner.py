@@ -1,6 +1,6 @@
-"""Let one thread at a time use a program, and one thread own it.
+"""Let one thread use a program at a time.
 
-The owner alone may update, replay and read the program.
+A program has an owner thread. The owner alone may update, replay and read the program.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ OWNERS = ("replayed", "updated", "read", "handed over")
 
 
 class Owned:
-    """A program with an owner thread, and with one use at a time."""
+    """A program with an owner thread and one use at once."""
 
     _name: str
     _status: Status
@@ -32,9 +32,12 @@ class Owned:
     _lock: RLock
     device: int
     _retaking: bool
-    """Whether the program's function is being called outside of the lock, so that other uses are refused."""
+    """Whether other uses are refused.
+
+    The program's function is being called then, outside of the lock.
+    """
     _busy: str | None
-    """The use by the thread that holds the lock, such as replayed or closed."""
+    """The use by the thread that holds the lock, as ``replayed``."""
     _recording: "Recording | None" = None
     _user: ThreadToken | None = None
     """The thread that owns `update`, `replay` and `outputs`.
@@ -114,7 +117,7 @@ class Owned:
         self._user = thread.token
 
     def _check_use(self, stream: object) -> int:
-        """Refuse a use of the program on a stream, or return the current device."""
+        """Refuse a use on a stream, or return the current device."""
         if self._recording is None:
             self._refuse()
         if self._retaking:

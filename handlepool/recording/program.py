@@ -307,9 +307,10 @@ class Program(Owned):
             raise
 
     def _take_over(self) -> None:
-        """Make this thread the owner in any case, and its current stream the next to use the program's memory.
+        """Make this thread the owner in any case.
 
-        Otherwise the former owner could replay with the inputs of a call, or read its outputs, and take both for its own values.
+        Its current stream uses the program's memory next. Otherwise the former owner could replay with the inputs of a call, or
+        read its outputs, and take both for its own values.
         """
         # A prepared call neither reads nor changes the notes on overwritten inputs. The use that follows may change them.
         self._prepared = None

@@ -160,7 +160,7 @@ def after_branches(
 
 
 def replayed(self: "Program", act: Callable[[int], T]) -> T:
-    """Use the program on the current stream, and return the value of ``act(pointer)``."""
+    """Return ``act(pointer)``, a use on the current stream."""
     if active:
         after_branches(self, self._memory.reads, self._memory.writes, None)
     self._follow(None)

@@ -1,4 +1,4 @@
-"""Keep the variants of a recorded function, and count the keys of its calls."""
+"""Keep the variants of a recorded function, and count keys."""
 
 import threading
 from collections.abc import Iterator
@@ -100,7 +100,7 @@ class VariantTable:
                 dead.append(min(self._order, key=attrgetter("last")))
         return [each for each in dead if each is not variant]
 
-    def keep_hit(self, variant: Variant, args: Any) -> None:
+    def keep_hit(self, variant: Variant, args: tuple[Any, ...]) -> None:
         """Let later calls of a variant take the written-out call."""
         hit, shape = variant.hit(args), getattr(args[0], "shape", None) if args else None
         if hit is None or hit in self.hits.get(shape, ()):
@@ -147,7 +147,10 @@ class VariantTable:
         return seen
 
     def many_values(self, call: Call) -> list[str]:
-        """Count the plain values in a call's key; return the names of those in which `MANY_VALUES` keys differ now."""
+        """Count the plain values in a call's key; return names.
+
+        They are the names of the values in which `MANY_VALUES` keys differ now.
+        """
         names = []
         for place, part in enumerate(call.key):
             value = part[1] if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str) else part
@@ -158,7 +161,7 @@ class VariantTable:
         return names
 
     def stats(self, recorded: int, eager: int) -> RecordedStats:
-        """Return counts of the programs, beside the counts of recordings and eager calls."""
+        """Return all counts, given those of recordings and eager calls."""
         programs = [each.program for variant in self for each in variant.instances]
         keys = sum(bool(variant.instances) for variant in self)
         return RecordedStats(keys, len(programs), sum(each.nbytes for each in programs), recorded, eager, self.closed)
