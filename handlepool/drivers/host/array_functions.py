@@ -124,7 +124,7 @@ def _filled(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...]
     pattern = np.empty_like(like, **{key: given[key] for key in ("dtype", "order", "shape") if key in given})
     made = work.like(pattern.shape, pattern.dtype, pattern)
     if name != "empty_like":
-        # If the value does not fit, one of these two trials raises before the work is queued.
+        # If the value does not fit, one of these trials raises before the work is queued.
         np.copyto(np.empty((), made.dtype), np.ravel(ones(value))[0], "unsafe")
         np.broadcast_to(dummy(value), made.shape)
         taken = raws(value)

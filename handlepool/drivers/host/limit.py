@@ -18,7 +18,7 @@ The free memory is measured when the driver is made.
 """
 UNKNOWN = 1 << 30
 """Bytes per device on machines that do not report their free memory."""
-ADVICE = f"the memory is simulated, and the variable {VARIABLE} sets the size of each device's memory, as in {VARIABLE}=4G"
+ADVICE = f"the memory is simulated: {VARIABLE}, as in {VARIABLE}=4G, sets how much each device has"
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 
@@ -52,7 +52,7 @@ def parse(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ArgumentError(f"{VARIABLE}={shown(text)} is no size: pass bytes, or a number with K, M, G or T, as in 4G")
+        raise ArgumentError(f"{VARIABLE}={shown(text)} is no size: pass bytes, or a number with K, M, G or T, as 4G")
     number, unit = match.groups()
     return int(float(number) * 1024 ** " KMGT".index(unit.upper() or " "))
 
