@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 MOST_TRIED = 4
-"""The maximum of blocks that `take` tries at each end of a list."""
+"""The maximum of blocks that `take` tries per end of a list."""
 MOST_SIZES = 8
 """The maximum of sufficient sizes that `take` tries."""
 MOST_TIMES = 2
