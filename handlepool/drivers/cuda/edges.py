@@ -99,8 +99,8 @@ class Dependencies:
             self._refuse(status)
         if answer.state.value != _ACTIVE:
             raise CaptureError(
-                f"stream {pointer:#x} is not being captured, or its capture was invalidated (state {answer.state.value}), so its "
-                "next work has no dependencies to read"
+                f"stream {pointer:#x} is not capturing, or its capture was invalidated (state {answer.state.value}), so its next "
+                "work has no dependencies"
             )
         # The nodes lie in the driver's memory, which the next call on the capture may change. So they are copied.
         return tuple(answer.nodes[: answer.count.value])

@@ -227,8 +227,8 @@ class Captures:
         lost = [node.label or "an operation" for node in capture.nodes if node not in joined]
         if lost:
             raise CaptureError(
-                f"{capture!r} ended while its first stream had not waited for work of another stream: {', '.join(lost)}. Record "
-                "an event behind that work, and let the first stream wait for the event"
+                f"{capture!r} ended while this work of another stream was not waited for: {', '.join(lost)}. Record an event "
+                "behind that work, and let the capture's first stream wait for the event"
             )
         return capture.nodes
 

@@ -425,7 +425,7 @@ class _Planner:
         reduce = REDUCTIONS.get(node.params["mode"].name)
         if reduce is None or "group_offset" in node.inputs:
             what = f"mode {node.params['mode'].name}" if reduce is None else "group_offset"
-            raise GraphNotSupportedError(f"{title(node)}: the host driver does not support {what}; run it on the cuda driver")
+            raise GraphNotSupportedError(f"{title(node)}: the host driver has no {what}; run the graph on the cuda driver")
         self.engines.add("host_reduction")
         source, output = self.ports(node, "input", "OUT_0")
         axes = tuple(axis for axis, extent in enumerate(source.shape) if extent != output.shape[axis])
