@@ -46,7 +46,7 @@ class Events:
 
     def _note_released(self) -> None:
         # A thread that releases an event appends the event before this check. `destroy` sets `_closed` before it empties the
-        # list. So either this thread or `destroy` destroys the event.
+        # list. So either this call or the other thread's call destroys the event.
         if self._closed:
             self.destroy()
 

@@ -74,6 +74,6 @@ def check_operands(
         alignment = array.dtype.itemsize if index in copied else TENSOR_ALIGNMENT
         if array.size and (address := driver.array_pointer(array) % alignment):
             raise ArgumentError(
-                f"{name}: the address of {operand(index)}, of shape {array.shape}, begins {address} bytes past a multiple of "
-                f"{alignment}, and must be such a multiple; pass a copy; for an output, pass another array, and copy from that"
+                f"{name}: {operand(index)}, of shape {array.shape}, begins {address} bytes past a multiple of {alignment}, and a "
+                f"launch needs such a multiple; pass a copy; for an output, pass another array, and copy from that"
             )

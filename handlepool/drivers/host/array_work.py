@@ -428,7 +428,7 @@ class ArrayWork:
     # Not queued
 
     def viewed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the function's results as views, or queue it if it copies."""
+        """Return views if the function makes views; queue the function if not."""
         found = function(*raws(args), **raws(kwargs))
         # NumPy returns a scalar for an element of an array without axes.
         if isinstance(found, np.generic):

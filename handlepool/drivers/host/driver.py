@@ -311,7 +311,7 @@ class HostDriver(Controls):
     # When something is wrong
 
     def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
-        """Return the error of `lose_context` if ``error`` comes from it.
+        """Return the error that `lose_context` set if ``error`` comes from that error.
 
         With ``ask``, return the error of `lose_context` in any case, or None if the context is not lost.
         """
