@@ -317,7 +317,7 @@ def test_a_join_that_was_forgotten_is_named(pool, stream, kernels):
         return x
 
     body(x)
-    with pytest.raises(CaptureError, match="nothing waits for afterwards"):
+    with pytest.raises(CaptureError, match="does not wait for that work"):
         handlepool.record(body, x, pool=pool)
 
 
