@@ -244,7 +244,7 @@ def test_g12_where_programs_have_the_memory_the_error_says_so():
             handlepool.record(
                 lambda x: (scene.pool.get_workspace(500_000), scene.plus(x, 1))[1], scene.array(1), pool=scene.pool
             ),
-            pytest.raises(OutOfMemoryError, match=r"500,224 bytes of scratch, 500,224 of them programs'"),
+            pytest.raises(OutOfMemoryError, match=r"500,224 bytes of scratch, 500,224 of them held by programs"),
         ):
             scene.pool.get_workspace(700_000)
         assert scene.pool.get_workspace(700_000).nbytes == 700_000
