@@ -20,7 +20,7 @@ def warn_of_assumed_write(writer: AssumedWriter) -> None:
     if writer not in _warned:
         _warned.add(writer)
         warnings.warn(
-            f"a branch waits because {writer[0]} returned more than new arrays, and so may have written any array that "
+            f"a branch waits because {writer[0]} did not return new arrays alone, and so may have written any array that "
             "it was given. Declare its writes with @handlepool.operation(mutates=...), so that only branches that use "
             "the written arrays wait",
             stacklevel=frames_inside(),

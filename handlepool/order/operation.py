@@ -521,7 +521,8 @@ def _attribute(
             value = getattr(value, part)
         except AttributeError as error:
             raise ArgumentError(
-                f"operation {name}: {what}={entry!r} is not found, because {shown(value)} has no attribute {part!r}"
+                f"operation {name}: {what}={entry!r} is not found, because {shown(value)} has no attribute {part!r}; "
+                "correct the entry, or set the attribute before the call"
             ) from error
     return value
 

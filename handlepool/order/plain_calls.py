@@ -227,7 +227,8 @@ class PlainCall(PythonCall):
         """
         if not _may_write.get(self._form):
             if len(_may_write) >= _MOST_KNOWN:
-                # The table must not grow without end. A form that is forgotten counts as writing until it is known again.
+                # The table must not grow without end. A call form that is forgotten counts as writing its arguments until it is
+                # known again.
                 _may_write.clear()
             _may_write[self._form] = writes
 
@@ -268,7 +269,8 @@ class PlainCall(PythonCall):
         """
         if _lies_in(memory, [known[:2] for known in self._out]):
             return True
-        # Another library's allocator is not observed. So its array counts as new where it shares no memory with the arguments.
+        # Another library's allocator is not observed. So an array of that library counts as new if it shares no memory with the
+        # arguments.
         return type(value) is not self._driver.array_types[0] and not any(share(memory, known) for known in self._given)
 
     def _tell(self, order: DataOrder, track: Track) -> None:
@@ -329,22 +331,23 @@ def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Ite
                 yield from _codes((owner,), depth) if type(owner) is CACHE else (Token(owner),)
             elif owner is None or isinstance(owner, ModuleType):
                 yield Token(value)
-            # For an array's method, say, yield the type, because the array must not be kept. Methods of the same type do the
-            # same work.
+            # For a method of an array, for example, yield the array's type, because the table of call forms must not keep the
+            # array. The same method of another array does the same work.
             else:
                 yield owner if isinstance(owner, type) else type(owner), value.__name__
-        # Walk the wrapped function of a cache, because the cache's contents must not be kept.
+        # For a `functools.lru_cache`, continue with the wrapped function, because the table of call forms must not keep the
+        # cache's contents.
         elif type(value) is CACHE:
             yield from _codes((value.__wrapped__,), depth - 1) if depth else ()
         elif type(value) is methodcaller:
             yield methodcaller, *[each for each in get_referents(value) if isinstance(each, str)]
         elif callable(value) and depth and isinstance(getattr(value, "__wrapped__", None), FunctionType):
-            # The wrapper may be a cache of another kind.
+            # The wrapper may be a cache of another kind. So the walk continues with the wrapped function here, too.
             yield from _codes((value.__wrapped__,), depth - 1)
         elif callable(value):
             called = bound_call(value)
             if isinstance(value, ReferenceType):
-                # Yield the type, because a kept reference would run its callback when its referent ends.
+                # Yield the type, because a weak reference kept in the table would run its callback when its referent ends.
                 yield ReferenceType
             elif called is value:
                 yield Token(value)

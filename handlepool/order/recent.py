@@ -31,7 +31,7 @@ class Recent:
     def __init__(self, block_type: type) -> None:
         self._block_type = block_type
         self._launches: list[Launch] = []
-        # This maps the address of each output to the track and the call that wrote it, and to its bytes.
+        # This maps the address of each output to the track and the call that wrote the output, and to its size in bytes.
         self._outputs: dict[int, tuple[Track, int, int]] = {}
         # This maps each block that launches used to whether a launch wrote to it.
         self._written: dict[object, bool] = {}
@@ -56,8 +56,8 @@ class Recent:
                 written[block] = False
             elif written[block]:
                 output = self._outputs.get(addresses[index])
-                # In these cases the launch reads a part of an output, or other memory in an output's block. Only the entries of
-                # `Uses` can tell the two cases apart.
+                # If this condition holds, the launch reads a part of an output, or other memory in an output's block. Only the
+                # entries of `Uses` can tell the two cases apart.
                 if output is None or output[2] != reach:
                     return None
                 track, call, _ = output

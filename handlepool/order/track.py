@@ -152,8 +152,8 @@ def record_mark(events: Events, track: Track) -> None:
     """
     marks = track.marks
     try:
-        # With too many marks, the event of the oldest mark is recorded again. Streams that wait for its earlier record are not
-        # affected, because a wait refers to the record at the time of the wait.
+        # If the stream has the maximum of marks, the event of the oldest mark is recorded again. Streams that wait for its
+        # earlier record are not affected, because a wait refers to the record at the time of the wait.
         event = events.free.pop() if len(marks) < MOST_MARKS else marks.pop(0)[1]
     except IndexError:
         event = events.acquire()

@@ -344,7 +344,7 @@ def _is_still_on(idle: Slot, reference: StreamReference) -> bool:
     The wait needs an event on the last stream, which may no longer exist. Even a live weak reference does not prove that the
     stream exists: while the destructor of a stream object destroys the stream, the reference still answers.
     """
-    # The per-thread default stream is a different stream in each thread.
+    # The per-thread default stream is a different stream in each thread, although its pointer is the same.
     if idle.watch is None or idle.pointer == PER_THREAD_STREAM:
         return False
     return reference.stream is not None and idle.watch() is reference.stream

@@ -254,7 +254,7 @@ class HandlePool:
 
     def __reduce__(self) -> Any:
         """Refuse to be copied: two pools would own the same handles."""
-        raise TypeError("a HandlePool owns handles, streams and memory and cannot be copied or pickled; make another one")
+        raise TypeError("a HandlePool owns handles, streams and memory and cannot be copied or pickled; make another pool")
 
     def __enter__(self) -> "HandlePool":
         return self

@@ -192,9 +192,9 @@ class Slot:
         self.pointer = -1
         self.key: Hashable = None
         self.owner: Status | None = None
-        # A weak reference to the stream's object. Its callback leaves the slot behind.
+        # A weak reference to the stream's object. When that object ends, the callback of the reference leaves the slot behind.
         self.watch: weakref.ref[Any] | None = None
-        # Only side slots hold a stream.
+        # Only a side slot owns its stream.
         self.side_stream: Stream | None = None
         # A side slot has two events, for the start and the end of a branch.
         self.start_event: Any = None

@@ -136,7 +136,7 @@ def _pointer(stream: Any) -> int:
         if version != 0:
             raise StreamError(
                 f"__cuda_stream__ of {shown(stream)} speaks version {shown(version)} of the protocol; handlepool knows "
-                f"version 0. Pass the pointer as an integer"
+                f"only version 0. Pass the pointer as an integer"
             )
         try:
             pointer = as_integer(pointer)

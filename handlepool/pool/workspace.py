@@ -288,7 +288,7 @@ class DeviceScratch:
                         if wait:
                             self.driver.synchronize_event(event)
                 except BaseException:
-                    # A later call tries again.
+                    # The block stays in the queue, and a later call tries again.
                     self.deferred_blocks.append((event, block))
                     raise
                 if not passed:

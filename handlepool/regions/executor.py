@@ -92,7 +92,7 @@ class ParallelStateExecutor(Executor):
         # began with.
         self._pool = pool
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix, initializer or _nothing, initargs)
-        # The value of `process` at the first `submit`; None before that call.
+        # The value of `process()` at the first `submit`, which differs in a forked child; None before that call.
         self._began: int | None = None
         self._leases = _Leases()
         most = None if max_pending is None else at_least(1, "ParallelStateExecutor: max_pending", max_pending)
@@ -246,12 +246,12 @@ class ParallelStateExecutor(Executor):
         if reference.pointer == PER_THREAD_STREAM or (outer is not None and outer.stream.ptr == PER_THREAD_STREAM):
             raise ArgumentError(
                 "the current stream is the per-thread default stream, and a worker thread cannot wait for it, because "
-                "it means another stream in each thread: submit inside `with cupy.cuda.Stream(non_blocking=True):`"
+                "its name means another stream in each thread: submit inside `with cupy.cuda.Stream(non_blocking=True):`"
             )
         if reference.pointer != LEGACY_STREAM and driver.capture_id(reference.pointer):
             raise CaptureError(
                 "the current stream is being captured, and the work of a worker thread would not be part of the capture: "
-                "use ParallelStates.fork, whose branches are part of it"
+                "use ParallelStates.fork, whose branches are part of the capture"
             )
         device = pool.device(reference.device)
         events = self._events.get(device)
@@ -387,7 +387,7 @@ class ParallelStateExecutor(Executor):
 
     def __reduce__(self) -> Any:
         """Refuse to be copied, because both copies would have the same threads."""
-        raise TypeError("a ParallelStateExecutor owns threads and streams and cannot be copied or pickled; make another one")
+        raise TypeError("a ParallelStateExecutor owns threads and streams and cannot be copied or pickled; make another executor")
 
     def __del__(self, _defer: Callable[[Any], None] = deferred.extend, _abandon: Callable[[Any], None] = abandon) -> None:
         # If this attribute is missing, the constructor raised at once, and there is nothing to release.

@@ -103,7 +103,7 @@ class Fork:
         self._pointer: int = stream.ptr
         self._ordinal = ordinal
         sides = (pool.devices.get(ordinal) or pool.device(ordinal)).sides
-        # A region that is not inherited is made when a branch runs Python.
+        # A fork that is in no region makes a region of its own when a branch runs Python.
         outer = None if thread.region is None else inherited(driver, ordinal, self._pointer)
         self._inherited = outer is not None
         leases = Leases if self._ordered else UnorderedLeases

@@ -200,7 +200,7 @@ class Join:
 
     def _settle(self, leases: Leases) -> bool:
         if leases.order is not None and leases.order.busy and not leases.order.closed:
-            # A finalizer or another thread found the books in the middle of a change.
+            # A finalizer or another thread found the books in the middle of a change. So a later call joins the fork.
             return False
         if self.given_up():
             return True

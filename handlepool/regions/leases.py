@@ -200,7 +200,7 @@ class Leases:
         order = self.order or open_order(self._driver, self._device)
         if order is not None and order.running is not self.within:
             raise OwnershipError(
-                f"{what} was called inside a branch, but it belongs into the body of the fork. Inside a branch open "
+                f"{what} was called inside a branch, but it belongs in the body of the fork. Inside a branch open "
                 "another fork by `with states.fork() as inner:`"
             )
         if recordings and thread.recording is not None and what != "fork.wait":
