@@ -231,9 +231,9 @@ class DataOrder:
                 warn_of_assumed_write(self.assumed_writers[each])
 
     def enter_branch(self, track: Track) -> Outer:
-        """Enter a branch that runs Python on a track.
+        """Make ``track`` the running branch, and return the outer state.
 
-        The return value is the argument of `end_branch`.
+        The branch runs Python. `end_branch` takes the outer state and restores it.
         """
         # Branches nest, and a generator may interleave them. So each caller of this method keeps the outer state itself. A
         # stack in the books could restore the state of another branch.
@@ -342,10 +342,10 @@ class DataOrder:
         *,
         opaque: bool = False,
     ) -> None:
-        """Let a stream wait for conflicting branches, and write the call down.
+        """Order a call after conflicting branches, and write it down.
 
-        An opaque call conflicts with all branches. Calls on the outermost caller's stream are not written down, because
-        everything that starts later comes after them.
+        ``pointer`` is the stream of the call, which waits. An opaque call conflicts with all branches. Calls on the outermost
+        caller's stream are not written down, because everything that starts later comes after them.
         """
         with self:
             # The books may not know the stream of the call, because a branch chose it. The branch itself orders that stream, so
@@ -439,7 +439,7 @@ class DataOrder:
         return {track: track.count for track in self.tracks.values() if track.count}
 
     def behind_barrier(self, needs: Needs) -> Needs:
-        """Add the barrier to the calls that a call waits for.
+        """Return ``needs`` with the barrier added.
 
         The barrier is the last call that may have used any memory.
         """

@@ -86,7 +86,10 @@ class Writes:
         self.calls += 1
 
     def expect(self, answer: "_Answer") -> None:
-        """Keep an answer for `read`, and for the calling thread."""
+        """Keep an answer until `read` takes it.
+
+        The calling thread also keeps the answer, for `wait_for_answers`.
+        """
         self.pending.append(answer)
         awaited.expect(self, answer)
 
@@ -382,7 +385,7 @@ class _Thread(threading.local):
         self.answers: list[tuple[int, Writes, _Answer]] = []
 
     def expect(self, writes: Writes, answer: _Answer) -> None:
-        """Keep an answer that this thread must still read."""
+        """Keep an answer until this thread reads it."""
         self.asked += 1
         self.answers.append((self.asked, writes, answer))
 

@@ -358,7 +358,8 @@ def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Ite
 def _codes_of_owner(owner: object, depth: int) -> Iterator[Hashable]:
     """Yield the codes of functions among an object's attributes, and its flags.
 
-    For a ``torch.nn.Module`` the codes are the ``forward`` codes of its parts, because one function calls all parts.
+    For a ``torch.nn.Module`` the codes are the ``forward`` codes of its parts, because the same method of `Module` calls every
+    part.
     """
     module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", ())
     if isinstance(owner, module):

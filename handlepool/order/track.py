@@ -166,7 +166,10 @@ def record_mark(events: Events, track: Track) -> None:
 
 
 def follow(events: Events, track: Track, needs: Needs) -> None:
-    """Let a stream wait for calls, without repeated waits."""
+    """Let a stream wait for the calls in ``needs``.
+
+    A call for which the stream waits already takes no further wait.
+    """
     for needed, given in needs.items():
         # The needed stream may have been joined, which released its events. Then `last` returns the joining call on the
         # caller's stream instead.

@@ -39,7 +39,7 @@ class Keeper(Protocol):
     """An object that keeps values alive for a program."""
 
     def add(self, *values: object) -> None:
-        """Keep some values, and the objects they refer to."""
+        """Keep ``values``, and the objects they refer to."""
 
 
 class CallRecorder(Protocol):
@@ -109,7 +109,7 @@ class ActiveRecording(Protocol):
         """
 
     def keep(self, plan: object) -> None:
-        """Keep a plan that was launched."""
+        """Keep a launched plan alive for the program."""
 
     def note_empty_call(self) -> None:
         """Note a call that launches nothing, because its result has no elements."""
@@ -255,7 +255,7 @@ thread = _Thread()
 class HeldState:
     """Count a state that `with_state` holds, inside a ``with`` statement.
 
-    The statement returns the number of states that this thread held before.
+    The ``with`` statement gives the number of states that this thread held before.
     """
 
     __slots__ = ("_former",)

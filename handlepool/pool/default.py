@@ -165,8 +165,8 @@ def substitute_default(pool: HandlePool) -> Iterator[None]:
 def lazy_get_handle(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable[[], None]]:
     """Make a `HandlePool.get_handle` that finds its pool on the first call.
 
-    After the first call, it is as fast as the pool's own method. The second returned function makes the next call look for the
-    pool again.
+    After the first call, the new method is as fast as the pool's own method. The second result is a function that makes the
+    next call look for the pool again.
     """
 
     def missed(stream: object = None) -> Slot:

@@ -96,7 +96,9 @@ class DeviceScratch:
         self._capturing: dict[int, set[CapturedSlot]] = {}
 
     def allocate(self, nbytes: int) -> ScratchBlock:
-        """Return a block of at least ``nbytes``, a multiple of 256.
+        """Return a block of at least ``nbytes`` bytes.
+
+        The size of the block is a multiple of 256 bytes.
 
         Raises
         ------

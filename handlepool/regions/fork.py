@@ -508,7 +508,7 @@ def _launch_at(place: Any, launcher: Any, function: Any, args: tuple[Any, ...], 
     """Call a function of handlepool at a place.
 
     For an object, the launcher of its type makes the call. For a function, ``launcher`` is the function itself, which finds the
-    place in the list of the thread.
+    place in `thread.branches`.
     """
     if launcher is not function:
         return launcher(function, place, args, kwargs)

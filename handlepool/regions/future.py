@@ -109,7 +109,7 @@ class Task:
             self._events.release(start)
 
     def restart(self, pointer: int) -> None:
-        """Record the start again, and let a stream wait for it.
+        """Record the start event again, and let a stream wait for it.
 
         The stream then waits for all present work of the submitter's stream.
         """
@@ -129,7 +129,7 @@ class Task:
             self._events.release(start)
 
     def finish(self, pointer: int) -> None:
-        """Record the end of the task on its stream.
+        """Record the end event on the task's stream.
 
         The task's function has returned, and its stream has received all its work.
         """
@@ -152,7 +152,7 @@ class Task:
         self._end = end
 
     def join(self, *, submitter_only: bool = False) -> None:
-        """Let streams wait for the end, and release the kept memory.
+        """Let streams wait for the end event, and release the kept memory.
 
         The streams are the calling thread's current stream and the submitter's stream. If a branch or another task called
         `submit`, the outermost submitter's stream waits instead of the side stream of that branch or task. As long as the
@@ -210,7 +210,7 @@ class Task:
             self.torch.record(value, self.torch.current_stream(self.device.device), self.device.device)
 
     def synchronize(self) -> None:
-        """Wait on the host for the end."""
+        """Wait on the host until the GPU has passed the end event."""
         end = self._borrow()
         if end is not None:
             try:
@@ -221,7 +221,7 @@ class Task:
 
     @property
     def passed(self) -> bool:
-        """Whether the GPU has passed the end."""
+        """Whether the GPU has passed the end event."""
         end = self._borrow()
         if end is None:
             return True
@@ -232,9 +232,9 @@ class Task:
             self._put_back()
 
     def settle(self) -> bool:
-        """Release memory and end event once the GPU has passed the end.
+        """Release memory and end event once the GPU has passed the event.
 
-        Return False if the GPU has not passed the end, or if the end event is still in use.
+        Return False if the GPU has not passed the end event, or if another thread still uses the event.
         """
         # A forked child touches nothing of its parent (guarantee 13).
         if self.device.status.forked:

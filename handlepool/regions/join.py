@@ -180,7 +180,8 @@ class Join:
     def given_up(self) -> bool:
         """Abandon a fork that this process must not touch.
 
-        The result is True in a forked child (guarantee 13) and after a lost context. In any other case nothing happens.
+        The result is True in a forked child (guarantee 13) and after a lost context. In any other case the method does nothing
+        and returns False.
         """
         if not self._status.untouchable:
             return False

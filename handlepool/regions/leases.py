@@ -195,7 +195,7 @@ class Leases:
     def check_body(self, what: str) -> None:
         """Refuse a call inside a branch or another recording.
 
-        The call belongs into the body of the fork.
+        ``what`` is the name of the call, which belongs in the body of the fork.
         """
         order = self.order or open_order(self._driver, self._device)
         if order is not None and order.running is not self.within:
@@ -408,7 +408,7 @@ class Leases:
         return region
 
     def check_in_time(self) -> None:
-        """Refuse a fork in a branch whose own fork has ended."""
+        """Refuse this fork if the fork around it has ended."""
         if self.inherited and self.own_region().ended:
             raise OwnershipError(
                 "this fork was entered inside a branch, and the branch's own fork was left first, so no stream waits for "
