@@ -166,7 +166,7 @@ class _Answer:
         """
         if self._process == process():
             return False
-        # The sums hold events and memory of the parent. Their destructors would call CUDA.
+        # The sums hold events and memory of the parent. Their destructors would call CUDA, so the answer is never destroyed.
         abandon(self)
         self.read = True
         return True

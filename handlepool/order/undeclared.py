@@ -1,7 +1,8 @@
 """Find the undeclared writes of a call.
 
-The versions of torch's tensors show such writes. With ``check=True``, a comparison of the arguments before and after the call
-also shows them. Both checks cover the arrays that the call was given, except arrays that share memory with its known writes.
+The version counters of torch's tensors show such writes. With ``check=True``, a comparison of the arguments before and after
+the call also shows them. Both checks cover the arrays that the call was given, except arrays that share memory with its known
+writes.
 """
 
 from collections.abc import Iterable

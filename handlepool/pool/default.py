@@ -131,7 +131,8 @@ def set_default_pool(pool: HandlePool) -> None:
         pool.get_handle = get_handle  # type: ignore[method-assign]
         _default = pool
         if former is not None:
-            # As with a substitute, a reference that a library keeps to the parent's default pool now leads to this pool.
+            # A library may keep a reference to the parent's default pool. As with a substitute, the kept object now uses the
+            # internals of the new pool.
             former.internals = pool.internals
             _unbind()
 

@@ -321,7 +321,8 @@ class DeviceSlots:
 def _holders(slots: Iterable[Any]) -> list[int]:
     """Count the references to each slot from its possible owners.
 
-    The count leaves out two references that a slot in use also has: from its watch's callback, and from its stream object.
+    Two references are not counted, because they come from no owner: the reference of the watch's callback, and the reference of
+    the stream object.
     """
     return [
         getrefcount(slot) - (getattr(slot.watch, "__callback__", None) is not None) - (slot.owner is not None)

@@ -99,8 +99,8 @@ class DeviceHandles:
         also ends dropped forks and programs before the second try. Pass ``forgotten=False`` where a lock is held, see
         `Deferred.run_all`. The error of the second failure gives the free memory and the pool's holdings.
         """
-        # A handle whose destruction failed still exists. So it is destroyed first, because otherwise the new handle could raise
-        # the number of handles beyond the peak.
+        # A handle whose destruction failed still exists. So its destruction is tried again first, because otherwise the new
+        # handle could raise the number of handles beyond the peak.
         if self.doomed:
             try:
                 self.destroy_doomed()

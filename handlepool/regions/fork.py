@@ -68,7 +68,7 @@ class Fork:
         "_thread",
     )
 
-    # The walk of a call's arguments leaves out objects with this attribute.
+    # `Reached`, which walks a call's arguments, leaves out objects with this attribute.
     __handlepool_keeps_calls__ = True
 
     _leases: Leases

@@ -83,10 +83,9 @@ class Region:
         self._inner[id(leased)] = leased
 
     def leave(self, leased: list[Slot]) -> None:
-        """Forget an inner fork that was or will be joined.
+        """Forget an inner fork that was joined, or whose join was deferred.
 
-        A fork with a deferred join is joined later. This method is not called for a fork whose join failed, so such a fork stays
-        registered.
+        An inner fork that is still registered in `release`, and still has slots, counts as never joined.
         """
         self._inner.pop(id(leased), None)
 
