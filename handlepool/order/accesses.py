@@ -9,7 +9,7 @@ from typing import NamedTuple
 from handlepool.tensors.layout import Layout, Piece, Token
 
 Accesses = tuple[Sequence[Piece | Token], Sequence[Piece | Token], bool]
-"""Memory that a call reads, memory that it writes, and its opacity.
+"""Read memory, written memory, and a flag for an opaque call.
 
 An opaque call may use any other memory as well.
 """
@@ -29,13 +29,14 @@ class Operands:
     fresh : bool
         Whether the outputs are allocated for the launch.
     dense : bool
-        Whether every operand is free of gaps.
+        Whether no operand has gaps between its elements.
     reaches : tuple of int
         Distance from each array's address to its end, in bytes.
     read, outputs : tuple of int
-        Bytes of each input, and of each output. Empty where an operand has gaps.
+        The reach of each input, and of each output. Both tuples are empty if an operand has gaps.
     written, made : tuple of int
-        Bytes of each output without gaps. Outputs that the caller passes are in ``written``, and allocated outputs in ``made``.
+        One of the two is equal to ``outputs``, and the other is empty: ``made`` holds the outputs if they are allocated for the
+        launch, and ``written`` holds them if the caller passes them.
     longest : int
         The largest reach of all operands, in bytes.
     simple : bool
@@ -68,11 +69,11 @@ class Operands:
         self.longest = max(reaches)
         self.read = reaches[:inputs] if self.dense else ()
         self.outputs = reaches[inputs:] if self.dense else ()
-        # Most plans have one dense output. `Recent` skips its loop over outputs for such plans.
+        # Most plans have one dense output. For these plans `Recent` skips its loop over the outputs.
         self.simple = len(self.outputs) == 1
         self.sizes = tuple([stop - start for start, stop, _ in pieces[inputs:]])
-        # Memory that is allocated for the launch has no earlier user in the region. So only outputs of the caller are looked
-        # up.
+        # Outputs that are allocated for the launch have no earlier user in the region. So the books look up only outputs that
+        # the caller passes.
         self.written = () if fresh else self.outputs
         self.made = self.outputs if fresh else ()
         self.inputs = inputs
@@ -84,7 +85,8 @@ class Operands:
         ``read`` and ``written`` hold the addresses that all the launches read and write. Two launches conflict if one launch
         writes memory that the other launch reads or writes. The result may be False although no launches conflict.
         """
-        # The check below expects one written address for each launch. Any other launches count as conflicting.
+        # The check below expects that each launch writes one array of the caller without gaps. All other launches count as
+        # conflicting.
         if len(self.written) != 1:
             return False
         length, longest = self.written[0], max(self.read + self.written)
@@ -102,7 +104,7 @@ class Operands:
         return True
 
     def pieces(self, addresses: Sequence[int]) -> tuple[Piece, ...]:
-        """Return the memory of arrays that begin at these addresses."""
+        """Return the memory of operands that begin at ``addresses``."""
         if self.dense:
             return tuple(zip(addresses, map(add, addresses, self.reaches), repeat(None)))
         return tuple([layout.piece(address) for layout, address in zip(self.layouts, addresses, strict=True)])

@@ -1,8 +1,8 @@
 """Record the last users of the memory of a region's calls.
 
-Each piece of memory has an entry, which is found by its address. A piece with gaps, and several pieces that begin at the same
-address, are found by the whole piece. An entry holds the other entries that share elements with it. So a call that uses a piece
-need not search.
+Each piece of memory has an entry. The key of an entry is the piece's address. If the piece has gaps, or if another piece begins
+at the same address, the key is the whole piece. An entry lists the other entries that share elements with it. So a call that
+uses a piece finds them without a search.
 """
 
 from bisect import bisect_left, bisect_right
@@ -19,9 +19,9 @@ A stretch is a gapless run of known pieces. A stretch with more pieces counts as
 """
 
 UNREAD: Needs = {}
-"""The readers of memory without a read since its last write.
+"""The empty readers of entries without a read since their last write.
 
-All such entries share it, so it is never written to.
+All such entries share this dictionary, so it is never written to.
 """
 
 
@@ -59,7 +59,7 @@ class Use:
 class _Whole(Use):
     """A stretch that counts as a single piece.
 
-    The other entries are its former pieces, which hold their uses until the next write.
+    ``others`` holds its former pieces, whose last users count until the next write.
     """
 
     __slots__ = ()
@@ -103,13 +103,13 @@ class Uses:
         self._stretches: dict[int, _Stretch] = {}
         # These are the entries that share elements with other entries.
         self._linked: list[Use] = []
-        # This is new memory that has no stretch yet.
+        # These are the entries of newly allocated memory, which have no stretch yet.
         self._unplaced: list[Use] = []
 
     def dense(self, address: int, reach: int) -> Use:
         """Return the entry of a piece without gaps, or make it."""
         stop = address + reach
-        # The address lies past all known memory, so no search is needed.
+        # A piece past all known memory overlaps nothing, so no search is needed.
         if address >= self._end and reach:
             self._starts.append(address)
             self._end = stop
@@ -157,7 +157,7 @@ class Uses:
     def new(self, address: int, reach: int, writer: Track, call: int) -> None:
         """Make the entry of memory that was allocated for a call.
 
-        The memory shares nothing with known memory, because all known memory is kept.
+        The memory shares nothing with known memory, because all known memory is kept alive and cannot be allocated again.
         """
         use = self.known[address] = Use(address, address + reach, None, writer, call)
         self._unplaced.append(use)
@@ -204,8 +204,8 @@ class Uses:
             coarse = any(stretch.coarse for stretch in stretches)
             merged = self._stretches[at] = _Stretch(max(stop, *[each.stop for each in known]), known, coarse)
             self._end = max(self._end, merged.stop)
-            # Each new piece is compared with all its neighbours. Without this bound a loop over views would take quadratic
-            # time.
+            # Each new piece is compared with all pieces of its stretch. Without the bound `MOST_NEIGHBOURS`, a loop over views
+            # would take quadratic time.
             if coarse or len(known) >= MOST_NEIGHBOURS:
                 return self._coarsen(at, merged)
             piece = (start, stop, use.piece)
@@ -213,8 +213,8 @@ class Uses:
                 if _overlap(each, piece):
                     self._link(each, use)
             merged.uses.append(use)
-        # The address alone is the quickest key, and only one piece can have it. Other pieces at the address are found by all
-        # three values.
+        # The address alone is the quickest key, but only one piece without gaps can have this key. The key of any other piece
+        # at the address is the whole piece.
         dense = use.piece is None and start not in self.known
         self.known[start if dense else (start, stop, use.piece)] = use
         if not near:
@@ -276,8 +276,8 @@ class Uses:
 def needs_of(reads: Iterable[Use], writes: Iterable[Use]) -> Needs:
     """Return the calls that a call waits for.
 
-    The call waits for the last write of the memory that it reads. It waits for the last write and for the reads of the memory
-    that it writes.
+    For memory that it reads, the call waits for the last write. For memory that it writes, the call waits for the last write
+    and for all reads since.
     """
     needs: Needs = {}
     for use in reads:
@@ -304,7 +304,8 @@ def write_down(track: Track, call: int, reads: Iterable[Use], writes: Iterable[U
         else:
             use.readers[track] = call
     for use in writes:
-        # A later call that waits for this writer waits for the former readers as well. So they are dropped.
+        # This writer waits for the former readers. A later call that waits for this writer comes after them anyway, so they are
+        # dropped.
         use.writer, use.call, use.readers = track, call, UNREAD
         if use.others:
             use.overwritten()
