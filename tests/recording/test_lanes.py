@@ -807,7 +807,9 @@ def test_a_wide_recording_leaves_side_streams_for_others_and_is_named_where_it_h
             if left:
                 assert found()[0].finish().got == 2
             else:
-                with pytest.raises(StateBusyError, match="needs one, and another recording has 31 as lanes: record outside of"):
+                with pytest.raises(
+                    StateBusyError, match="needs a free side stream; another recording has 31 as lanes: record outside of"
+                ):
                     found()[0].finish()
 
     with handlepool.record(much_wider_than_asked_for, scene, scene.array(1), beside, lanes=2) as program:
