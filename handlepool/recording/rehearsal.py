@@ -392,7 +392,7 @@ def _asked(what: object) -> object:
 
 
 def _likeness(value: object) -> object:
-    """Return an equal value for two values that ask for the same work.
+    """Return an equal value for values that ask for the same work.
 
     Functions do not count by identity, because each call of the recorded function may define them anew.
     """
