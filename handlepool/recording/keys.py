@@ -1,10 +1,10 @@
-"""Find the key of a call.
+"""Find the key of a call of a recorded function.
 
-Calls of one key share a program.
+Calls with the same key use the same programs.
 
-The key contains the shape, strides and type of each array, and tells which arrays share memory. For numbers, text and flags it
-contains the value, with type and sign. For any other object it contains the identity. The state inside such an object is
-compared by guards, see `handlepool.recording.guards`.
+The key contains the shape, strides and type of each array among the arguments, and which of them share memory. For numbers, text
+and flags the key contains the value, with its type and sign. For any other object the key contains the identity. The state inside
+such an object is compared by guards, see `handlepool.recording.guards`.
 """
 
 import copy
@@ -30,20 +30,20 @@ MOST_LIES = 1000
 
 
 class NotRecorded(Exception):
-    """A call has arguments that do not allow a program.
+    """A call has arguments for which no program can be made.
 
     The call then runs eagerly.
     """
 
 
 class Call:
-    """The arguments of one call, taken apart.
+    """The key of one call, and the parts of its arguments.
 
     Attributes
     ----------
     key : tuple
     arrays : list
-        The driver's arrays and the tensors among the arguments, in order.
+        The driver's arrays and torch's tensors among the arguments, in order.
     held : list
         The objects that the key contains by identity.
     edges : list of tuple
@@ -65,7 +65,7 @@ class Call:
 
 
 class Reader:
-    """Take calls apart, for one driver.
+    """Find the keys of calls, for one driver.
 
     Parameters
     ----------
@@ -83,18 +83,18 @@ class Reader:
         self._reaches: dict[tuple[Any, ...], tuple[int, int]] = {}
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Take a call apart.
+        """Return a call's key and the parts of its arguments.
 
         Raises
         ------
         NotRecorded
-            With the reason.
+            If no program can be made for such arguments. The message gives the reason.
         """
         call, kind = Call(), self._kind
         parts: list[Any] = []
         arrays, simple = call.arrays, not self._in_place
         for place, value in enumerate(args):
-            # The first branch is a shortcut for the usual argument, which is an array by position.
+            # This repeats a branch of `_part`, because most arguments are arrays by position and must be quick.
             if type(value) is kind and simple:
                 arrays.append(value)
                 parts.append((value.shape, value.strides, value.dtype))
@@ -111,26 +111,27 @@ class Reader:
         device = self._driver.current_device()
         if arrays:
             self._place(call, device)
-        # The relation tells which arrays share memory. If there are none, the key does not contain it.
+        # The relation tells which arrays share memory. If no arrays share memory, the key does not contain the relation.
         call.key = (device, *parts, *((relation(self._driver, self._elements(call)),) if call.related else ()))
         return call
 
     def _place(self, call: Call, device: int) -> None:
-        """Find the memory of the arrays."""
+        """Find the memory of each array, and whether arrays share memory."""
         driver, arrays = self._driver, call.arrays
         if self._several and any(driver.array_device(each) != device for each in arrays if not is_tensor(each)):
-            raise NotRecorded(f"an argument lies on another device than the current one, device {device}")
+            raise NotRecorded(f"an argument is not on the current device, device {device}: copy it to that device")
         if call.tensors:
             pieces = [tensors.piece_of(each) if is_tensor(each) else piece_of(driver, each) for each in arrays]
             call.edges = sorted([each[:2] for each in pieces])
         else:
-            # As offsets from the pointer, begin and end depend only on the geometry. So they are cached by geometry.
+            # The begin and the end of an array's memory, as offsets from its pointer, depend only on the geometry. So these
+            # offsets are cached by geometry.
             reaches = self._reaches
             for array, pointer in zip(arrays, driver.array_pointers(arrays), strict=True):
                 lie = array.shape, array.strides, array.dtype
                 reach = reaches.get(lie)
                 if reach is None:
-                    # Without this bound, calls with ever new shapes would let the cache grow for ever.
+                    # If each call has a new shape, the cache would grow without this bound.
                     if len(reaches) > MOST_LIES:
                         reaches.clear()
                     begin, end, _ = piece_of(driver, array)
@@ -138,7 +139,8 @@ class Reader:
                 call.edges.append((pointer + reach[0], pointer + reach[1]))
             if len(arrays) > 1:
                 call.edges.sort()
-        # The edges are sorted. So an array shares memory with an earlier array if it begins before the last end.
+        # The edges are sorted by begin. So an array shares memory with an earlier array if it begins before the largest end so
+        # far.
         last = 0
         for begin, end in call.edges:
             if begin < last and begin < end:
@@ -156,13 +158,13 @@ class Reader:
         if kind in _PLAIN:
             return kind, value
         if kind in (float, complex):
-            # Unlike the values, their reprs differ for 0.0 and -0.0, and are equal for two NaNs.
+            # The repr is compared, not the value: 0.0 == -0.0, but their reprs differ, and NaN != NaN, but their reprs are equal.
             return kind, repr(value)
         if isinstance(value, np.generic):
             return kind, value.dtype, value.tobytes()
         if isinstance(value, (list, tuple)):
             return kind, tuple([self._part(each, call) for each in value])
-        # A dictionary with ``__missing__`` may give values that are no entries, so it is not compared by its entries.
+        # A dictionary with ``__missing__`` may return values that are no entries. So it is compared by identity, not by entries.
         if kind is dict or (isinstance(value, dict) and not hasattr(kind, "__missing__")):
             return kind, tuple([(self._part(key, call), self._part(each, call)) for key, each in value.items()])
         if kind in (slice, range):
@@ -171,10 +173,10 @@ class Reader:
             return self._tensor(value, call)
         if isinstance(value, (*self._kinds, np.ndarray)) or holds_values(value):
             raise NotRecorded(
-                f"an argument is a {kind_of(value)}, which no program takes: pass an array of the {self._driver.name} driver's"
+                f"an argument is a {kind_of(value)}, which a program cannot take: pass an array of the {self._driver.name} driver"
             )
         if isinstance(value, (Iterator, MappingView)):
-            raise NotRecorded(f"an argument is a {kind_of(value)}, which a call uses up: pass a list")
+            raise NotRecorded(f"an argument is a {kind_of(value)}, which a program cannot take: pass a list")
         if is_dataclass(value) and not isinstance(value, type):
             named = [each.name for each in fields(value) if hasattr(value, each.name)]
             return kind, tuple([(name, self._part(getattr(value, name), call)) for name in named])
@@ -189,10 +191,10 @@ class Reader:
 
     def _tensor(self, value: Any, call: Call) -> Any:
         if not tensors.takes(self._driver, value, self._driver.current_device()):
-            raise NotRecorded(f"an argument is a {kind_of(value)} on {value.device}")
+            raise NotRecorded(f"an argument is a {kind_of(value)} on {value.device}: copy it to the current device")
         modes = tensors.modes()
         if value.requires_grad and modes[0]:
-            raise NotRecorded("an argument is a tensor that requires a gradient: call it inside torch.no_grad()")
+            raise NotRecorded("an argument is a tensor that requires a gradient: call the function inside torch.no_grad()")
         try:
             tensors.check(value)
         except Exception as error:
@@ -209,9 +211,9 @@ def rebuilt_call(
     is_input: Callable[[Any], bool],
     arrays: Iterator[Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments in new containers, with other arrays in the inputs' places.
+    """Return copies of the arguments, with ``arrays`` as the inputs.
 
-    The other arrays are given in the order of `Call.arrays`.
+    Containers are copied. ``arrays`` are in the order of `Call.arrays`.
     """
 
     def rebuilt(value: object) -> Any:
@@ -220,7 +222,7 @@ def rebuilt_call(
         if isinstance(value, dict):
             new: Any = copy.copy(value)
             for key, each in value.items():
-                # Calling the base class's method avoids code of a subclass.
+                # The method of `dict` is called, because a subclass may override it.
                 dict.__setitem__(new, rebuilt(key), rebuilt(each))
             return new
         if isinstance(value, (list, tuple)):
@@ -235,7 +237,7 @@ def rebuilt_call(
             new = copy.copy(value)
             for each in fields(value):
                 if hasattr(value, each.name):
-                    # A frozen dataclass refuses ordinary assignment.
+                    # `object.__setattr__` also works for a frozen dataclass, which refuses ordinary assignment.
                     object.__setattr__(new, each.name, rebuilt(getattr(value, each.name)))
             return new
         return value
@@ -245,5 +247,5 @@ def rebuilt_call(
 
 
 def elements_of(driver: Driver, arrays: Sequence[Any]) -> list[Any]:
-    """Return the arrays, with an array over its memory for each tensor."""
+    """Return ``arrays``, with each tensor replaced by an array over its memory."""
     return [tensors.elements(driver, "a tensor", each) if is_tensor(each) else each for each in arrays]

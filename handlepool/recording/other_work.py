@@ -12,7 +12,7 @@ PLAIN = "no graph function and no operation: handlepool.operation declares one"
 IN_ORDER = "recorded in the order of streams and forks"
 
 Told = tuple[str, str, str]
-"""The name of a step, the reason why it is no node, its place."""
+"""A step's name, the reason why it is no node, its place."""
 
 
 class _Fork:

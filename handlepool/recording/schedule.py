@@ -412,7 +412,7 @@ class _Placing:
         return self._free[0] if best < 0 else best
 
     def _end(self) -> None:
-        """Advance the clock to the next end of a step; free its lane."""
+        """Advance the clock to the end of a step; free its lane."""
         self._now = self._running[0][0]
         while self._running and self._running[0][0] <= self._now:
             end, number = heappop(self._running)
