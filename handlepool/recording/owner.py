@@ -1,4 +1,7 @@
-"""Define the owner thread, which may update, replay and read a program."""
+"""Track the owner of a program, the thread that last used it.
+
+Only the owner may update and replay the program, and read its outputs.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,31 +14,31 @@ from handlepool.pool.context import ThreadToken, thread
 T = TypeVar("T")
 
 OWNERS = ("replayed", "updated", "read", "handed over")
-"""The uses of a program that only its owner thread may make."""
+"""The uses that only the owner may make, as messages name them."""
 
 
 class Owned(ABC):
-    """A program with an owner thread."""
+    """The part of a program that tracks its owner thread."""
 
     _name: str
     _lock: RLock
     _user: ThreadToken | None = None
-    """The thread that owns `update`, `replay` and `outputs`.
+    """The owner: the thread that may use `update`, `replay` and `outputs`.
 
-    It is set while the thread holds the lock.
+    The attribute is only set while the setting thread holds the lock. It is None while the program has no owner.
     """
 
     def hand_over(self) -> None:
         """Give the program up, so that another thread may own it.
 
-        The next thread that uses `update`, `replay` or `outputs` owns these methods. Make sure that it uses them only after
-        `hand_over` has returned. The program orders the work on the GPU, as for any two replays. Without an owner, or with an
-        owner that has ended, nothing happens.
+        The next thread that uses `update`, `replay` or `outputs` becomes the owner. Make sure that this thread uses them only
+        after `hand_over` has returned. The GPU work of both threads is ordered, as for any two replays. If the program has no
+        owner, or its owner thread has ended, `hand_over` does nothing.
 
         Raises
         ------
         OwnershipError
-            In another thread than the owner, and in a finalizer inside another use of the program.
+            If the calling thread is not the owner, or if a finalizer makes the call during another use of the program.
         """
         self._use("handed over", self._leave)
 
@@ -45,12 +48,12 @@ class Owned(ABC):
 
     def _check_owner(self) -> None:
         user = self._user
-        # A thread that has ended cannot use the program, so another thread may take the program over.
+        # If the owner thread has ended, any thread may use the program and become its owner.
         if user is not None and user is not thread.token and not user.over:
             raise OwnershipError(
                 f"{self._name} belongs to {user!r}, and this is {thread.token!r}: only the thread that used the program "
-                "last may call update, replay and outputs. Call hand_over() in that thread first, or call the program, "
-                "as in y = program(x), from any thread"
+                "last may use update, replay and outputs. Call hand_over() in that thread first, or call the program, "
+                "as in y = program(x), which any thread may do"
             )
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Prepare a program's calls once, so that each call is cheap.
 
-An array that lies in a single run of bytes is copied as such a run. The array library's kernel copies any other array. All
-results are allocated in one step before the first copy, so that an allocation failure leaves the program unchanged.
+If an array's memory has no gaps, a call copies its bytes in one run. Any other array is copied by a kernel of the array library.
+All results are allocated in one step before the first copy. So if the allocation fails, the program's inputs are unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,17 @@ from handlepool.tensors.layout import Piece
 
 
 def copies_of(inputs: Sequence[Any], outputs: Sequence[Any], back: Sequence[int] = ()) -> Copies:
-    """Return the copies of a call of the program with these arrays."""
+    """Return the copies of a call: to inputs, to results, and back.
+
+    ``inputs`` and ``outputs`` are the program's arrays. ``back`` are places of inputs that are copied back to the arguments.
+    """
     return Copies(inputs, outputs, [steps_without_gaps(each) for each in outputs], back)
 
 
 def bounds(pieces: Sequence[Piece]) -> list[int]:
-    """Return begin and end of each piece of memory, ascending.
+    """Return the begin and the end of each piece of memory, ascending.
 
-    Pieces that touch or overlap are joined.
+    Pieces that touch or overlap are joined into one piece.
     """
     found: list[int] = []
     for begin, end, _ in sorted(pieces, key=itemgetter(0)):
@@ -36,10 +39,10 @@ def bounds(pieces: Sequence[Piece]) -> list[int]:
 
 
 def builder(value: object, places: dict[int, Callable[[Sequence[Any]], Any]]) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that puts other arrays into a value's structure.
+    """Return a function that rebuilds a value with other arrays.
 
-    ``places`` maps the identifier of each array of the value to a function. That function takes the sequence of the other arrays,
-    and returns the array that replaces this array.
+    The returned function takes a sequence of new arrays. ``places`` maps the identifier of each array in ``value`` to a function,
+    which takes the same sequence and returns the new array to put in place of the old array.
     """
     place = places.get(id(value))
     if place is not None:
@@ -59,9 +62,9 @@ def builder(value: object, places: dict[int, Callable[[Sequence[Any]], Any]]) ->
 
 
 def arrays_once(driver: Driver, value: object, found: dict[int, Any]) -> bool:
-    """Collect the driver's arrays of a value, by identifier.
+    """Collect the driver's arrays in a value, by identifier.
 
-    Return whether all other parts of the value are plain.
+    Return whether the value has, besides these arrays, only containers and plain values.
     """
     if isinstance(value, (list, tuple, dict)):
         inside = value.values() if isinstance(value, dict) else value

@@ -1239,7 +1239,9 @@ def test_lanes_in_the_body_of_a_fork_are_refused(scene):
     x = scene.array(1)
     with scene.states.fork() as fork:
         y = fork.run(scene.plus, x, 1)
-        with pytest.raises(CaptureError, match="with lanes in the body of a fork: record it before the fork, or without lanes"):
+        with pytest.raises(
+            CaptureError, match="with lanes in the body of a fork: record it before the fork, or record it without lanes"
+        ):
             handlepool.record(double, x, lanes=2)
     assert scene.read(y) == 2
     with handlepool.record(double, x, lanes=2) as program:

@@ -730,7 +730,7 @@ def test_a_lost_context_is_told(make_driver):
         (
             lambda s: s.driver.empty((16,), (8,), F8)[::2],
             ArgumentError,
-            r"strides \(8,\) and now has strides \(16,\), in bytes; lay it out as it was recorded, contiguous, or record it",
+            r"strides \(8,\) and now has strides \(16,\), in bytes; lay it out as it was recorded, contiguous, or record",
         ),
         (lambda s: 1.0, ArrayTypeError, "is a float"),
         (lambda s: [s.array(1), s.array(2)], ArgumentError, "recorded as an array, and is now a list"),
@@ -811,7 +811,7 @@ def test_an_update_with_two_values_for_one_memory_names_both_places(scene):
 
     program = handlepool.record(body, x, more=given)
     new, other = scene.array(5), scene.array(6)
-    both = r"body: argument 0 and more\['part'\] were recorded with the same memory, and were given two values"
+    both = r"body: argument 0 and more\['part'\] were recorded with the same memory, and were now given two different"
     for part in (other[2:], new[:6], x[2:]):
         with pytest.raises(ArgumentError, match=both):
             program.update(new, more={"x": None, "part": part, "first": None})

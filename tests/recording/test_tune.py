@@ -318,7 +318,7 @@ def test_memory_between_the_elements_of_what_the_function_was_given_is_refused(s
     with handlepool.record(function, scene, y[::2], lanes=8) as program:
         before = y.get().tolist()
         with pytest.raises(
-            ArgumentError, match=r"times at \S+ writes memory that the function was not given, or was given in part"
+            ArgumentError, match=r"times at \S+ writes memory that is in no argument of the function, or only partly in one"
         ):
             program.tune(seconds=0.01)
         assert y.get().tolist() == before
