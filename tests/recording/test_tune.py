@@ -128,11 +128,13 @@ def test_what_was_tried_is_a_table(scene, measured):
     with handlepool.record(wide, scene, scene.array(1), lanes=8) as program:
         program.tune([2])
         text = str(program.tune((1, 2, 6, 8, 32)))
-    assert re.match(r"wide: lanes by clock, medians of 31 samples in \d\.\d s; microseconds a replay\n", text)
+    assert re.match(r"wide: lanes by clock, medians of 31 samples in \d\.\d s; microseconds per replay\n", text)
     assert "\nlanes  got   edges       clock      device\n    1    1      11      100.00       60.00\n" in text
     assert "    1,250.50       70.00  before\n" in text
     assert "\n    6    6       6       70.00       40.00  chosen\n" in text
-    assert text.endswith("\n    8  as on 6: the data allows no more than 6\n   32  as on 6: the data allows no more than 6")
+    assert text.endswith(
+        "\n    8  as on 6 lanes: the data allows only 6 lanes\n   32  as on 6 lanes: the data allows only 6 lanes"
+    )
 
 
 def test_more_lanes_than_the_data_allows_are_told_as_what_it_runs_on(scene):
@@ -156,7 +158,7 @@ def test_time_is_bounded_and_each_has_three_samples_at_least(scene, monkeypatch)
         found = program.tune((1, 2, 3), seconds=1.5)
         assert found.rounds == tuning.LEAST_ROUNDS
         assert [bool(trial.skipped) for trial in found.trials] == [False, False, True]
-        assert found.trials[2].skipped == "the time was up"
+        assert found.trials[2].skipped == "not timed: the seconds had passed"
         assert program.tune((1, 2, 3), seconds=1000).rounds == tuning.MOST_ROUNDS
 
 
@@ -542,7 +544,7 @@ def test_a_program_that_was_used_on_another_stream_is_tuned_after_that(scene):
         ({"lanes": (1, 33)}, r"tune\(lanes=\(1, 33\)\); pass one or more integers from 1 to 32"),
         ({"lanes": (1, 2.5)}, "integers from 1 to 32"),
         ({"lanes": (True, 2)}, "integers from 1 to 32"),
-        ({"goal": "host"}, r"tune\(goal='host'\); it must be 'clock' or 'device'"),
+        ({"goal": "host"}, r"tune\(goal='host'\); goal must be 'clock' or 'device'"),
         ({"seconds": 0}, r"tune\(seconds=0\)"),
         ({"seconds": "1"}, r"tune\(seconds='1'\)"),
         ({"seconds": float("nan")}, r"tune\(seconds=nan\)"),
