@@ -58,7 +58,8 @@ def check_copied(place: str, value: object, driver: Driver, *, inside: bool) -> 
         if is_foreign(leaf):
             converter = "cupy.from_dlpack" if driver.name == "cuda" else ASARRAY
             raise ArrayTypeError(
-                f"{place} holds {shown(leaf)}, which cannot be copied to devices: convert it by {converter}, or pass a NumPy array"
+                f"{place} holds {shown(leaf)}, which cannot be copied to devices: convert it by {converter}, or pass a "
+                f"NumPy array"
             )
         for array in leaves(leaf, attributes(leaf), calls=True) if inside else ():
             if isinstance(array, driver.array_types) and not isinstance(array, np.ndarray):
