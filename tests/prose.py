@@ -294,7 +294,12 @@ def drawn(seed: int) -> Iterator[str]:
             if words(piece.text) > 4:
                 begin = heads.get(piece.line, max(1, piece.line - 1))
                 texts.append((name, begin, piece.line + piece.text.count("\n")))
-        said += [(name, max(1, each.line - 8), each.line + 5) for each in messages(path, tree) if words(each.text) > 4]
+        spans = sorted((node.end_lineno or 0, node.lineno) for node in ast.walk(tree) if isinstance(node, ast.stmt))
+        for piece in messages(path, tree):
+            if words(piece.text) > 4:
+                # The innermost statement around the text ends first, and begins last.
+                end, begin = min((end, -begin) for end, begin in spans if begin <= piece.line <= end)
+                said.append((name, max(1, -begin - 5), end + 2))
         for number in range(1, len(lines) + 1):
             if lines[number - 1].lstrip().startswith("# ") and not lines[number - 2].lstrip().startswith("#"):
                 end = next((at for at in range(number, len(lines)) if not lines[at].lstrip().startswith("#")), len(lines))

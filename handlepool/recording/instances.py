@@ -267,7 +267,9 @@ def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
     If two of ``arrays`` share memory, so do their new arrays. The values of the new arrays are arbitrary.
     """
     made: list[Any] = [None] * len(arrays)
+    first: dict[int, int] = {}
     for place, array in enumerate(arrays):
+        first.setdefault(id(array), place)
         # Torch makes the new tensors here. The new arrays are made below, in groups that share memory.
         if is_tensor(array):
             made[place] = integration().empty_lying_as(array)
@@ -288,7 +290,8 @@ def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
             array = plain[each]
             address = driver.array_pointer(array) + by
             made[places[each]] = driver.part(block, address, array.shape, array.strides, array.dtype)
-    return made
+    # If the same array is given twice, the function gets the same new array twice, because it may compare arguments by identity.
+    return [made[first[id(array)]] for array in arrays]
 
 
 def written_places(recording: Recording, arrays: list[Any], changed: Sequence[bool | None]) -> list[int]:

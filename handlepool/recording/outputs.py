@@ -3,6 +3,7 @@
 The copies are in the same structure of lists, tuples and dictionaries as the outputs.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
@@ -23,6 +24,38 @@ from handlepool.tensors.layout import overlaps_itself, share
 
 UNCHANGED = (type(None), Enum, np.dtype, *PLAIN)
 """Types of outputs that a call returns as they are."""
+
+
+def is_returned(value: Any) -> bool:
+    """Return whether a call can return a new container of this class.
+
+    This is possible only for plain classes and named tuples. For any other class, code of the class would have to make the
+    container.
+    """
+    if type(value) in (list, tuple, dict, OrderedDict):
+        return True
+    return isinstance(value, tuple) and hasattr(value, "_fields") and not getattr(value, "__dict__", None)
+
+
+def is_unchanged(value: object) -> bool:
+    """Return whether a call can return this value itself, without a copy."""
+    return isinstance(value, UNCHANGED) or (isinstance(value, tuple) and all(map(is_unchanged, value)))
+
+
+def tuple_of(kind: Any, entries: list[Any]) -> Any:
+    """Return a tuple of class ``kind``, without running code of the class."""
+    try:
+        return tuple.__new__(kind, entries)
+    # A class that is written in C refuses `tuple.__new__`, and is called instead.
+    except TypeError:
+        return kind(entries)
+
+
+def container_like(value: Any, entries: list[Any]) -> Any:
+    """Return a container of the class of ``value``, with other entries."""
+    if isinstance(value, dict):
+        return type(value)(zip(value, entries, strict=True))
+    return entries if isinstance(value, list) else tuple_of(type(value), entries)
 
 
 class Results:
@@ -86,17 +119,12 @@ class Results:
                 )
 
     def _entry(self, place: str, output: Any, given: Any) -> Any:
-        if isinstance(output, (tuple, list, dict)):
+        if is_returned(output):
             keys: Sequence[Any] = list(output) if isinstance(output, dict) else range(len(output))
             if given is not None:
                 keys_of(place, tuple(output) if isinstance(output, list) else output, given)
             entries = [self._entry(f"{place}[{key!r}]", output[key], None if given is None else given[key]) for key in keys]
-            if isinstance(output, dict):
-                return dict(zip(keys, entries, strict=True))
-            if isinstance(output, list):
-                return entries
-            named: Any = type(output)
-            return named(*entries) if hasattr(named, "_fields") else tuple(entries)
+            return container_like(output, entries)
         if isinstance(output, self._driver.array_types):
             return self._array(place, output, given)
         if tensors.takes(self._driver, output, self._device):
@@ -106,7 +134,7 @@ class Results:
                 f"{self._name} returned a {kind_of(output)}, which the {self._driver.name} driver cannot copy: replay the "
                 "program instead, and copy program.outputs by the array's own library, on the stream of the replay"
             )
-        if not isinstance(output, UNCHANGED):
+        if not is_unchanged(output):
             raise ArgumentError(
                 f"{self._name} returned a {kind_of(output)}, which a call cannot copy: return arrays in lists, tuples and "
                 "dictionaries, or replay the program and read program.outputs"
