@@ -204,7 +204,7 @@ class Reader:
         return self._fixed(value, call)
 
     def _container(self, kind: type, value: Any, call: Call) -> Any:
-        """Return the part of the key for a container or a data class.
+        """Return the part of the key for a container or data class.
 
         If the same container occurs again among the arguments, its second part has only its number. So the key differs from the
         key for equal but separate containers, which the function may tell apart.
