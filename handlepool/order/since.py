@@ -5,7 +5,7 @@ The search for undeclared writes asks these questions after a call.
 
 from collections.abc import Sequence
 
-from handlepool.order.books import open_order
+from handlepool.order.places import open_order
 from handlepool.order.track import Needs, Track, last
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token

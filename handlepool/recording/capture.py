@@ -18,8 +18,8 @@ from handlepool.drivers.captures import RecordedGraph
 from handlepool.drivers.protocol import Driver, abort_capture
 from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import CaptureError, StateBusyError
-from handlepool.order.accesses import Memory
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
+from handlepool.order.uses import Memory
 from handlepool.pool.context import on_device, recordings, run_on, unchecked
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals

@@ -5,6 +5,7 @@ The first call runs on the caller's stream. The second call is captured, and mus
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -16,10 +17,10 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.graphs.plan import Plan
-from handlepool.order.accesses import Memory
 from handlepool.order.measured import awaited, wait_for_answers
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
-from handlepool.pool.context import run_on
+from handlepool.order.uses import Memory
+from handlepool.pool.context import on_device, run_on
 from handlepool.pool.deferred import defer
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.process_end import process_end
@@ -31,6 +32,51 @@ from handlepool.recording.rehearsal import ContainerSnapshot, Launches, Leftover
 from handlepool.recording.state import State
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Take:
+    """A recording of a program's call, with its outputs.
+
+    Attributes
+    ----------
+    recording : Recording
+    outputs : object
+        The value that the function returned under capture.
+    memory : Memory
+        The memory that replays read and write.
+    launched : tuple of (Plan, int)
+        Each launched plan with its number of launches. Empty if the launches were not counted.
+    """
+
+    recording: Recording
+    outputs: Any
+    memory: Memory | None
+    launched: tuple[tuple[Plan, int], ...] = ()
+
+    def end(self) -> None:
+        """Destroy the recording, after all its launches have ended."""
+        held = [self.outputs]
+        self.outputs, self.launched = None, ()
+        dispose(self.recording, held)
+
+
+def dispose(recording: Recording, held: list[Any]) -> None:
+    """Destroy a recording whose launches have ended.
+
+    ``held`` are objects that were kept alive for the recording. The list is emptied.
+    """
+    held.append(recording.kept.take())
+    try:
+        with on_device(recording.pool.driver, recording.device), recording.pool.driver.relaxed():
+            held.clear()
+        done = recording.destroy()
+    except BaseException:
+        defer(recording.settle)
+        raise
+    # If a caller still holds arrays in the recording's memory, this memory cannot be freed yet, and a later call frees it.
+    if not done:
+        defer(recording.settle)
 
 
 class FirstCall:

@@ -316,3 +316,12 @@ def _place_of(value: Any, attribute: Any) -> int | None:
 def elements_of(driver: Driver, arrays: Sequence[Any]) -> list[Any]:
     """Return ``arrays``, with each tensor replaced by an array over its memory."""
     return [tensors.elements(driver, "a tensor", each) if is_tensor(each) else each for each in arrays]
+
+
+def text_of(key: tuple[Any, ...]) -> str:
+    """Return a key's plain values, and its arrays' shapes and types."""
+    # The length of a part tells an array (three entries) from a tensor (six).
+    arrays = {3: (0, 2), 6: (1, 3)}
+    return ", ".join(
+        " ".join(str(part[each]) for each in arrays.get(len(part), (-1,))) for part in key[1:] if isinstance(part, tuple) and part
+    )

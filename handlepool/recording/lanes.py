@@ -43,7 +43,6 @@ GAVE_TO_MAIN = "it gave work to the stream that is recorded, and not to its own 
 MOST_NODES = 20_000
 """The maximum number of nodes in one recording."""
 
-
 _Open = tuple[CallSignature, Lane, Node, Pieces, Pieces, list[Use], list[Use]]
 """A node that is being recorded.
 

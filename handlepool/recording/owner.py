@@ -1,15 +1,20 @@
-"""Track the owner of a program, the thread that last used it.
+"""Let one thread at a time use a program, and track the program's owner.
 
-Only the owner may update and replay the program, and read its outputs.
+The owner is the thread that last used the program. Only the owner may update and replay the program, and read its outputs.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from threading import RLock
-from typing import TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from handlepool.errors import OwnershipError
+from handlepool.drivers.protocol import Driver
+from handlepool.errors import CaptureError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.pool.context import ThreadToken, thread
+from handlepool.pool.process_end import process_end
+from handlepool.pool.status import Status
+
+if TYPE_CHECKING:
+    from handlepool.recording.capture import Recording
 
 T = TypeVar("T")
 
@@ -17,11 +22,16 @@ OWNERS = ("replayed", "updated", "read", "handed over")
 """The uses that only the owner may make, as messages name them."""
 
 
-class Owned(ABC):
-    """The part of a program that tracks its owner thread."""
+class Owned:
+    """The part of a program that allows one use at a time, and has an owner."""
 
     _name: str
+    _status: Status
+    _driver: Driver
     _lock: RLock
+    _busy: str | None
+    """The use by the thread that holds the lock, such as replayed or closed."""
+    _recording: "Recording | None" = None
     _user: ThreadToken | None = None
     """The owner: the thread that may use `update`, `replay` and `outputs`.
 
@@ -56,9 +66,58 @@ class Owned(ABC):
                 "as in y = program(x), which any thread may do"
             )
 
-    @abstractmethod
-    def _use(self, what: str, act: Callable[[], T]) -> T:
+    def _use(self, what: str, act: Callable[..., T], *args: object) -> T:
         """Run a function while no other call uses the program.
 
         Return the function's value.
         """
+        try:
+            if self._busy is not None:
+                self._check_turn(what)
+            # CPython delivers no interrupt between taking the lock and entering the block.
+            with self._lock:
+                try:
+                    self._busy = what
+                    return act(*args)
+                finally:
+                    self._busy = None
+        except Exception as error:
+            self._explain(error)
+            raise
+
+    def _check_turn(self, what: str) -> None:
+        """Wait for another thread's use of the program.
+
+        Refuse a use inside this thread's own use, and a use that would be refused after the wait.
+        """
+        if what in OWNERS:
+            self._check_owner()
+        with self._lock:
+            if self._busy is not None:
+                raise OwnershipError(
+                    f"{self._name} is being {self._busy} by this thread, and this call comes from a finalizer that Python "
+                    "runs in between: call it later"
+                )
+
+    def _claim(self) -> None:
+        """Make this thread the owner, unless another thread is the owner.
+
+        The caller holds the lock.
+        """
+        if self._recording is None:
+            self._refuse()
+        self._check_owner()
+        self._user = thread.token
+
+    def _explain(self, error: Exception) -> None:
+        """Raise a clearer error for an error, if one is known."""
+        if process_end.ending and isinstance(error, PoolClosedError):
+            process_end.linger()
+        self._status.diagnose(error)
+        if not isinstance(error, HandlePoolError) and (cause := self._driver.capture_failure(error)):
+            raise CaptureError(f"{self._name} cannot be used on a stream that is being captured: {cause}") from error
+
+    def _refuse(self) -> NoReturn:
+        if process_end.ending:
+            raise PoolClosedError(f"{self._name} came to its end with the interpreter, which is being taken down")
+        raise PoolClosedError(f"the program {self._name} was closed; record it again")

@@ -10,8 +10,30 @@ from typing import Any
 
 from handlepool.drivers.prepared import Copies
 from handlepool.drivers.protocol import Driver
+from handlepool.recording.matching import matcher
 from handlepool.recording.outputs import is_returned, is_unchanged, steps_without_gaps, tuple_of
+from handlepool.recording.update import piece_of
 from handlepool.tensors.layout import Piece
+
+Prepared = tuple[Callable[..., bool], Callable[..., Any], Callable[[Any], Any]]
+"""The functions of a prepared call.
+
+The first checks the call's arrays, the second enqueues the call, the third builds the call's value from the new arrays.
+"""
+
+
+def prepared_call(driver: Driver, inputs: Sequence[Any] | None, value: object, device: int | None) -> Prepared | None:
+    """Return the functions of a prepared call of a program, or None.
+
+    There is a prepared call where all inputs are plain arrays, and so are the arrays of the program's value. The call checks that
+    its arrays are on ``device``, unless that is None.
+    """
+    outputs = dict[int, Any]()
+    if not inputs or not arrays_once(driver, value, outputs):
+        return None
+    built = builder(value, {each: itemgetter(place) for place, each in enumerate(outputs)})
+    match = matcher(driver, inputs, device, bounds([piece_of(driver, each) for each in inputs]))
+    return match, driver.prepared(copies_of(inputs, [*outputs.values()])), built
 
 
 def copies_of(inputs: Sequence[Any], outputs: Sequence[Any], back: Sequence[int] = ()) -> Copies:

@@ -4,37 +4,33 @@ A program is a CUDA graph.
 """
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from operator import itemgetter
+from threading import RLock
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from handlepool.drivers.captures import RecordedGraph
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Stream
-from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
+from handlepool.errors import CaptureError, DeviceMismatchError, OwnershipError
 from handlepool.graphs.tuning import Tuning
-from handlepool.order.accesses import Memory
 from handlepool.order.places import before
 from handlepool.order.plain_calls import orders_itself
 from handlepool.order.reached import pieces_of
+from handlepool.order.uses import Memory
 from handlepool.pool.context import active, on_device, recordings, thread
 from handlepool.pool.deferred import abandon, defer
 from handlepool.pool.process_end import process_end
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
-from handlepool.recording import timing
-from handlepool.recording.matching import matcher
-from handlepool.recording.outputs import Results
-from handlepool.recording.owner import OWNERS, Owned
-from handlepool.recording.prepared import arrays_once, bounds, builder, copies_of
-from handlepool.recording.replanning import Take, dispose
+from handlepool.recording import program_call, timing
+from handlepool.recording.first_call import Take, dispose
+from handlepool.recording.owner import Owned
+from handlepool.recording.prepared import Prepared, prepared_call
 from handlepool.recording.schedule import Arrangement
-from handlepool.recording.tensors import in_order
-from handlepool.recording.update import Copy, Inputs, copy_all, piece_of
+from handlepool.recording.update import Inputs
 from handlepool.regions.memory import branch_regions
 from handlepool.tensors.layout import Piece, Token
 
@@ -76,7 +72,6 @@ class Program(Owned):
     """
 
     nodes: int
-    _recording: "Recording | None" = None
     _streams: ClassVar[dict[int, Stream]] = {}
     """The last streams of all programs, by the program's number.
 
@@ -85,6 +80,8 @@ class Program(Owned):
     """
     _numbers: ClassVar[Iterator[int]] = count()
 
+    update = program_call.update
+    __call__ = program_call.call
     explain = timing.explain
     tune = timing.tune
     draw = timing.draw
@@ -115,9 +112,7 @@ class Program(Owned):
         self._inputs = inputs
         self._outputs = outputs
         self._memory = memory
-        # The functions of a prepared call: the first checks the call's arrays, the second enqueues the call, the third builds the
-        # call's value from the new arrays.
-        self._prepared: tuple[Callable[..., bool], Callable[..., Any], Callable[[Any], Any]] | None = None
+        self._prepared: Prepared | None = None
         # Records the same call again: see `replanning`.
         self._again = again
         # Whether the program's function is being called outside of the lock, so that other uses are refused.
@@ -131,9 +126,8 @@ class Program(Owned):
         # The lock admits a single use at a time: CUDA takes no two launches of a graph at once, and a close ends objects that
         # launches read. The lock is reentrant, because the collector may run a finalizer inside a use. The finalizer finds
         # `_busy` and is refused, because it could only wait for its own thread.
-        self._lock = threading.RLock()
-        # `_busy` names the use by the thread that holds the lock: replayed, updated, tuned, timed or closed.
-        self._busy: str | None = None
+        self._lock = RLock()
+        self._busy = None
         self._current_device = pool.current_device
         self._current_stream: Callable[..., Stream] = driver.current_stream
         self._is_capturing = driver.is_capturing
@@ -271,98 +265,6 @@ class Program(Owned):
             self._explain(error)
             raise
 
-    @orders_itself
-    def update(self, *args: object, **kwargs: object) -> None:
-        """Copy new values into the recorded inputs, on the current stream.
-
-        Later replays see the new values.
-
-        The inputs are the arrays that `record` was given, and the update overwrites them.
-
-        Parameters
-        ----------
-        *args, **kwargs
-            The arguments of `record`, in the same places. Arguments without an array must have the recorded value. You may leave
-            out all positional arguments without an array, and each keyword argument without an array. Arrays are of the driver's
-            kind, and tensors of torch replace recorded tensors. Shapes, strides, types and device are as recorded. Tensors are
-            also copied in the order of torch's current stream. Containers are nested as recorded: lists and tuples of the same
-            lengths (a list may replace a tuple and the reverse), dictionaries of the same keys. None in the place of an argument
-            with arrays, or of an entry, leaves the recorded values as they are. Every value is read before the first is
-            overwritten, so inputs can be swapped.
-
-        Raises
-        ------
-        ArgumentError, ArrayTypeError, DeviceMismatchError
-            For a value that differs from the recording, also in an argument without an array; the message names its place. For
-            two values for the same memory, as for an array that was recorded in two places. For a recorded array itself, if an
-            update or a call has overwritten it: pass None instead. For a value other than None in the place of an array of a
-            library other than torch. After an error nothing was copied.
-        CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
-            As in `replay`.
-        """
-        self._status.check()
-        self._use("updated", self._update, args, kwargs)
-
-    def _update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._claim()
-        copies = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
-        if active:
-            sources, targets = ([getattr(copy, name) for copy in copies] for name in ("source", "target"))
-            self._after_branches(pieces_of(self._driver, sources), pieces_of(self._driver, targets), None, copies)
-        self._follow(None)
-        self._inputs.copied(self._driver, copies)
-        self._enqueue(self._beside_torch(copies, partial(copy_all, self._driver, copies)))
-
-    @orders_itself
-    def __call__(self, *args: object, out: object = None, **kwargs: object) -> Any:
-        """Update the inputs, replay, and copy the outputs, in one turn.
-
-        No use by another thread comes in between.
-
-        The recorded inputs, which are the caller's own arrays, hold the new values afterwards. Record with a copy,
-        ``x.copy(order="K")``, if you need ``x`` itself. Passing the original ``x`` again is an error, because the program has
-        overwritten it.
-
-        Any thread may call. All work is enqueued on its current stream, and the call does not wait for the GPU. The returned
-        arrays belong to the caller, and no later use of the program writes to them. Afterwards `update`, `replay` and `outputs`
-        belong to the calling thread; see `hand_over`.
-
-        Parameters
-        ----------
-        *args, **kwargs
-            As in `update`.
-        out : optional
-            Arrays to copy the outputs into, in the structure of `outputs`, and torch's tensors for outputs that are tensors.
-            Shapes and types are the same, and no two arrays share memory. None, also in the place of an array, asks for a new
-            array. A recorded argument that is itself named ``out`` cannot be given here, and keeps its values.
-
-        Returns
-        -------
-        array, or list, tuple or dictionary
-            Copies of the outputs in the structure of `outputs`, ready in the order of the current stream. Tensors are also ready
-            in the order of torch's current stream. An output in several places gets a single copy. Numbers, strings and None are
-            as they were recorded. Subclasses of lists, tuples and dictionaries become the plain class, except named tuples.
-
-        Raises
-        ------
-        ArgumentError, ArrayTypeError, DeviceMismatchError
-            As in `update`; for an ``out`` that differs from the outputs; for outputs that are arrays of libraries other than
-            torch, or objects that may hold arrays. After an error nothing was enqueued.
-        MemoryError
-            If there is no memory for the copies.
-        CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
-            As in `replay`, except that the program may belong to another thread. If that thread is using the program, the call
-            waits.
-        """
-        if self._status.unusable:
-            self._status.check()
-        prepared = self._prepared
-        if prepared is not None and out is None and not kwargs and not active:
-            match, run, built = prepared
-            if match(args):
-                return built(self._turn(run, args, self._current_stream()))
-        return self._use("called", self._call, args, out, kwargs)
-
     def _turn(
         self, run: Callable[..., T], arrays: Sequence[Any], stream: object, begin: object = None, checked: bool = False
     ) -> T:
@@ -408,59 +310,24 @@ class Program(Owned):
             self._explain(error)
             raise
 
-    def _call(self, args: tuple[Any, ...], out: object, kwargs: dict[str, Any]) -> Any:
-        if self._recording is None:
-            self._refuse()
-        driver = self._driver
-        given = self._inputs.match(driver, self._name, self.device, args, kwargs)
-        results = Results(driver, self._name, self.device, self._outputs, out)
-        # A prepared call neither reads nor changes the notes on overwritten inputs. This call may change these notes, so the
-        # former prepared call is dropped. `_prepare` may make a new prepared call.
+    def _take_over(self) -> None:
+        """Make this thread the owner in any case, and its current stream the next to use the program's memory.
+
+        Otherwise the former owner could replay with the inputs of a call, or read its outputs, and take both for its own values.
+        """
+        # A prepared call neither reads nor changes the notes on overwritten inputs. The use that follows may change them.
         self._prepared = None
-
-        def turn() -> None:
-            copy_all(driver, given)
-            self._launch()
-            copy_all(driver, results.copies)
-
-        if active:
-            read = pieces_of(driver, [copy.source for copy in given])
-            changed = [*pieces_of(driver, [copy.target for copy in given]), *results.pieces]
-            keep = self, given, results
-            self._after_branches([*self._memory.reads, *read], [*self._memory.writes, *changed], None, keep)
-        # This thread becomes the owner. Otherwise the former owner could replay with the inputs of this call, or read its
-        # outputs, and take both for its own values.
         self._user = thread.token
         self._follow(None)
-        self._inputs.copied(driver, given)
-        self._enqueue(self._beside_torch([*given, *results.copies], turn))
-        self._inputs.written(driver, results.copies)
-        if out is None and not kwargs and len(given) == len(args):
-            self._prepare()
-        return results.value
 
     def _prepare(self) -> None:
         """Prepare later calls that give one array for each input.
 
         By now, a call has overwritten every input.
         """
-        driver, inputs, outputs = self._driver, self._inputs.flat(self._driver), dict[int, Any]()
-        if inputs and arrays_once(driver, self._outputs, outputs):
-            built = builder(self._outputs, {each: itemgetter(place) for place, each in enumerate(outputs)})
-            # On a machine with a single device the check of the device is skipped.
-            device = self.device if driver.device_count() > 1 else None
-            match = matcher(driver, inputs, device, bounds([piece_of(driver, each) for each in inputs]))
-            self._prepared = match, driver.prepared(copies_of(inputs, [*outputs.values()])), built
-
-    def _beside_torch(self, copies: Sequence[Copy], step: Callable[[], object]) -> Callable[[], object]:
-        """Order a step that copies tensors with torch's current stream.
-
-        Return the step for the program's stream. A step without tensors stays as it is.
-        """
-        recording = self._recording
-        if recording is None or all(copy.tensor is None for copy in copies):
-            return step
-        return lambda: in_order(recording.pool, self.device, self._pointer, step)
+        # On a machine with a single device the check of the device is skipped.
+        device = self.device if self._driver.device_count() > 1 else None
+        self._prepared = prepared_call(self._driver, self._inputs.flat(self._driver), self._outputs, device)
 
     def _enqueue(self, step: Callable[..., T], *args: object) -> T:
         """Run a step on the stream that `_follow` chose; return its value.
@@ -552,62 +419,6 @@ class Program(Owned):
         if self._last is None:
             self._driver.record_event(event, home.pointer)
         dispose(former, held)
-
-    def _use(self, what: str, act: Callable[..., T], *args: object) -> T:
-        """Run a function while no other call uses the program.
-
-        Return the function's value.
-        """
-        try:
-            if self._busy is not None:
-                self._check_turn(what)
-            # CPython delivers no interrupt between taking the lock and entering the block.
-            with self._lock:
-                try:
-                    self._busy = what
-                    return act(*args)
-                finally:
-                    self._busy = None
-        except Exception as error:
-            self._explain(error)
-            raise
-
-    def _check_turn(self, what: str) -> None:
-        """Wait for another thread's use of the program.
-
-        Refuse a use inside this thread's own use, and a use that would be refused after the wait.
-        """
-        if what in OWNERS:
-            self._check_owner()
-        with self._lock:
-            if self._busy is not None:
-                raise OwnershipError(
-                    f"{self._name} is being {self._busy} by this thread, and this call comes from a finalizer that Python "
-                    "runs in between: call it later"
-                )
-
-    def _claim(self) -> None:
-        """Make this thread the owner, unless another thread is the owner.
-
-        The caller holds the lock.
-        """
-        if self._recording is None:
-            self._refuse()
-        self._check_owner()
-        self._user = thread.token
-
-    def _explain(self, error: Exception) -> None:
-        """Raise a clearer error for an error, if one is known."""
-        if process_end.ending and isinstance(error, PoolClosedError):
-            process_end.linger()
-        self._status.diagnose(error)
-        if not isinstance(error, HandlePoolError) and (cause := self._driver.capture_failure(error)):
-            raise CaptureError(f"{self._name} cannot be used on a stream that is being captured: {cause}") from error
-
-    def _refuse(self) -> NoReturn:
-        if process_end.ending:
-            raise PoolClosedError(f"{self._name} came to its end with the interpreter, which is being taken down")
-        raise PoolClosedError(f"the program {self._name} was closed; record it again")
 
     # Order
 

@@ -18,7 +18,7 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ArgumentError, ArrayTypeError, CaptureError
 from handlepool.graphs.tuning import Tuning, check_gpu, tune_heaviest
-from handlepool.order.books import open_order
+from handlepool.order.places import open_order
 from handlepool.pool.context import thread
 from handlepool.pool.default import chosen_pool
 from handlepool.pool.deferred import deferred
@@ -28,10 +28,9 @@ from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording import drawing
 from handlepool.recording.capture import Recording
-from handlepool.recording.first_call import FirstCall, check_returned, name_of_call
+from handlepool.recording.first_call import FirstCall, Take, check_returned, name_of_call
 from handlepool.recording.program import Program
 from handlepool.recording.rehearsal import ContainerSnapshot
-from handlepool.recording.replanning import Take
 from handlepool.recording.state import State
 from handlepool.recording.tuning import shown_progress
 from handlepool.recording.update import Inputs

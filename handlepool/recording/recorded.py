@@ -7,34 +7,29 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeVar
 
-from handlepool._util.arguments import as_integer, at_least, flag
-from handlepool._util.cleanup import do_all
+from handlepool._util.arguments import flag
 from handlepool._util.frames import frames_inside
-from handlepool._util.names import kind_of, shown
+from handlepool._util.names import kind_of
 from handlepool._util.protocols import Wrapper
 from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import ArgumentError, CaptureError, PoolClosedError
-from handlepool.order.books import open_order
+from handlepool.order.places import open_order
 from handlepool.order.stream_order import integration
 from handlepool.pool.context import active, recordings, thread
 from handlepool.pool.default import current_pool
 from handlepool.pool.deferred import abandon, deferred
 from handlepool.pool.internals import PoolInternals
-from handlepool.pool.side_streams import MOST_SIDE_SLOTS
-from handlepool.recording.first_call import name_of_call
 from handlepool.recording.guards import VALUE
-from handlepool.recording.hits import MISSED, Hit
-from handlepool.recording.instances import Instance
-from handlepool.recording.keys import Call, NotRecorded, Reader
+from handlepool.recording.hits import MISSED
+from handlepool.recording.keys import Call, NotRecorded, Reader, text_of
 from handlepool.recording.outputs import Results
 from handlepool.recording.program import Program
 from handlepool.recording.requests import request, takes
 from handlepool.recording.tuning import LanesTuning
 from handlepool.recording.update import copy_all
+from handlepool.recording.variant_table import MANY_VALUES, RecordedStats, VariantTable
 from handlepool.recording.variants import Options, Variant
 from handlepool.regions.executor import ParallelStateExecutor
 from handlepool.regions.future import StreamFuture, Task
@@ -46,7 +41,6 @@ _made: "weakref.WeakSet[RecordedFunction[..., Any]]" = weakref.WeakSet()
 
 P = ParamSpec("P")
 R = TypeVar("R")
-F = TypeVar("F", bound=Callable[..., Any])
 
 MOST_REBOUND = 3
 """The maximum number of programs dropped because an array was rebound.
@@ -58,53 +52,13 @@ MOST_LACKED = 3
 
 The key of each further such recording runs eagerly.
 """
-MOST_TRIED = 4
-"""The maximum number of written-out calls that a call tries.
-
-If none of them takes the arguments, the call goes the long way.
-"""
 MOST_PENDING = 256
 """The maximum number of pending calls by `submit`.
 
 A further call waits for the oldest.
 """
-MANY_VALUES = 8
-"""A warning names a value in which this many keys differ."""
-MOST_SEEN = 1024
-"""The maximum number of keys whose calls are counted.
-
-The key that came least recently is forgotten first.
-"""
 _PER_OBJECT = "_handlepool_recorded"
 """Attribute of an object that holds its methods' recorded functions."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedStats:
-    """Counts of a recorded function.
-
-    Attributes
-    ----------
-    keys : int
-        Keys that have programs.
-    programs : int
-        Programs, all instances together.
-    nbytes : int
-        Bytes of device memory that the programs allocated while they were recorded, scratch included.
-    recorded : int
-        Programs that were recorded so far.
-    eager : int
-        Calls that ran eagerly.
-    closed : int
-        Keys whose programs were closed because other keys were used more recently, or because an array was rebound.
-    """
-
-    keys: int
-    programs: int
-    nbytes: int
-    recorded: int
-    eager: int
-    closed: int
 
 
 class RecordedFunction(Wrapper, Generic[P, R]):
@@ -120,13 +74,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         functools.update_wrapper(self, function, updated=())
         self._takes_out = _has_parameter(function, "out")
         self._reader: Reader | None = None
-        self._variants: dict[tuple[Any, ...], list[Variant]] = {}
-        # Maps each variant to its written-out call, or to None if it has none that calls try.
-        self._order: dict[Variant, Hit | None] = {}
-        # Written-out calls, by the shape of the first argument.
-        self._hits: dict[Any, tuple[Hit, ...]] = {}
-        # The lock guards changes of these tables. Calls read the tables without it. No function of the user runs under the lock.
-        self._lock = threading.RLock()
+        self._table = VariantTable()
+        # A known call reads the written-out calls at once.
+        self._hits = self._table.hits
         # The dictionary maps a pool to a mark of the call that records now. One call records at a time, and other calls run
         # eagerly instead of waiting. The mark replaces a lock, which must not be held while the function runs (guarantee 15).
         # `setdefault` is a single step, so two calls cannot both set a mark. After an interrupt, the `finally` removes the mark.
@@ -134,9 +84,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._eager: str | None = None
         self._said = False
         self._rebound = self._unused = self._lacked = 0
-        self._counts = {"recorded": 0, "eager": 0, "closed": 0}
-        self._seen: dict[Any, int] = {}
+        self._counts = {"recorded": 0, "eager": 0}
         self._executor: ParallelStateExecutor | None = None
+        # The lock lets one thread make the executor.
+        self._lock = threading.RLock()
         _made.add(self)
 
     def _after_fork(self) -> None:
@@ -144,13 +95,13 @@ class RecordedFunction(Wrapper, Generic[P, R]):
 
         A thread that the child lacks may have held the lock.
         """
-        abandon((self._variants, self._order, self._hits, self._executor, self._reader))
-        self._lock = threading.RLock()
-        self._variants, self._order, self._hits, self._seen, self._under_way = {}, {}, {}, {}, {}
+        abandon((self._table, self._executor, self._reader))
+        self._lock, self._table, self._under_way = threading.RLock(), VariantTable(), {}
+        self._hits = self._table.hits
         self._executor = self._reader = None
 
     def __repr__(self) -> str:
-        return f"<recorded function {self._options.name}, {len(self._order)} keys>"
+        return f"<recorded function {self._options.name}, {len(self._table)} keys>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Replay the program for such arguments, or call the function.
@@ -213,7 +164,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             if theirs != LEGACY_STREAM and driver.is_capturing(theirs):
                 return self._plain(pool, args, kwargs, out)
         # The table is read without the lock.
-        for variant in self._variants.get(call.key, ()):
+        for variant in self._table.by_key.get(call.key, ()):
             if variant.pool is pool and variant.takes(call):
                 guards = variant.guards
                 if guards is None:
@@ -235,13 +186,13 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         try:
             found = variant.run(instance, call, out, ordered=bool(active))
             if out is None and not kwargs:
-                self._keep_hit(variant, args)
+                self._table.keep_hit(variant, args)
             return found
         except PoolClosedError:
             if variant.pool.status.closed or not instance.program.closed:
                 raise
         # The user closed the program that `program` returned, so the call records anew.
-        self._drop(variant)
+        self._table.drop(variant)
         return self._missed(variant.pool, call, stream, args, kwargs, out)
 
     def _plain(self, pool: PoolInternals, args: Any, kwargs: Any, out: Any) -> Any:
@@ -260,14 +211,14 @@ class RecordedFunction(Wrapper, Generic[P, R]):
 
     def _missed(self, pool: PoolInternals, call: Call, stream: object, args: object, kwargs: object, out: object) -> Any:
         """Serve a call for which the lookup found no program."""
-        variants = self._variants.get(call.key, [])
+        variants = self._table.by_key.get(call.key, [])
         values: dict[str, int] = {}
         # Another thread may insert a variant meanwhile, so the loop walks a copy of the list.
         for variant in [*variants]:
             if variant.pool is not pool or variant.guards is None:
                 continue
             if not variant.takes(call):
-                self._drop(variant)
+                self._table.drop(variant)
                 continue
             changed = variant.guards.changed()
             if not changed:
@@ -276,7 +227,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                 if len(changed) == 1:
                     values[changed[0].path] = values.get(changed[0].path, 0) + 1
                 continue
-            self._drop(variant)
+            self._table.drop(variant)
             self._rebound += 1
             if self._rebound > MOST_REBOUND:
                 names = ", ".join(guard.path for guard in changed[:3] if guard.kind != VALUE)
@@ -305,25 +256,15 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             return False
         if self._unused < 2 * self._options.programs:
             return True
-        return self._see(call.key) > 1
-
-    def _see(self, what: object) -> int:
-        """Count a call of a key, and return the count.
-
-        Only the last `MOST_SEEN` keys are remembered.
-        """
-        with self._lock:
-            seen = self._seen[what] = self._seen.pop(what, 0) + 1
-            if len(self._seen) > MOST_SEEN:
-                del self._seen[next(iter(self._seen))]
-        return seen
+        return self._table.see(call.key) > 1
 
     def _recorded(self, pool: PoolInternals, call: Call, args: Any, kwargs: Any, values: dict[str, int]) -> Any:
         """Record a key; return the value of the call for real."""
         for name, count in values.items():
             if count == MANY_VALUES:
                 self._warn(f"was recorded for {count + 1} values of {name}: keep it in an array without axes")
-        self._count_statics(call)
+        for name in self._table.many_values(call):
+            self._warn(f"was recorded for {MANY_VALUES} values of {name}: pass it as an array without axes")
         variant = Variant(self._options, pool, call)
         value = variant.record(args, kwargs, call)
         # A lack of memory or side streams may pass, so a few such recordings are tried again.
@@ -333,18 +274,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                 self._counts["eager"] += 1
                 return value
             variant.eager = variant.lacking
-        # The tables change together under the lock. Variants are dropped after the lock is released.
-        with self._lock:
-            self._variants.setdefault(call.key, []).insert(0, variant)
-            self._order[variant] = None
-            self._unused += 1
-            self._counts["recorded" if variant.eager is None else "eager"] += 1
-            dead = [each for each in self._order if each.pool.status.closed or each.pool.status.forked]
-            if len(self._order) > self._options.programs and not dead:
-                dead.append(min(self._order, key=attrgetter("last")))
-        for each in dead:
-            if each is not variant:
-                self._drop(each)
+        self._unused += 1
+        self._counts["recorded" if variant.eager is None else "eager"] += 1
+        for each in self._table.insert(variant, self._options.programs):
+            self._table.drop(each)
         if variant.eager is not None:
             self._say(variant.eager)
         return value
@@ -362,49 +295,6 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         finally:
             if self._under_way.get(pool) is me:
                 del self._under_way[pool]
-
-    # The table
-
-    def _keep_hit(self, variant: Variant, args: Any) -> None:
-        """Let later calls of a variant take the written-out call."""
-        hit, shape = variant.hit(args), getattr(args[0], "shape", None) if args else None
-        if hit is None or hit in self._hits.get(shape, ()):
-            return
-        with self._lock:
-            # Another thread may have dropped the variant meanwhile.
-            if variant in self._order:
-                known = [each for each in self._hits.get(shape, ()) if each is not self._order[variant]]
-                self._hits[shape] = (hit, *known[: MOST_TRIED - 1])
-                self._order[variant] = hit
-
-    def _drop(self, variant: Variant) -> None:
-        """Forget a variant.
-
-        Each of its programs is destroyed once the device has finished the program's last call.
-        """
-        with self._lock:
-            if variant not in self._order:
-                return
-            hit = self._order.pop(variant)
-            self._counts["closed"] += 1
-            known = [each for each in self._variants.get(variant.key, ()) if each is not variant]
-            if known:
-                self._variants[variant.key] = known
-            else:
-                self._variants.pop(variant.key, None)
-            if hit is not None:
-                left = {shape: tuple([each for each in hits if each is not hit]) for shape, hits in self._hits.items()}
-                self._hits = {shape: hits for shape, hits in left.items() if hits}
-
-    def _count_statics(self, call: Call) -> None:
-        """Warn if many keys differ in a single plain value."""
-        for place, part in enumerate(call.key):
-            value = part[1] if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str) else part
-            if isinstance(value, tuple) and len(value) == 2 and value[0] in (int, float, complex, str, bytes, bool):
-                rest = place, (*call.key[:place], *call.key[place + 1 :])
-                if self._see(rest) == MANY_VALUES:
-                    name = part[0] if value is not part else f"argument {place - 1}"
-                    self._warn(f"was recorded for {MANY_VALUES} values of {name}: pass it as an array without axes")
 
     def _say(self, why: str, cause: BaseException | None = None) -> None:
         """Warn once that the function runs eagerly; with ``strict`` raise."""
@@ -444,7 +334,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                 call = Reader(pool.driver, self._options.in_place).read(args, kwargs)
             except NotRecorded as why:
                 raise CaptureError(f"{self._options.name} has no program for such arguments: {why}") from why
-            for variant in self._variants.get(call.key, ()):
+            for variant in self._table.by_key.get(call.key, ()):
                 if variant.takes(call) and variant.guards is not None and not variant.guards.changed():
                     return variant.instances[0].program
                 if variant.eager is not None:
@@ -453,28 +343,6 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                 self(*args, **kwargs)
         raise CaptureError(f"{self._options.name} has no program for such arguments: {self._eager or 'it was not recorded here'}")
 
-    def _served_by(self, *args: Any) -> tuple[Variant, Instance] | None:
-        """Return the variant and the instance of arguments that have a program."""
-        reader, pool = self._reader, current_pool()
-        if reader is None or reader.driver is not pool.driver:
-            return None
-        call = reader.read(args, {})
-        for variant in self._variants.get(call.key, ()):
-            if variant.pool is pool and variant.instances and variant.takes(call):
-                return variant, variant.instances[0]
-        return None
-
-    def _keeps(self, variant: Variant) -> bool:
-        """Return whether the table still has a variant."""
-        return variant in self._order
-
-    def _close(self) -> None:
-        """Close all programs, after their last work, and forget them."""
-        try:
-            do_all([each.close for variant in [*self._order] for each in variant.instances])
-        finally:
-            self.clear()
-
     def stats(self) -> RecordedStats:
         """Return counts of programs, their memory, and calls.
 
@@ -482,9 +350,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         -------
         RecordedStats
         """
-        programs = [each.program for variant in [*self._order] for each in variant.instances]
-        keys = sum(bool(variant.instances) for variant in [*self._order])
-        return RecordedStats(keys, len(programs), sum(each.nbytes for each in programs), **self._counts)
+        return self._table.stats(**self._counts)
 
     def explain(self) -> str:
         """Return a text on the arguments and the programs of each key.
@@ -494,10 +360,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         str
         """
         lines = [repr(self)]
-        for variant in [*self._order]:
-            lines.append(
-                f"{_told(variant.key)}: " + (f"eager: {variant.eager}" if variant.eager else f"{len(variant.instances)} programs")
-            )
+        for variant in self._table:
+            what = f"eager: {variant.eager}" if variant.eager else f"{len(variant.instances)} programs"
+            lines.append(f"{text_of(variant.key)}: {what}")
             if variant.instances:
                 lines += [f"    {line}" for line in str(variant.instances[0].program.explain()).splitlines()]
         if self._eager is not None:
@@ -521,7 +386,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             A tuning for each key that has programs.
         """
         tried = tuple(lanes) if isinstance(lanes, Iterator) else lanes
-        found = [variant.tune(tried, goal, seconds) for variant in [*self._order]]
+        found = [variant.tune(tried, goal, seconds) for variant in self._table]
         return [each for each in found if each is not None]
 
     def prewarm(self, *specs: object, tune: bool = True) -> None:
@@ -601,12 +466,12 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         if reader is None or reader.driver is not pool.driver or active:
             return False
         call = reader.read(args, {})
-        for variant in self._variants.get(call.key, ()):
+        for variant in self._table.by_key.get(call.key, ()):
             if variant.pool is pool and variant.takes(call) and variant.guards is not None and variant.guards.holds():
                 made = self._grow(variant, args, {}, call) if variant.growable(stream) else None
                 if made is not None:
                     made.move(stream)
-                self._keep_hit(variant, args)
+                self._table.keep_hit(variant, args)
                 return made is not None or not variant.growable(stream)
         return False
 
@@ -627,7 +492,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             call = Reader(pool.driver, self._options.in_place).read(args, kwargs)
         except (NotRecorded, RecursionError):
             return []
-        known = any(each.pool is pool for each in self._variants.get(call.key, ()))
+        known = any(each.pool is pool for each in self._table.by_key.get(call.key, ()))
         return [] if known else [self(*args, **kwargs)]
 
     def clear(self) -> None:
@@ -635,9 +500,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
 
         Each program is destroyed once the device has finished its last call. The next call of a key records anew.
         """
-        for variant in [*self._order]:
-            self._drop(variant)
-        self._seen.clear()
+        self._table.clear()
         deferred.run_all()
 
     # As a method
@@ -718,133 +581,3 @@ def _zeros(driver: Any, value: Any) -> Any:
     array = driver.empty(value.shape, value.strides, value.dtype)
     array[...] = 0
     return array
-
-
-def _told(key: tuple[Any, ...]) -> str:
-    """Return a key's plain values, and its arrays' shapes and types."""
-    # The length of a part tells an array (three entries) from a tensor (six).
-    arrays = {3: (0, 2), 6: (1, 3)}
-    return ", ".join(
-        " ".join(str(part[each]) for each in arrays.get(len(part), (-1,))) for part in key[1:] if isinstance(part, tuple) and part
-    )
-
-
-def _places(function: Any, names: Any) -> frozenset[int | str]:
-    """Return the places and names of arguments that are read in place."""
-    given, names = names, (names,) if isinstance(names, str) else tuple(names)
-    try:
-        known = [*inspect.signature(function).parameters]
-    except (TypeError, ValueError):
-        known = []
-    for name in names:
-        if not isinstance(name, str) or name not in known:
-            raise ArgumentError(
-                f"recorded: in_place={shown(given)}; {name_of_call(function)} has the parameters {', '.join(known)}"
-            )
-    return frozenset([*names, *[known.index(name) for name in names]])
-
-
-@overload
-def recorded(
-    function: Callable[P, R],
-    /,
-    *,
-    lanes: int | None = 8,
-    instances: int = 4,
-    programs: int = 16,
-    outputs: str = "new",
-    in_place: str | Iterable[str] = (),
-    strict: bool = False,
-) -> RecordedFunction[P, R]: ...
-
-
-@overload
-def recorded(
-    *,
-    lanes: int | None = 8,
-    instances: int = 4,
-    programs: int = 16,
-    outputs: str = "new",
-    in_place: str | Iterable[str] = (),
-    strict: bool = False,
-) -> Callable[[Callable[P, R]], RecordedFunction[P, R]]: ...
-
-
-def recorded(
-    function: Any = None,
-    /,
-    *args: object,
-    lanes: int | None = 8,
-    instances: int = 4,
-    programs: int = 16,
-    outputs: str = "new",
-    in_place: str | Iterable[str] = (),
-    strict: bool = False,
-    **others: object,
-) -> Any:
-    """Record a function by its calls: a program for each geometry.
-
-    The result is called as the function is, with any arguments, from any thread. The first call of a geometry runs the function
-    for real and records it, see `record`. Later calls copy their arguments into a program, launch it, and return copies of its
-    outputs. `recorded` is also a decorator, with and without arguments, of functions, methods and callable objects.
-
-    Parameters
-    ----------
-    function : callable
-        Must give the same work each time. A function that cannot be recorded runs eagerly, with a single warning.
-    *args, **others
-        Refused, because arguments of the function belong into a call of the result.
-    lanes : int or None
-        As in `record`.
-    instances : int
-        Maximum number of programs for one key. At most this number of calls on different streams overlap.
-    programs : int
-        Maximum number of keys. A new key beyond this number closes the programs of the key that was used least recently.
-    outputs : {"new", "reused"}
-        Whether a call returns new arrays, or the program's own arrays. The program's arrays are valid until this thread calls the
-        function again on the same stream.
-    in_place : str or iterable of str
-        Parameters whose arrays the program reads where they are, without a copy. Another array in such a place is another key.
-    strict : bool
-        Whether a function that cannot be recorded raises an error.
-
-    Returns
-    -------
-    RecordedFunction
-
-    Raises
-    ------
-    ArgumentError
-        For a value that is no function, a generator function or a coroutine function. For arguments of the function, which belong
-        into a call or to `record`. For values that an option cannot have.
-    """
-    if args or others:
-        raise ArgumentError(
-            "recorded takes a function and options, and was given arguments for the function: call the result of "
-            "recorded(function) with them, or use record(function, *args)"
-        )
-    if lanes is not None and not 1 <= as_integer(lanes, 0) <= MOST_SIDE_SLOTS:
-        raise ArgumentError(f"recorded(lanes={shown(lanes)}); it must be an integer from 1 to {MOST_SIDE_SLOTS}, or None")
-    if outputs not in ("new", "reused"):
-        raise ArgumentError(f"recorded(outputs={shown(outputs)}); it can be 'new' or 'reused'")
-    counts = at_least(1, "recorded: instances", instances), at_least(1, "recorded: programs", programs)
-    strictly = flag("recorded: strict", strict)
-
-    def made(function: Any) -> Any:
-        if not callable(function) and not isinstance(function, (staticmethod, classmethod)):
-            raise ArgumentError(f"recorded({shown(function)}): pass a function")
-        inner = getattr(function, "__func__", function)
-        for test, what in (
-            (inspect.isgeneratorfunction, "a generator function"),
-            (inspect.iscoroutinefunction, "a coroutine function"),
-            (inspect.isasyncgenfunction, "an asynchronous generator function"),
-        ):
-            if test(inner) or test(getattr(type(inner), "__call__", None)):  # noqa: B004 - about the method
-                raise ArgumentError(
-                    f"recorded: {name_of_call(inner)} is {what}: pass a function that does the work and returns arrays"
-                )
-        places = _places(function, in_place)
-        options = Options(function, name_of_call(function), lanes, *counts, outputs == "reused", strictly, places)
-        return RecordedFunction(options)
-
-    return made if function is None else made(function)

@@ -6,19 +6,15 @@ the best recording so far are timed in turns.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from statistics import median, quantiles
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from handlepool._util.cleanup import do_all, take_each
-from handlepool.graphs.plan import Plan
 from handlepool.graphs.tuning import Alternative, alternatives
-from handlepool.order.accesses import Memory
-from handlepool.pool.context import on_device
-from handlepool.pool.deferred import defer
 from handlepool.pool.stream import resolve
+from handlepool.recording.first_call import Take
 from handlepool.recording.outside import Outside
 from handlepool.recording.tuning import A_SAMPLE, MOST_REPLAYS, LanesRig, PlanChange, clock, device
 from handlepool.recording.update import Inputs
@@ -40,51 +36,6 @@ SHARE_ALONE = 0.5
 
 The rest of the time is for trials in the program.
 """
-
-
-@dataclass(slots=True)
-class Take:
-    """A recording of a program's call, with its outputs.
-
-    Attributes
-    ----------
-    recording : Recording
-    outputs : object
-        The value that the function returned under capture.
-    memory : Memory
-        The memory that replays read and write.
-    launched : tuple of (Plan, int)
-        Each launched plan with its number of launches. Empty if the launches were not counted.
-    """
-
-    recording: "Recording"
-    outputs: Any
-    memory: Memory | None
-    launched: tuple[tuple[Plan, int], ...] = ()
-
-    def end(self) -> None:
-        """Destroy the recording, after all its launches have ended."""
-        held = [self.outputs]
-        self.outputs, self.launched = None, ()
-        dispose(self.recording, held)
-
-
-def dispose(recording: "Recording", held: list[Any]) -> None:
-    """Destroy a recording whose launches have ended.
-
-    ``held`` are objects that were kept alive for the recording. The list is emptied.
-    """
-    held.append(recording.kept.take())
-    try:
-        with on_device(recording.pool.driver, recording.device), recording.pool.driver.relaxed():
-            held.clear()
-        done = recording.destroy()
-    except BaseException:
-        defer(recording.settle)
-        raise
-    # If a caller still holds arrays in the recording's memory, this memory cannot be freed yet, and a later call frees it.
-    if not done:
-        defer(recording.settle)
 
 
 class Trials:

@@ -11,10 +11,10 @@ from typing import Any
 
 from handlepool._util.reachable import leaves
 from handlepool.errors import CaptureError, HandlePoolError, StateBusyError
-from handlepool.order.accesses import Memory
 from handlepool.order.places import before
 from handlepool.order.reached import pieces_of
 from handlepool.order.stream_order import integration
+from handlepool.order.uses import Memory
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.stream import StreamReference
 from handlepool.recording.capture import Recording

@@ -26,8 +26,9 @@ from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.program import Program
 from handlepool.recording.sharing import rebuilt
+from handlepool.spreading.item_function import Eager
 from handlepool.spreading.items import check_copied, global_elsewhere
-from handlepool.spreading.worker import DeviceWorker, Eager, InFlight
+from handlepool.spreading.worker import DeviceWorker, InFlight
 
 T = TypeVar("T")
 

@@ -18,7 +18,6 @@ caller's stream itself copies an item of this device, which saves three calls. T
 host has seen that nothing is in flight, so that no work reads that input any more.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -28,33 +27,21 @@ import numpy as np
 
 from handlepool._util.arguments import check_ends
 from handlepool._util.cleanup import do_all
-from handlepool._util.frames import frames_inside
 from handlepool._util.names import kind_of
 from handlepool._util.reachable import leaves
-from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import LEGACY_STREAM, Stream
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.order.places import before
 from handlepool.order.reached import pieces_of
 from handlepool.pool.context import active, on_device, run_on
-from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
-from handlepool.recording.instances import Instance
-from handlepool.recording.keys import Call
 from handlepool.recording.outputs import Results, new_like
-from handlepool.recording.recorded import RecordedFunction
 from handlepool.recording.sharing import copier, rebuilt, relation, runs_apart
 from handlepool.recording.update import copy_all
-from handlepool.recording.variants import Options, Variant
 from handlepool.spreading.copy_plan import CopyPlan
+from handlepool.spreading.item_function import Eager, ItemFunction
 from handlepool.spreading.items import check_copied, geometry, itself, steps
 from handlepool.tensors.layout import one_run
-
-MOST_PROGRAMS = 8
-"""The maximum number of programs of a device.
-
-Beyond it, the least recently used program is closed.
-"""
 
 
 class InFlight:
@@ -92,34 +79,6 @@ class InFlight:
         self.index, self.device, self.value, self.kept, self.event, self.copy_plan = index, device, value, kept, event, copy_plan
         self.error: Exception | None = None
         self.done = False
-
-
-class Eager:
-    """Tell whether a spread runs eagerly, and warn once.
-
-    Attributes
-    ----------
-    always : bool
-        Whether recording has stopped.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.always = False
-        self._name = name
-        self._said = False
-
-    def stop_recording(self, why: str) -> None:
-        """Stop recording from now on, and warn."""
-        self.always = True
-        self.say(why)
-
-    def say(self, why: str) -> None:
-        """Warn of the first item that is not recorded."""
-        if not self._said:
-            self._said = True
-            what = "its items run" if self.always else "such items run"
-            text = f"spread({self._name}): {what} eagerly, which is slower on several devices, since they cannot be recorded"
-            warnings.warn(f"{text}: {why}", RuntimeWarning, stacklevel=frames_inside())
 
 
 class DeviceWorker:
@@ -622,47 +581,7 @@ class DeviceWorker:
             return False
         return True
 
-    def _recorded_function(self) -> "ItemFunction":
+    def _recorded_function(self) -> ItemFunction:
         if self._recorded is None:
             self._recorded = ItemFunction(self._name, self._function, self._shared, self._driver, self._lanes, self._eager)
         return self._recorded
-
-
-class ItemFunction(RecordedFunction[..., Any]):
-    """The function of an item, recorded on one device.
-
-    Its outputs are valid until its next call.
-    """
-
-    def __init__(
-        self, name: str, function: Callable[..., Any], shared: Sequence[Any], driver: Driver, lanes: int | None, eager: Eager
-    ) -> None:
-        def call(item: object) -> Any:
-            # The function may change the lists and dictionaries of its item, so each call gets rebuilt containers.
-            return function(rebuilt(item, itself), *shared)
-
-        call.__qualname__ = name
-        fixed = [each for each in leaves(shared) if isinstance(each, driver.array_types)]
-        options = Options(call, name, lanes, 1, MOST_PROGRAMS, True, False, frozenset(), function, fixed, private=True)
-        super().__init__(options)
-        self._spread_eager = eager
-
-    def served_by(self, item: object) -> tuple[Variant, Instance] | None:
-        """Return the variant and the instance of a known item."""
-        return self._served_by(item)
-
-    def keeps(self, variant: Variant) -> bool:
-        """Return whether a variant has not made way."""
-        return self._keeps(variant)
-
-    def close(self) -> None:
-        """Close all programs, after their last work."""
-        self._close()
-
-    def _may_record(self, pool: PoolInternals, call: Call) -> bool:
-        """Record each geometry, because most items have the same."""
-        return True
-
-    def _say(self, why: str, cause: BaseException | None = None) -> None:
-        """Stop the recording on all devices."""
-        self._spread_eager.stop_recording(why)

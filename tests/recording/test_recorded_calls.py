@@ -2,45 +2,20 @@
 
 import inspect
 import sys
-import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from harness.arrays import value_of
 
 import handlepool
 from handlepool import ArgumentError, CaptureError
-from handlepool.testing.pools import host_pool
+
+pytestmark = pytest.mark.usefixtures("no_warnings")
 
 Pair = namedtuple("Pair", "first second")
-
-
-@pytest.fixture
-def driver():
-    with host_pool() as pool:
-        yield pool.driver
-
-
-@pytest.fixture
-def array(driver):
-    """Makes an array on the device, all of one value: ``array(value, *shape)``."""
-    return lambda value, *shape: driver.asarray(np.full(shape or (1, 4, 3, 4), value, np.float32))
-
-
-@pytest.fixture(autouse=True)
-def no_warnings():
-    """A function that runs eagerly without need fails its test."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
-def value_of(found):
-    values = np.unique(found.get())
-    assert len(values) == 1
-    return float(values[0])
 
 
 @handlepool.operation(mutates="x")

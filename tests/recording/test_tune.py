@@ -47,12 +47,9 @@ def in_place(scene, x):
 
 
 @pytest.fixture
-def measured(monkeypatch):
+def measured(lane_times):
     """Microseconds on the clock, and on the device, by lanes."""
-    clock, device = {}, {}
-    monkeypatch.setattr(LanesRig, "_clock", lambda rig, each, replays: clock[each.asked])
-    monkeypatch.setattr(LanesRig, "_device", lambda rig, each, replays: device[each.asked])
-    return clock, device
+    return lane_times.clock, lane_times.device
 
 
 def values(scene, program):
