@@ -362,7 +362,7 @@ def test_work_on_a_stream_that_is_not_recorded_is_refused_and_not_left_out_of_re
             act()
             return handlepool.conv2d(x, w)
 
-        with pytest.raises(CaptureError, match=r"not part of the recording.*Use the current stream there, and open forks"):
+        with pytest.raises(CaptureError, match=r"not part of the recording.*use only the current stream and forks"):
             handlepool.record(function, x)
         act()
 
@@ -954,7 +954,9 @@ def taken(scene, given):
 def test_a_function_that_changes_a_list_or_dictionary_that_it_is_given_is_refused(scene, function, what, lanes):
     x, y = scene.array(1), scene.array(2)
     given = [x, y] if function is turned else {"x": x, "y": y}
-    with pytest.raises(CaptureError, match=f"{function.__name__} changed a list or dictionary .*: {what}. Change a copy"):
+    with pytest.raises(
+        CaptureError, match=f"{function.__name__} changed a list or dictionary .*: {what}. In the function, change a copy"
+    ):
         handlepool.record(function, scene, given, lanes=lanes)
     given = [x, y] if function is turned else {"x": x, "y": y}
     with handlepool.record(lambda given: function(scene, given.copy()), given, lanes=lanes) as program:

@@ -162,5 +162,5 @@ def test_two_values_for_one_tensor_are_refused(scene):
         scene.driver.enqueue(scene.driver.current_stream().ptr, lambda: None, writes=[], reads=[])
         return result
 
-    with handlepool.record(function, x, x, result) as program, pytest.raises(ArgumentError, match="given two values"):
+    with handlepool.record(function, x, x, result) as program, pytest.raises(ArgumentError, match="given two different"):
         program.update(tensor(2), tensor(3), None)

@@ -940,7 +940,7 @@ def test_a_program_is_told_to_be_given_as_its_function(pool, devices):
     put = pool.driver.asarray
     with (
         handlepool.record(conv, put(images(1)[0]), put(WEIGHTS)) as program,
-        pytest.raises(ArgumentError, match=r"spread\(<Program conv of device 0.*Pass the function that it was recorded from"),
+        pytest.raises(ArgumentError, match=r"spread\(<Program conv of device 0.*Pass the recorded function itself"),
     ):
         handlepool.spread(program, images(), devices=devices)
 
