@@ -217,9 +217,7 @@ class Explanation:
         if not self.exact:
             lines.append("The driver cannot choose the dependencies of a node, so all steps run one after the other")
         elif self.wanted > self.recorded and self.recorded < self.limit:
-            lines.append(
-                f"The calls could use {self.wanted} lanes, but only {self.recorded} side streams of the device were free"
-            )
+            lines.append(f"The calls could use {self.wanted} lanes, but no more side streams of the device were free")
         if self.recorded > self.got:
             lines.append(
                 f"The nodes were recorded on {self.recorded} lanes, and then brought onto {self.got} lanes by further edges"

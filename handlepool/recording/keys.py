@@ -319,8 +319,8 @@ def elements_of(driver: Driver, arrays: Sequence[Any]) -> list[Any]:
 
 
 def text_of(key: tuple[Any, ...]) -> str:
-    """Return a key's plain values, and its arrays' shapes and types."""
-    # The length of a part tells an array (three entries) from a tensor (six).
+    """Return a text with a key's plain values, array shapes and types."""
+    # In a key, an array has three entries (shape, strides, type), and a tensor has six, with the shape at index 1.
     arrays = {3: (0, 2), 6: (1, 3)}
     return ", ".join(
         " ".join(str(part[each]) for each in arrays.get(len(part), (-1,))) for part in key[1:] if isinstance(part, tuple) and part

@@ -1,4 +1,4 @@
-"""Let one thread at a time use a program, and track the program's owner.
+"""Let one thread at a time use a program, and track its owner.
 
 The owner is the thread that last used the program. Only the owner may update and replay the program, and read its outputs.
 """
@@ -23,14 +23,14 @@ OWNERS = ("replayed", "updated", "read", "handed over")
 
 
 class Owned:
-    """The part of a program that allows one use at a time, and has an owner."""
+    """The part of a program that admits one use and tracks its owner."""
 
     _name: str
     _status: Status
     _driver: Driver
     _lock: RLock
     _busy: str | None
-    """The use by the thread that holds the lock, such as replayed or closed."""
+    """The use by the thread that holds the lock, such as "replayed"."""
     _recording: "Recording | None" = None
     _user: ThreadToken | None = None
     """The owner: the thread that may use `update`, `replay` and `outputs`.
@@ -74,7 +74,7 @@ class Owned:
         try:
             if self._busy is not None:
                 self._check_turn(what)
-            # CPython delivers no interrupt between taking the lock and entering the block.
+            # CPython delivers no interrupt between acquiring the lock in this statement and entering the block.
             with self._lock:
                 try:
                     self._busy = what
@@ -88,7 +88,8 @@ class Owned:
     def _check_turn(self, what: str) -> None:
         """Wait for another thread's use of the program.
 
-        Refuse a use inside this thread's own use, and a use that would be refused after the wait.
+        If this thread itself is using the program, refuse the new use. If only the owner may make the new use, and this thread is
+        not the owner, refuse the use before the wait.
         """
         if what in OWNERS:
             self._check_owner()
@@ -96,7 +97,7 @@ class Owned:
             if self._busy is not None:
                 raise OwnershipError(
                     f"{self._name} is being {self._busy} by this thread, and this call comes from a finalizer that Python "
-                    "runs in between: call it later"
+                    "runs in between: use the program outside of finalizers"
                 )
 
     def _claim(self) -> None:
@@ -110,7 +111,10 @@ class Owned:
         self._user = thread.token
 
     def _explain(self, error: Exception) -> None:
-        """Raise a clearer error for an error, if one is known."""
+        """Raise a `CaptureError` if ``error`` comes from an invalid capture.
+
+        The method also tells the pool of an error that shows that the CUDA context has failed.
+        """
         if process_end.ending and isinstance(error, PoolClosedError):
             process_end.linger()
         self._status.diagnose(error)
@@ -119,5 +123,5 @@ class Owned:
 
     def _refuse(self) -> NoReturn:
         if process_end.ending:
-            raise PoolClosedError(f"{self._name} came to its end with the interpreter, which is being taken down")
+            raise PoolClosedError(f"the program {self._name} cannot be used any more, because the interpreter is shutting down")
         raise PoolClosedError(f"the program {self._name} was closed; record it again")

@@ -18,15 +18,16 @@ from handlepool.tensors.layout import Piece
 Prepared = tuple[Callable[..., bool], Callable[..., Any], Callable[[Any], Any]]
 """The functions of a prepared call.
 
-The first checks the call's arrays, the second enqueues the call, the third builds the call's value from the new arrays.
+The first function checks the call's arguments, the second enqueues the call, and the third builds the call's value from the new
+arrays.
 """
 
 
 def prepared_call(driver: Driver, inputs: Sequence[Any] | None, value: object, device: int | None) -> Prepared | None:
     """Return the functions of a prepared call of a program, or None.
 
-    There is a prepared call where all inputs are plain arrays, and so are the arrays of the program's value. The call checks that
-    its arrays are on ``device``, unless that is None.
+    A call can be prepared if all inputs, and all arrays in ``value``, the program's outputs, are plain arrays of the driver. The
+    prepared call checks that its arguments are on ``device``, unless ``device`` is None.
     """
     outputs = dict[int, Any]()
     if not inputs or not arrays_once(driver, value, outputs):

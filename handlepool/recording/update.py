@@ -114,7 +114,7 @@ class Inputs:
         unknown = [key for key in kwargs if key not in self._named]
         if unknown:
             there = f"its keywords are {', '.join(self._named)}" if self._named else "all of its arguments were positional"
-            raise ArgumentError(f"{name} was not recorded with the keyword {unknown[0]!r}; {there}")
+            raise ArgumentError(f"{name} was not recorded with the keyword {unknown[0]!r}: {there}")
         places = [(f"argument {place}", old, new) for place, (old, new) in enumerate(zip(recorded, args, strict=False))]
         places += [(key, self._named[key], new) for key, new in kwargs.items()]
         copies = [copy for place, old, new in places for copy in _copies(driver, f"{name}: {place}", device, old, new)]

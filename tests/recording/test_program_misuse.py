@@ -440,7 +440,7 @@ def test_a_recording_inside_a_capture_is_refused_and_the_capture_lives(scene):
 
 def test_a_recording_inside_a_recording_is_refused(scene):
     def inside(y):
-        with pytest.raises(CaptureError, match="inside a recording"):
+        with pytest.raises(CaptureError, match="inside another recording"):
             handlepool.record(work(scene), y)
 
     with handlepool.record(second(scene, inside), scene.array(1)) as program:
