@@ -1,4 +1,4 @@
-"""Let one thread at a time use a program, and track its owner.
+"""Let one thread at a time use a program; track its owner.
 
 The owner is the thread that last used the program. Only the owner may update and replay the program, and read its outputs.
 """
@@ -23,7 +23,7 @@ OWNERS = ("replayed", "updated", "read", "handed over")
 
 
 class Owned:
-    """The part of a program that admits one use and tracks its owner."""
+    """The part of a program that admits uses and tracks the owner."""
 
     _name: str
     _status: Status

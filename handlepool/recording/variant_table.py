@@ -16,9 +16,9 @@ MOST_TRIED = 4
 If no hit takes the arguments, the call goes the long way.
 """
 MANY_VALUES = 8
-"""The number of values of an argument or variable that causes a warning.
+"""The number of values of an argument that causes a warning.
 
-The function was recorded anew for each of these values.
+The function was recorded anew for each value. The same number holds for a variable that the function reads.
 """
 MOST_SEEN = 1024
 """The maximum number of keys whose calls are counted.

@@ -1135,7 +1135,7 @@ def test_a_program_inside_a_recording_is_refused_with_what_to_do(scene, lanes):
     x = scene.driver.asarray(np.ones((2, 8), np.float32))
     with (
         handlepool.record(lambda x: handlepool.add(x, x), x) as inner,
-        pytest.raises(CaptureError, match="a program cannot be part of another recording: call its original function there"),
+        pytest.raises(CaptureError, match="a program cannot be used inside another recording: in the recorded function, call"),
     ):
         handlepool.record(lambda x: inner(x), scene.driver.asarray(np.ones((2, 8), np.float32)), lanes=lanes)
     assert works(scene)
