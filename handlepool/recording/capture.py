@@ -419,7 +419,7 @@ class Recording:
             if error is not None or ending is not None:
                 raise_cause(self._name, self.pool, error, ending, device=self.device, valid=valid, progress=self._progress)
         finally:
-            # Without this, the error, its traceback and this frame would form a reference cycle.
+            # Without `del`, the error, its traceback and this frame would form a reference cycle.
             del error, ending
         return value
 
@@ -516,7 +516,7 @@ class Recording:
                     tensors.check()
             return value
 
-        # The function's arrays come from the recording's memory, so that no other owner reuses this memory between replays.
+        # The function's arrays are allocated in the recording's memory. So no other owner reuses their memory between replays.
         allocator = driver.swap_allocator(self._memory.allocator)
         self._memory.on_allocate(self._allocated)
         try:

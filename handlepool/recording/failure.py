@@ -99,7 +99,7 @@ def raise_cause(
         where = f" at {place}" if place and place not in str(cause) else ""
         raise CaptureError(f"{name} cannot be recorded: {cause or ending}{where}. {ADVICE}") from first
     finally:
-        # Without this, the error, its traceback and this frame would form a reference cycle.
+        # Without `del`, the error, its traceback and this frame would form a reference cycle.
         del first, error, ending
 
 

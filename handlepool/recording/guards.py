@@ -232,7 +232,7 @@ class Guards:
             if self._host_bytes > MOST_HOST_BYTES:
                 raise TooMany(
                     f"the function reaches more than {MOST_HOST_BYTES:,} bytes of host arrays, too many to compare at each call, "
-                    f"as in {path}. Make them arrays of the device"
+                    f"as in {path}. Keep these values in arrays of the device"
                 )
             if kind is VALUES:
                 self._bytes(path, owner, "{}.tobytes()", owner.tobytes)

@@ -261,7 +261,7 @@ class Program(Owned):
                 try:
                     lock.release()
                 except RuntimeError:
-                    # The lock is not held if an interrupt came while this thread waited for another thread's use.
+                    # If an interrupt came while this thread waited for the lock, the lock is not held, and `release` raises.
                     pass
         except Exception as error:
             self._explain(error)
@@ -306,7 +306,7 @@ class Program(Owned):
                 try:
                     lock.release()
                 except RuntimeError:
-                    # The lock is not held if an interrupt came while this thread waited for another thread's use.
+                    # If an interrupt came while this thread waited for the lock, the lock is not held, and `release` raises.
                     pass
         except Exception as error:
             self._explain(error)

@@ -223,7 +223,7 @@ def check_recordable(pool: PoolInternals, name: str, lanes: int | None, function
     ArgumentError, CaptureError
     """
     if not callable(function):
-        raise ArgumentError(f"record({shown(function)}): pass a function, and its arguments after it")
+        raise ArgumentError(f"record({shown(function)}): the argument is not callable; pass a function, and then its arguments")
     if thread.recording is not None:
         raise CaptureError(
             f"{name} cannot be recorded inside another recording: call {name} itself there, so that its work becomes part of the "
@@ -263,6 +263,8 @@ def check_values(name: str, values: list[Any], args: tuple[Any, ...], kwargs: di
         if isinstance(value, MappingView):
             raise ArgumentError(f"{name} was given {shown(value)}, a view of a dictionary; pass the dictionary, or a list")
         if isinstance(value, Iterator):
-            raise ArgumentError(f"{name} was given the iterator {shown(value)}, which its first call would use up; pass a list")
+            raise ArgumentError(
+                f"{name} was given the iterator {shown(value)}, which the first call of the function would use up; pass a list"
+            )
         if isinstance(value, np.ndarray) and value.dtype.hasobject and any(map(holds_values, value.ravel())):
             raise ArrayTypeError(f"{name} was given an array of objects, {shown(value)}; pass a list of arrays")

@@ -347,7 +347,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                     raise CaptureError(f"{self._options.name} has no program for such arguments: {variant.eager}")
             if not attempt:
                 self(*args, **kwargs)
-        raise CaptureError(f"{self._options.name} has no program for such arguments: {self._eager or 'it was not recorded here'}")
+        raise CaptureError(
+            f"{self._options.name} has no program for such arguments: {self._eager or 'the call was not recorded'}"
+        )
 
     def stats(self) -> RecordedStats:
         """Return the numbers of programs and calls, and the programs' memory.

@@ -127,7 +127,7 @@ class DeviceWorker:
         # The stream that brings items, the stream that computes, and the stream that takes results.
         self._streams: list[Stream] = []
         self._recorded: ItemFunction | None = None
-        # The plans of items that take the short way, by the geometry of an item.
+        # The copy plans for items that take the short way, by the geometry of the items.
         self._copy_plans: dict[Hashable, CopyPlan] = {}
         self.running: deque[InFlight] = deque()
 
