@@ -135,7 +135,7 @@ def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
 
     if not how.steps and how.limit is not None:
         raise ArgumentError(
-            f"{how.name} has no calls to draw, because the function calls no graph function and no operation; draw another program"
+            f"{how.name} has no calls to draw, because the function calls no graph function or operation; draw another program"
         )
     if not how.steps:
         raise ArgumentError(

@@ -211,9 +211,10 @@ class MainStream:
             self._driver.set_dependencies(self.pointer, self.deps)
 
     def begin_anew(self, steps: tuple[int, ...], deps: tuple[Any, ...]) -> None:
-        """Let all later nodes follow ``steps``, which end with ``deps``.
+        """Let all later nodes follow ``steps``.
 
-        The caller makes sure that these steps follow everything that was recorded so far.
+        ``deps`` are the last CUDA nodes of these steps. The caller makes sure that these steps follow everything that was recorded so
+        far.
         """
         # The memory that untracked work used is unknown. So every later node follows that work.
         self.floor = self.deps = deps

@@ -573,7 +573,7 @@ class Lanes:
         self._start_anew(after, found)
 
     def _start_anew(self, steps: tuple[int, ...], deps: tuple[Any, ...]) -> None:
-        """Let all later nodes follow ``steps``, which end with ``deps``."""
+        """Let all later nodes follow ``steps``, whose last CUDA nodes are ``deps``."""
         self.main.begin_anew(steps, deps)
         self.memory.begin_anew()
         if self._held is not None:

@@ -306,7 +306,7 @@ class ContainerSnapshot:
         return [entry for new in self._new for _, entry in new]
 
     def restore(self) -> None:
-        """Restore all entries, as the first call left them, after `renew`."""
+        """Undo `renew`: restore all entries as the first call left them."""
         if not self._new:
             return
         self._shorten()
