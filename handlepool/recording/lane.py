@@ -213,8 +213,8 @@ class MainStream:
     def begin_anew(self, steps: tuple[int, ...], deps: tuple[Any, ...]) -> None:
         """Let all later nodes follow ``steps``.
 
-        ``deps`` are the last CUDA nodes of these steps. The caller makes sure that these steps follow everything that was recorded so
-        far.
+        ``deps`` are the last CUDA nodes of these steps. The caller makes sure that these steps follow everything that was
+        recorded so far.
         """
         # The memory that untracked work used is unknown. So every later node follows that work.
         self.floor = self.deps = deps
