@@ -5,13 +5,14 @@ The owner is the thread that last used the program. Only the owner may update an
 
 from collections.abc import Callable
 from threading import RLock
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from handlepool.drivers.protocol import Driver
-from handlepool.errors import CaptureError, HandlePoolError, OwnershipError, PoolClosedError
+from handlepool.errors import CaptureError, DeviceMismatchError, HandlePoolError, OwnershipError, PoolClosedError
 from handlepool.pool.context import ThreadToken, thread
 from handlepool.pool.process_end import process_end
 from handlepool.pool.status import Status
+from handlepool.pool.stream import resolve
 
 if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
@@ -29,6 +30,12 @@ class Owned:
     _status: Status
     _driver: Driver
     _lock: RLock
+    device: int
+    _retaking: bool
+    """Whether `tune(plans=True)` is calling the program's function.
+
+    The lock is not held meanwhile, so other uses are refused.
+    """
     _busy: str | None
     """The use by the thread that holds the lock, such as "replayed"."""
     _recording: "Recording | None" = None
@@ -110,6 +117,25 @@ class Owned:
         self._check_owner()
         self._user = thread.token
 
+    def _check_use(self, stream: object) -> int:
+        """Refuse an invalid use on a stream; return the current device."""
+        if self._recording is None:
+            self._refuse()
+        if self._retaking:
+            raise OwnershipError(
+                f"{self._name} was used while tune(plans=True) is tuning its plans; use the program after that call has returned"
+            )
+        driver = self._driver
+        device = driver.current_device()
+        if device != self.device:
+            raise DeviceMismatchError(
+                f"{self._name} was recorded on device {self.device} and the current device is {device}; make device "
+                f"{self.device} current, as in `with cupy.cuda.Device({self.device}):`"
+            )
+        if thread.recording is not None:
+            thread.recording.check(f"a use of {self._name}", resolve(driver, stream).pointer, driver)
+        return device
+
     def _explain(self, error: Exception) -> None:
         """Raise a `CaptureError` if ``error`` comes from an invalid capture.
 
@@ -125,3 +151,22 @@ class Owned:
         if process_end.ending:
             raise PoolClosedError(f"the program {self._name} cannot be used any more, because the interpreter is shutting down")
         raise PoolClosedError(f"the program {self._name} was closed; record it again")
+
+    def __reduce__(self) -> Any:
+        """Refuse `pickle` and `copy.copy`.
+
+        If there were two copies of a program, both would destroy the same graph.
+        """
+        raise TypeError(f"the program {self._name} owns a graph and memory and cannot be copied or pickled; record it again")
+
+
+def capturing(pointer: int) -> CaptureError:
+    """Return the error for a stream that is being captured."""
+    if thread.recording is not None:
+        return CaptureError(
+            "a program cannot be used inside another recording: in the recorded function, call the program's original function"
+        )
+    return CaptureError(
+        f"stream {pointer:#x} is being captured, and a program can neither run on a captured stream nor wait for it. "
+        "Use the program before or after the capture"
+    )

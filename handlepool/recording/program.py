@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from handlepool.drivers.captures import RecordedGraph
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM, Stream
-from handlepool.errors import CaptureError, DeviceMismatchError, OwnershipError
 from handlepool.graphs.tuning import Tuning
-from handlepool.order.places import before
 from handlepool.order.plain_calls import orders_itself
 from handlepool.order.reached import pieces_of
 from handlepool.order.uses import Memory
@@ -27,12 +25,11 @@ from handlepool.pool.process_end import process_end
 from handlepool.pool.stream import StreamReference, check_foreign, resolve
 from handlepool.recording import program_call, timing
 from handlepool.recording.first_call import Take, dispose
-from handlepool.recording.owner import Owned
+from handlepool.recording.owner import Owned, capturing
 from handlepool.recording.prepared import Prepared, prepared_call
 from handlepool.recording.schedule import Arrangement
 from handlepool.recording.update import Inputs
 from handlepool.regions.memory import branch_regions
-from handlepool.tensors.layout import Piece, Token
 
 if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
@@ -117,7 +114,6 @@ class Program(Owned):
         self._prepared: Prepared | None = None
         # A function that records the program's call again, with other plans: see `handlepool.recording.replanning`.
         self._again = again
-        # Whether `tune(plans=True)` is calling the program's function. The lock is not held then, so other uses are refused.
         self._retaking = False
         # Whether the program serves calls of a recorded function. If so, each use records the event at once, and a use on another
         # stream waits only for the last use, not for later work of its stream.
@@ -169,7 +165,7 @@ class Program(Owned):
         if self._user is not thread.token:
             self._use("read", self._claim)
         if active and thread.region is not None:
-            self._after_branches(pieces_of(self._driver, self._outputs), (), None)
+            program_call.after_branches(self, pieces_of(self._driver, self._outputs), (), None)
         return self._outputs
 
     @property
@@ -227,7 +223,7 @@ class Program(Owned):
         if self._status.unusable:
             self._status.check()
         if active:
-            self._after_branches(self._memory.reads, self._memory.writes, stream)
+            program_call.after_branches(self, self._memory.reads, self._memory.writes, stream)
         lock = self._lock
         try:
             if self._busy is not None:
@@ -362,12 +358,6 @@ class Program(Owned):
             raise
         self._unmarked = False
 
-    def _replayed(self, act: Callable[[int], T]) -> T:
-        if active:
-            self._after_branches(self._memory.reads, self._memory.writes, None)
-        self._follow(None)
-        return self._enqueue(act, self._pointer)
-
     def _run_on(self, graph: RecordedGraph, arrangement: Arrangement) -> None:
         """Let replays launch another graph of the recording."""
         recording, launch = self._recording, partial(graph.launch, self._pointer)
@@ -398,7 +388,7 @@ class Program(Owned):
                 self._driver.record_event(self._event, self._pointer)
 
         try:
-            yield self._use("tuned", lambda: self._replayed(begin))
+            yield self._use("tuned", lambda: program_call.replayed(self, begin))
         finally:
             self._use("tuned", end)
 
@@ -429,40 +419,13 @@ class Program(Owned):
 
     # Order
 
-    def _after_branches(
-        self, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], stream: object, keep: object = None
-    ) -> None:
-        """Let a stream wait for branches that conflict with a use.
-
-        ``reads`` and ``writes`` are the memory of the use of this program. The branches of this thread's forks conflict with the
-        use if they write this memory, or read memory that the use writes (guarantee 17).
-        """
-        recording = self._recording
-        if recording is not None:
-            pointer = None if stream is None else resolve(self._driver, stream).pointer
-            before(recording.pool, reads, writes, keep or (self, self._outputs), pointer)
-
     def _follow(self, stream: object) -> None:
         """Make ``stream`` the stream of the next use.
 
         If the last use was on another stream, ``stream`` waits for all work that the other stream has by now. If the other stream
         may be gone, ``stream`` waits only for the last use.
         """
-        if self._recording is None:
-            self._refuse()
-        if self._retaking:
-            raise OwnershipError(
-                f"{self._name} was used while tune(plans=True) is tuning its plans; use the program after that call has returned"
-            )
-        driver = self._driver
-        device = driver.current_device()
-        if device != self.device:
-            raise DeviceMismatchError(
-                f"{self._name} was recorded on device {self.device} and the current device is {device}; make device "
-                f"{self.device} current, as in `with cupy.cuda.Device({self.device}):`"
-            )
-        if thread.recording is not None:
-            thread.recording.check(f"a use of {self._name}", resolve(driver, stream).pointer, driver)
+        driver, device = self._driver, self._check_use(stream)
         last = self._last
         if last is not None and last is (driver.current_stream(device) if stream is None else stream):
             return
@@ -637,27 +600,8 @@ class Program(Owned):
         """Return the outputs, so that `Fork.wait` can wait for them."""
         return self._outputs
 
-    def __reduce__(self) -> Any:
-        """Refuse `pickle` and `copy.copy`.
-
-        If there were two copies of a program, both would destroy the same graph.
-        """
-        raise TypeError(f"the program {self._name} owns a graph and memory and cannot be copied or pickled; record it again")
-
     def __enter__(self) -> "Program":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def capturing(pointer: int) -> CaptureError:
-    """Return the error for a stream that is being captured."""
-    if thread.recording is not None:
-        return CaptureError(
-            "a program cannot be used inside another recording: in the recorded function, call the program's original function"
-        )
-    return CaptureError(
-        f"stream {pointer:#x} is being captured, and a program can neither run on a captured stream nor wait for it. "
-        "Use the program before or after the capture"
-    )

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from handlepool.order.places import before
 from handlepool.order.plain_calls import orders_itself
 from handlepool.order.reached import pieces_of
 from handlepool.pool.context import active
+from handlepool.pool.stream import resolve
 from handlepool.recording.outputs import Results
 from handlepool.recording.tensors import in_order
 from handlepool.recording.update import Copy, copy_all
+from handlepool.tensors.layout import Piece, Token
 
 if TYPE_CHECKING:
     from handlepool.recording.program import Program
@@ -58,7 +61,7 @@ def _update(self: "Program", args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     copies = self._inputs.match(self._driver, self._name, self.device, args, kwargs)
     if active:
         sources, targets = ([getattr(copy, name) for copy in copies] for name in ("source", "target"))
-        self._after_branches(pieces_of(self._driver, sources), pieces_of(self._driver, targets), None, copies)
+        after_branches(self, pieces_of(self._driver, sources), pieces_of(self._driver, targets), None, copies)
     self._follow(None)
     self._inputs.copied(self._driver, copies)
     self._enqueue(_beside_torch(self, copies, partial(copy_all, self._driver, copies)))
@@ -132,7 +135,7 @@ def _call(self: "Program", args: tuple[Any, ...], out: object, kwargs: dict[str,
         read = pieces_of(driver, [copy.source for copy in given])
         changed = [*pieces_of(driver, [copy.target for copy in given]), *results.pieces]
         keep = self, given, results
-        self._after_branches([*self._memory.reads, *read], [*self._memory.writes, *changed], None, keep)
+        after_branches(self, [*self._memory.reads, *read], [*self._memory.writes, *changed], None, keep)
     self._take_over()
     self._inputs.copied(driver, given)
     self._enqueue(_beside_torch(self, [*given, *results.copies], turn))
@@ -140,6 +143,28 @@ def _call(self: "Program", args: tuple[Any, ...], out: object, kwargs: dict[str,
     if out is None and not kwargs and len(given) == len(args):
         self._prepare()
     return results.value
+
+
+def after_branches(
+    self: "Program", reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], stream: object, keep: object = None
+) -> None:
+    """Let a stream wait for branches that conflict with a use.
+
+    ``reads`` and ``writes`` are the memory of the use of this program. The branches of this thread's forks conflict with the
+    use if they write this memory, or read memory that the use writes (guarantee 17).
+    """
+    recording = self._recording
+    if recording is not None:
+        pointer = None if stream is None else resolve(self._driver, stream).pointer
+        before(recording.pool, reads, writes, keep or (self, self._outputs), pointer)
+
+
+def replayed(self: "Program", act: Callable[[int], T]) -> T:
+    """Use the program on the current stream by ``act(pointer)``; return its value."""
+    if active:
+        after_branches(self, self._memory.reads, self._memory.writes, None)
+    self._follow(None)
+    return self._enqueue(act, self._pointer)
 
 
 def _beside_torch(self: "Program", copies: Sequence[Copy], step: Callable[[], object]) -> Callable[[], object]:

@@ -16,6 +16,7 @@ from handlepool.pool.context import thread
 from handlepool.recording import drawing
 from handlepool.recording.explain import Explanation
 from handlepool.recording.outside import Outside
+from handlepool.recording.program_call import replayed
 from handlepool.recording.replanning import Trials
 from handlepool.recording.tuning import LanesRig, LanesTuning, checked, shown_progress
 
@@ -232,4 +233,4 @@ def _rig(self: "Program", act: Callable[[LanesRig], T]) -> T:
             f"record(function, ..., lanes=8). draw(measure=False) draws a program without measuring it"
         )
     outside = Outside(recording, self._name, self._inputs)
-    return self._replayed(lambda pointer: act(LanesRig(recording, self._name, pointer, outside)))
+    return replayed(self, lambda pointer: act(LanesRig(recording, self._name, pointer, outside)))

@@ -225,7 +225,7 @@ def test_the_environment_does_not_stop_a_recording_of_which_nothing_can_be_drawn
 def test_a_folder_that_is_not_there_is_refused_before_anything_runs(scene, tmp_path, monkeypatch):
     monkeypatch.setenv(drawing.VARIABLE, str(tmp_path / "nowhere"))
     calls = []
-    with pytest.raises(ArgumentError, match=r"\(drawn since HANDLEPOOL_DRAW is set\): draw\(.* folder .* does not exist"):
+    with pytest.raises(ArgumentError, match=r"\(drawn because HANDLEPOOL_DRAW is set\): draw\(.* folder .* does not exist"):
         handlepool.record(lambda: calls.append(1), lanes=3)
     assert not calls
 

@@ -225,7 +225,7 @@ def test_g19_overlapping_arguments_of_which_one_is_written_run_eagerly(array):
 
     network = handlepool.recorded(function)
     wide = array(0, 1, 4, 6, 4)
-    with pytest.warns(RuntimeWarning, match="share memory"):
+    with pytest.warns(RuntimeWarning, match="shares memory with another"):
         assert value_of(network(wide[:, :, :3], wide[:, :, :3])) == 2
     for number in range(1, 4):
         wide = array(number, 1, 4, 6, 4)

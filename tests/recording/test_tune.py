@@ -554,7 +554,9 @@ def test_other_arguments_are_refused(scene, options, message):
 @pytest.mark.parametrize("lanes", [None, 1])
 def test_a_program_without_several_lanes_is_refused_with_advice(scene, lanes):
     with handlepool.record(wide, scene, scene.array(1), lanes=lanes) as program:
-        with pytest.raises(ArgumentError, match=r"recorded (without lanes|on one lane).* record\(function, \.\.\., lanes=8\)"):
+        with pytest.raises(
+            ArgumentError, match=r"recorded (without lanes|with lanes=1), so .* record\(function, \.\.\., lanes=8\)"
+        ):
             program.tune()
         assert values(scene, program) == [11 + value for value in range(6)]
 

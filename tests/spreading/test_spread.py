@@ -850,7 +850,7 @@ def test_one_result_is_taken_at_a_time(pool, in_thread):
     caught = []
 
     def reenter(index, device):
-        with pytest.raises(OwnershipError, match="one at a time"):
+        with pytest.raises(OwnershipError, match="take one result at a time"):
             next(results)
         with pytest.raises(OwnershipError, match="another thread"):
             in_thread(results.close)
