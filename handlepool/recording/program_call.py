@@ -160,7 +160,7 @@ def after_branches(
 
 
 def replayed(self: "Program", act: Callable[[int], T]) -> T:
-    """Use the program on the current stream by ``act(pointer)``; return its value."""
+    """Use the program on the current stream; return the value of ``act``."""
     if active:
         after_branches(self, self._memory.reads, self._memory.writes, None)
     self._follow(None)
