@@ -11,31 +11,23 @@ Python may run a finalizer anywhere, so a finalizer may find its own thread in t
 the books refuse the finalizer's calls.
 """
 
-import os
-import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import OwnershipError
-from handlepool.order.accesses import Accesses, Operands
 from handlepool.order.assumed import AssumedWriter, warn_of_assumed_write
 from handlepool.order.call import Call, PythonCall
 from handlepool.order.captures import another_capture, captures_of
+from handlepool.order.places import books_of_thread, open_order
 from handlepool.order.recent import Recent
 from handlepool.order.track import Needs, Track, end_tracks, follow, last
-from handlepool.order.uses import Use, Uses, needs_of, write_down
-from handlepool.pool.context import ActiveRecording, active, thread
+from handlepool.order.uses import Accesses, Operands, Use, Uses, needs_of, write_down
+from handlepool.pool.context import active, thread
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token
-
-Orders = dict[tuple[Driver, int, ActiveRecording | None], "DataOrder"]
-"""The books of one thread, by driver, device and recording.
-
-The recording is part of the key because captured work cannot wait for work outside of its recording.
-"""
 
 Outer = tuple[Track | None, list[Accesses]]
 """The track of the enclosing branch, and its accesses on other streams.
@@ -139,7 +131,7 @@ class DataOrder:
         self.recent: Recent | None = None
         self._uses = _NO_USES
         self._known = self._uses.known
-        self._orders = _thread.orders
+        self._orders = books_of_thread.orders
         # A pool with ``check=True`` wraps its driver, and the wrapper stands for the same GPUs. The key has the wrapped driver,
         # so pools with and without checks find the same books.
         self._key = getattr(self.driver, "checked_driver", self.driver), device, thread.recording
@@ -573,14 +565,6 @@ All books share it, so nothing is ever entered there.
 """
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.orders: Orders = {}
-
-
-_thread = _Thread()
-
-
 def in_the_middle() -> OwnershipError:
     """Return the error for a finalizer's call during a change.
 
@@ -592,22 +576,6 @@ def in_the_middle() -> OwnershipError:
     )
 
 
-def open_order(driver: Driver, device: int) -> DataOrder | None:
-    """Return this thread's open books of a device, or None.
-
-    The books are open as long as an ordered fork is open.
-    """
-    # `active` is one list for all threads. Mostly it is empty, and then this call need not make a key.
-    order = _thread.orders.get((getattr(driver, "checked_driver", driver), device, thread.recording)) if active else None
-    return None if order is None or order.closed else order
-
-
-def orders_of_thread() -> list[DataOrder]:
-    """Return this thread's open books of all devices."""
-    recording = thread.recording
-    return [order for (_, _, known), order in _thread.orders.items() if known is recording and not order.closed]
-
-
 def _before_plain(driver: Driver, pointer: int, reads: Sequence[Piece], writes: Sequence[Piece]) -> None:
     """Let plain code wait for branches that use the same memory.
 
@@ -617,12 +585,3 @@ def _before_plain(driver: Driver, pointer: int, reads: Sequence[Piece], writes: 
     if order is not None and order.running is None and (track := order.tracks.get(pointer)) is not None:
         with order:
             follow(order.events, track, order.conflicts(reads, writes))
-
-
-def _after_fork() -> None:
-    """Clear the child's regions after a process fork (guarantee 13)."""
-    # The events of the regions belong to the parent's context. So the child drops the regions and releases no event.
-    _thread.orders.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

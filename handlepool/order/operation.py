@@ -12,10 +12,10 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ContractError
 from handlepool.order.argument_names import Call as FunctionCall
-from handlepool.order.books import DataOrder, open_order
+from handlepool.order.books import DataOrder
 from handlepool.order.call import PythonCall
 from handlepool.order.measured import LAST, Writes, begin, unsure
-from handlepool.order.places import before, lanes_for, ordering_pool, run_as_node
+from handlepool.order.places import before, lanes_for, open_order, ordering_pool, run_as_node
 from handlepool.order.plain_calls import does_order_itself
 from handlepool.order.reached import Reached, piece_of, pieces_of
 from handlepool.order.stream_order import order, refuse_derived, torch_of

@@ -6,17 +6,52 @@ call. Inside a recording with lanes the call becomes a node. A fork is the place
 If no thread has an open region or recording, the list `active` is empty, and a call looks for no place.
 """
 
+import os
+import threading
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from handlepool.order.books import open_order, orders_of_thread
+from handlepool.drivers.protocol import Driver
 from handlepool.order.call import Call
 from handlepool.order.stream_order import in_torch, torch_in_use
-from handlepool.pool.context import Begin, CallRecorder, active, run_on, thread
+from handlepool.pool.context import ActiveRecording, Begin, CallRecorder, active, run_on, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 
+if TYPE_CHECKING:
+    from handlepool.order.books import DataOrder
+
 T = TypeVar("T")
+
+Orders = dict[tuple[Driver, int, ActiveRecording | None], "DataOrder"]
+"""The books of one thread, by driver, device and recording.
+
+The recording is part of the key because captured work cannot wait for work outside of its recording.
+"""
+
+
+class _BooksOfThread(threading.local):
+    def __init__(self) -> None:
+        self.orders: Orders = {}
+
+
+books_of_thread = _BooksOfThread()
+
+
+def open_order(driver: Driver, device: int) -> "DataOrder | None":
+    """Return this thread's open books of a device, or None.
+
+    The books are open as long as an ordered fork is open.
+    """
+    # `active` is one list for all threads. Mostly it is empty, and then this call need not make a key.
+    order = books_of_thread.orders.get((getattr(driver, "checked_driver", driver), device, thread.recording)) if active else None
+    return None if order is None or order.closed else order
+
+
+def orders_of_thread() -> "list[DataOrder]":
+    """Return this thread's open books of all devices."""
+    recording = thread.recording
+    return [order for (_, _, known), order in books_of_thread.orders.items() if known is recording and not order.closed]
 
 
 def run(pool: PoolInternals, call: Call, slot: Slot) -> Any:
@@ -138,3 +173,12 @@ def before(
     if order is not None:
         stream = pool.driver.current_stream(device).ptr if pointer is None else pointer
         order.admit(reads, writes, keep, stream, opaque=opaque)
+
+
+def _after_fork() -> None:
+    """Clear the child's regions after a process fork (guarantee 13)."""
+    # The events of the regions belong to the parent's context. So the child drops the regions and releases no event.
+    books_of_thread.orders.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -8,8 +8,8 @@ and a block stays alive as long as `Recent` knows it.
 
 from collections.abc import Iterator, Sequence
 
-from handlepool.order.accesses import Operands
 from handlepool.order.track import NOTHING, Needs, Track
+from handlepool.order.uses import Operands
 
 Launch = tuple[Sequence[int], Operands, Track, int]
 """A launch's addresses, its operands, its stream and its call number."""

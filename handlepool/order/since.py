@@ -5,7 +5,7 @@ After a call, the search for undeclared writes uses these functions.
 
 from collections.abc import Sequence
 
-from handlepool.order.books import open_order
+from handlepool.order.places import open_order
 from handlepool.order.track import Needs, Track, last
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token

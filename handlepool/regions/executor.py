@@ -25,8 +25,8 @@ from handlepool._util.protocols import Wrapper
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, ForkedProcessError
-from handlepool.order.books import open_order
 from handlepool.order.operation import follow_branches
+from handlepool.order.places import open_order
 from handlepool.order.reached import Reached
 from handlepool.order.stream_order import in_torch, order, torch_of
 from handlepool.pool.context import active, on_device, process, run_on, thread

@@ -16,16 +16,16 @@ from handlepool._util.arguments import TO_RUN, check_ran
 from handlepool._util.names import name_of
 from handlepool._util.reachable import Opaque, leaves
 from handlepool.errors import ArgumentError, OwnershipError, PoolClosedError
-from handlepool.order.accesses import Operands
-from handlepool.order.books import open_order
 from handlepool.order.measured import awaited, read_answers
 from handlepool.order.operation import Operation, OperationCall, operation_of
+from handlepool.order.places import open_order
 from handlepool.order.plain_calls import PlainCall
 from handlepool.order.reached import Reached, arrays_among
 from handlepool.order.stream_order import in_torch, torch_of
 from handlepool.order.stream_order import order as order_streams
 from handlepool.order.track import Track, follow
 from handlepool.order.undeclared import run_watched
+from handlepool.order.uses import Operands
 from handlepool.pool.context import LAUNCHES, NOT_CACHED, ThreadToken, active, recordings, run_on, thread
 from handlepool.pool.deferred import defer, deferred
 from handlepool.pool.internals import PoolInternals

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import Stream
 from handlepool.errors import OwnershipError
-from handlepool.order.books import DataOrder, open_order
+from handlepool.order.books import DataOrder
 from handlepool.order.call import Call
 from handlepool.order.captures import another_capture, captures_of
+from handlepool.order.places import open_order
 from handlepool.order.stream_order import order as order_streams
 from handlepool.order.track import NO_TRACK, Needs, Track, record_mark
 from handlepool.pool.context import active, recordings, thread
@@ -421,7 +422,7 @@ class Leases:
     def _open_books(self) -> DataOrder:
         """Return this thread's open books, or open new books."""
         root = Track(self._pointer)
-        order = open_order(self._driver, self._device)
+        order = open_order(self._driver, self._device) if active else None
         if order is None:
             # Assign the books before `open()`, so a finalizer or an interrupt never finds them half registered.
             order = self.order = DataOrder(self.pool, self._device, root, self.mark)

@@ -6,7 +6,7 @@ Each branch launches a single known plan.
 from collections.abc import Callable
 from typing import Any
 
-from handlepool.order.accesses import Operands
+from handlepool.order.uses import Operands
 from handlepool.pool.context import Begin
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
