@@ -261,7 +261,8 @@ def _time_each(
 ) -> None:
     """Call ``act`` for each of the heaviest plans.
 
-    The arguments of ``act`` are the plan, the number of its launches, and the slots for its timing. A plan that cannot be timed stays in use, and the other plans are still timed.
+    The arguments of ``act`` are the plan, the number of its launches, and the slots for its timing. If a plan cannot be timed, it
+    stays in use, and the other plans are still timed.
     """
     try:
         with pool.driver.relaxed(), side_slots(pool, what, 1) as slots:
