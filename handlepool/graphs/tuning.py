@@ -259,10 +259,10 @@ def _time_each(
     show: Callable[[str], object],
     act: Callable[[Plan, int, list[Slot]], object],
 ) -> None:
-    """Call a function for each of the heaviest plans.
+    """Call ``act`` for each of the heaviest plans.
 
-    The function gets the plan, its number of launches, and slots for a timing. A plan that cannot be timed stays in use, and the
-    other plans are still timed.
+    The arguments of ``act`` are the plan, the number of its launches, and the slots for its timing. If a plan cannot be timed, it
+    stays in use, and the other plans are still timed.
     """
     try:
         with pool.driver.relaxed(), side_slots(pool, what, 1) as slots:

@@ -1,9 +1,9 @@
 """Find the place that orders and launches a call.
 
-A call outside of regions and recordings runs at once, on its slot's stream. Inside a region the books of its thread order the
-call. Inside a recording the call becomes a node. A fork is the place of the calls that it receives as branches.
+A call outside of regions and recordings runs at once, on its slot's stream. Inside a region the books of the thread order the
+call. Inside a recording with lanes the call becomes a node. A fork is the place of the calls that it receives as branches.
 
-The list `active` is empty where no thread has an open region or recording. Then a call looks for no place.
+If no thread has an open region or recording, the list `active` is empty, and a call looks for no place.
 """
 
 import os
@@ -66,7 +66,8 @@ def run(pool: PoolInternals, call: Call, slot: Slot) -> Any:
     slot : Slot
         The slot of the call's stream. A node is launched on its lane's slot instead.
     """
-    # `active` counts open regions and recordings of all threads. Most programs have none, and skip every look-up here.
+    # `active` lists the open regions and recordings of all threads. Usually there are none, and the call skips every look-up
+    # below.
     if active:
         lanes = lanes_for(pool, slot.pointer)
         if lanes is not None:
@@ -104,11 +105,11 @@ def begin_for(pool: PoolInternals) -> Begin | None:
 def lanes_for(pool: PoolInternals, pointer: int) -> CallRecorder | None:
     """Return the lanes or the rehearsal that records a call, or None.
 
-    The rehearsal notes the calls in the first call of a recorded function. The lanes record the calls of the second call as
-    nodes. The result is None inside a region or a node, and for a stream that is not recorded.
+    `record` runs a function twice. The rehearsal notes each call of the first run. The lanes record each call of the second run
+    as a node. The result is None inside a region, inside a node, and for a stream that is not recorded.
     """
     lanes = thread.rehearsal if thread.recording is None else thread.recording.lanes
-    # Inside a branch the fork orders the call. A node there would order it twice.
+    # Inside a branch the fork orders the call. If the call became a node as well, it would be ordered twice.
     if lanes is None or thread.region is not None or not lanes.takes(pool, pointer):
         return None
     return lanes if open_order(pool.driver, pool.current_device()) is None else None
@@ -117,7 +118,7 @@ def lanes_for(pool: PoolInternals, pointer: int) -> CallRecorder | None:
 def run_as_node(lanes: CallRecorder, pool: PoolInternals, call: Call, slot: Slot | None) -> Any:
     """Record a call as a node.
 
-    For a call that runs Python, its lane's stream is current for CuPy and for torch.
+    While a call runs Python, the stream of its lane is current for CuPy and for torch.
     """
     device = pool.current_device()
 
@@ -130,7 +131,8 @@ def run_as_node(lanes: CallRecorder, pool: PoolInternals, call: Call, slot: Slot
             rest = in_torch(torch, lane.pointer, lane.pointer, device, *rest)
         return run_on(pool, lane.side_stream, device, None, *rest)
 
-    # A known launch writes its operands and nothing else. Only Python may return further arrays.
+    # The launch of a graph function writes its operands and nothing else. Python code may return further arrays, which
+    # `Call.new` finds.
     new = call.new if call.runs_python else None
     options: dict[str, Any] = {"what": call.what, "assumed_writes": call.assumed_writes}
     result = lanes.run(call.name, call.reads, call.writes, call.keep, launch, new, **options)
@@ -159,9 +161,10 @@ def before(
     *,
     opaque: bool = False,
 ) -> None:
-    """Order a call on a stream after conflicting branches.
+    """Let a stream wait for the branches that a call conflicts with.
 
-    The current stream is the default. The call is written down for later calls.
+    The call is about to run on the stream ``pointer``, by default the current stream. The books note the call, so that later
+    branches wait for it.
     """
     if thread.told is not None:
         thread.told.extend(writes)
@@ -174,7 +177,7 @@ def before(
 
 def _after_fork() -> None:
     """Clear the child's regions after a process fork (guarantee 13)."""
-    # The events belong to the parent's context. A release would touch that context.
+    # The events of the regions belong to the parent's context. So the child drops the regions and releases no event.
     books_of_thread.orders.clear()
 
 

@@ -17,7 +17,10 @@ R = TypeVar("R")
 
 
 def _places(function: Any, names: Any) -> frozenset[int | str]:
-    """Return the places and names of arguments that are read in place."""
+    """Return the positions and names of the parameters in ``names``.
+
+    The program reads the arguments for these parameters in place.
+    """
     given, names = names, (names,) if isinstance(names, str) else tuple(names)
     try:
         known = [*inspect.signature(function).parameters]
@@ -26,7 +29,7 @@ def _places(function: Any, names: Any) -> frozenset[int | str]:
     for name in names:
         if not isinstance(name, str) or name not in known:
             raise ArgumentError(
-                f"recorded: in_place={shown(given)}; {name_of_call(function)} has the parameters {', '.join(known)}"
+                f"recorded: in_place={shown(given)}; name parameters of {name_of_call(function)}: {', '.join(known)}"
             )
     return frozenset([*names, *[known.index(name) for name in names]])
 
@@ -69,31 +72,33 @@ def recorded(
     strict: bool = False,
     **others: object,
 ) -> Any:
-    """Record a function by its calls: a program for each geometry.
+    """Return a function that records a program for each geometry.
 
-    The result is called as the function is, with any arguments, from any thread. The first call of a geometry runs the function
-    for real and records it, see `record`. Later calls copy their arguments into a program, launch it, and return copies of its
-    outputs. `recorded` is also a decorator, with and without arguments, of functions, methods and callable objects.
+    The result is called like ``function``, with any arguments, from any thread. The first call with arrays of a geometry runs the
+    function for real and records it, see `record`. Later calls copy their arguments into the program, launch it, and return
+    copies of its outputs. `recorded` can also be used as a decorator, with and without options, for functions, methods and
+    callable objects.
 
     Parameters
     ----------
     function : callable
-        Must give the same work each time. A function that cannot be recorded runs eagerly, with a single warning.
+        The function must give the same work each time. If it cannot be recorded, it runs eagerly, and a single warning is given.
     *args, **others
-        Refused, because arguments of the function belong into a call of the result.
+        Not allowed, because arguments of the function belong into a call of the result.
     lanes : int or None
         As in `record`.
     instances : int
         Maximum number of programs for one key. At most this number of calls on different streams overlap.
     programs : int
-        Maximum number of keys. A new key beyond this number closes the programs of the key that was used least recently.
+        Maximum number of keys. If a new key exceeds this number, the programs of the least recently used key are closed.
     outputs : {"new", "reused"}
-        Whether a call returns new arrays, or the program's own arrays. The program's arrays are valid until this thread calls the
-        function again on the same stream.
+        With "new", a call returns new arrays. With "reused", it returns the program's own arrays, which are valid until this
+        thread calls the function again on the same stream.
     in_place : str or iterable of str
-        Parameters whose arrays the program reads where they are, without a copy. Another array in such a place is another key.
+        Names of parameters whose arrays the program reads in place, without a copy. If a call passes another array for such a
+        parameter, it has another key.
     strict : bool
-        Whether a function that cannot be recorded raises an error.
+        Whether a call raises an error if the function cannot be recorded.
 
     Returns
     -------
@@ -102,24 +107,24 @@ def recorded(
     Raises
     ------
     ArgumentError
-        For a value that is no function, a generator function or a coroutine function. For arguments of the function, which belong
-        into a call or to `record`. For values that an option cannot have.
+        If ``function`` is not callable, or is a generator function or a coroutine function. If arguments of the function are
+        given. If an option has an invalid value.
     """
     if args or others:
         raise ArgumentError(
-            "recorded takes a function and options, and was given arguments for the function: call the result of "
-            "recorded(function) with them, or use record(function, *args)"
+            "recorded takes a function and options, and was also given arguments of the function: pass the arguments to the "
+            "result of recorded(function), or use record(function, *args)"
         )
     if lanes is not None and not 1 <= as_integer(lanes, 0) <= MOST_SIDE_SLOTS:
-        raise ArgumentError(f"recorded(lanes={shown(lanes)}); it must be an integer from 1 to {MOST_SIDE_SLOTS}, or None")
+        raise ArgumentError(f"recorded(lanes={shown(lanes)}); lanes must be an integer from 1 to {MOST_SIDE_SLOTS}, or None")
     if outputs not in ("new", "reused"):
-        raise ArgumentError(f"recorded(outputs={shown(outputs)}); it can be 'new' or 'reused'")
+        raise ArgumentError(f"recorded(outputs={shown(outputs)}); outputs must be 'new' or 'reused'")
     counts = at_least(1, "recorded: instances", instances), at_least(1, "recorded: programs", programs)
     strictly = flag("recorded: strict", strict)
 
     def made(function: Any) -> Any:
         if not callable(function) and not isinstance(function, (staticmethod, classmethod)):
-            raise ArgumentError(f"recorded({shown(function)}): pass a function")
+            raise ArgumentError(f"recorded({shown(function)}): the argument is not callable; pass a function")
         inner = getattr(function, "__func__", function)
         for test, what in (
             (inspect.isgeneratorfunction, "a generator function"),

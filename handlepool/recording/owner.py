@@ -1,6 +1,6 @@
-"""Let one thread use a program at a time.
+"""Let one thread at a time use a program; track its owner.
 
-A program has an owner thread. The owner alone may update, replay and read the program.
+The owner is the thread that last used the program. Only the owner may update and replay the program, and read its outputs.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OWNERS = ("replayed", "updated", "read", "handed over")
-"""The uses of a program that only its owner thread may make."""
+"""The uses that only the owner may make, as messages name them."""
 
 
 class Owned:
-    """A program with an owner thread and one use at once."""
+    """The part of a program that admits uses and tracks the owner."""
 
     _name: str
     _status: Status
@@ -32,30 +32,30 @@ class Owned:
     _lock: RLock
     device: int
     _retaking: bool
-    """Whether other uses are refused.
+    """Whether `tune(plans=True)` is calling the program's function.
 
-    The program's function is being called then, outside of the lock.
+    The lock is not held meanwhile, so other uses are refused.
     """
     _busy: str | None
-    """The use by the thread that holds the lock, as ``replayed``."""
+    """The use by the thread that holds the lock, such as "replayed"."""
     _recording: "Recording | None" = None
     _user: ThreadToken | None = None
-    """The thread that owns `update`, `replay` and `outputs`.
+    """The owner: the thread that may use `update`, `replay` and `outputs`.
 
-    It is set while the thread holds the lock.
+    The attribute is only set while the setting thread holds the lock. It is None while the program has no owner.
     """
 
     def hand_over(self) -> None:
         """Give the program up, so that another thread may own it.
 
-        The next thread that uses `update`, `replay` or `outputs` owns these methods. Make sure that it uses them only after
-        `hand_over` has returned. The program orders the work on the GPU, as for any two replays. Without an owner, or with an
-        owner that has ended, nothing happens.
+        The next thread that uses `update`, `replay` or `outputs` becomes the owner. Make sure that this thread uses them only
+        after `hand_over` has returned. The GPU work of both threads is ordered, as for any two replays. If the program has no
+        owner, or its owner thread has ended, `hand_over` does nothing.
 
         Raises
         ------
         OwnershipError
-            In another thread than the owner, and in a finalizer inside another use of the program.
+            If the calling thread is not the owner, or if a finalizer makes the call during another use of the program.
         """
         self._use("handed over", self._leave)
 
@@ -65,12 +65,12 @@ class Owned:
 
     def _check_owner(self) -> None:
         user = self._user
-        # A thread that has ended cannot use the program, so another thread may take the program over.
+        # If the owner thread has ended, any thread may use the program and become its owner.
         if user is not None and user is not thread.token and not user.over:
             raise OwnershipError(
                 f"{self._name} belongs to {user!r}, and this is {thread.token!r}: only the thread that used the program "
-                "last may call update, replay and outputs. Call hand_over() in that thread first, or call the program, "
-                "as in y = program(x), from any thread"
+                "last may use update, replay and outputs. Call hand_over() in that thread first, or call the program, "
+                "as in y = program(x), which any thread may do"
             )
 
     def _use(self, what: str, act: Callable[..., T], *args: object) -> T:
@@ -81,7 +81,7 @@ class Owned:
         try:
             if self._busy is not None:
                 self._check_turn(what)
-            # CPython delivers no interrupt between taking the lock and entering the block.
+            # CPython delivers no interrupt between acquiring the lock in this statement and entering the block.
             with self._lock:
                 try:
                     self._busy = what
@@ -95,7 +95,8 @@ class Owned:
     def _check_turn(self, what: str) -> None:
         """Wait for another thread's use of the program.
 
-        Refuse a use inside this thread's own use, and a use that would be refused after the wait.
+        If this thread itself is using the program, refuse the new use. If only the owner may make the new use, and this thread is
+        not the owner, refuse the use before the wait.
         """
         if what in OWNERS:
             self._check_owner()
@@ -103,7 +104,7 @@ class Owned:
             if self._busy is not None:
                 raise OwnershipError(
                     f"{self._name} is being {self._busy} by this thread, and this call comes from a finalizer that Python "
-                    "runs in between: call it later"
+                    "runs in between: use the program outside of finalizers"
                 )
 
     def _claim(self) -> None:
@@ -117,12 +118,12 @@ class Owned:
         self._user = thread.token
 
     def _check_use(self, stream: object) -> int:
-        """Refuse a use on a stream, or return the current device."""
+        """Refuse an invalid use on a stream; return the current device."""
         if self._recording is None:
             self._refuse()
         if self._retaking:
             raise OwnershipError(
-                f"{self._name} was used while its plans are tuned, which calls its function; use it after tune(plans=True)"
+                f"{self._name} was used while tune(plans=True) is tuning its plans; use the program after that call has returned"
             )
         driver = self._driver
         device = driver.current_device()
@@ -136,7 +137,10 @@ class Owned:
         return device
 
     def _explain(self, error: Exception) -> None:
-        """Raise a clearer error for an error, if one is known."""
+        """Raise a `CaptureError` if ``error`` comes from an invalid capture.
+
+        The method also tells the pool of an error that shows that the CUDA context has failed.
+        """
         if process_end.ending and isinstance(error, PoolClosedError):
             process_end.linger()
         self._status.diagnose(error)
@@ -145,13 +149,13 @@ class Owned:
 
     def _refuse(self) -> NoReturn:
         if process_end.ending:
-            raise PoolClosedError(f"{self._name} came to its end with the interpreter, which is being taken down")
+            raise PoolClosedError(f"the program {self._name} cannot be used any more, because the interpreter is shutting down")
         raise PoolClosedError(f"the program {self._name} was closed; record it again")
 
     def __reduce__(self) -> Any:
-        """Refuse to be pickled, or copied by `copy.copy`.
+        """Refuse `pickle` and `copy.copy`.
 
-        Two copies would destroy the same graph.
+        If there were two copies of a program, both would destroy the same graph.
         """
         raise TypeError(f"the program {self._name} owns a graph and memory and cannot be copied or pickled; record it again")
 
@@ -159,8 +163,10 @@ class Owned:
 def capturing(pointer: int) -> CaptureError:
     """Return the error for a stream that is being captured."""
     if thread.recording is not None:
-        return CaptureError("a program cannot be part of another recording: call its original function there")
+        return CaptureError(
+            "a program cannot be used inside another recording: in the recorded function, call the program's original function"
+        )
     return CaptureError(
         f"stream {pointer:#x} is being captured, and a program can neither run on a captured stream nor wait for it. "
-        "Use the program before the capture, or after"
+        "Use the program before or after the capture"
     )

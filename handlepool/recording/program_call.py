@@ -1,7 +1,8 @@
 """Update the inputs of a program, and call a program.
 
-`update` and `call` are methods of `Program`. A call updates the inputs, replays, and copies the outputs in one turn. After the
-first call with one array for each input, further calls are prepared, and cost little more than their copies.
+The class `Program` has `update` and `call` as methods. A call updates the inputs, replays, and copies the outputs in one turn.
+After the first call that passes one array for each input, such calls are prepared, and cost little more host time than their
+copies.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,28 +29,26 @@ T = TypeVar("T")
 def update(self: "Program", *args: object, **kwargs: object) -> None:
     """Copy new values into the recorded inputs, on the current stream.
 
-    Later replays see the new values.
-
-    The inputs are the arrays that `record` was given, and the update overwrites them.
+    Later replays read the new values. The inputs are the arrays that `record` was given, and the update overwrites them.
 
     Parameters
     ----------
     *args, **kwargs
         The arguments of `record`, in the same places. Arguments without an array must have the recorded value. You may leave
-        out all positional arguments without an array, and each keyword argument without an array. Arrays are of the driver's
-        kind, and tensors of torch replace recorded tensors. Shapes, strides, types and device are as recorded. Tensors are
-        also copied in the order of torch's current stream. Containers are nested as recorded: lists and tuples of the same
-        lengths (a list may replace a tuple and the reverse), dictionaries of the same keys. None in the place of an argument
-        with arrays, or of an entry, leaves the recorded values as they are. Every value is read before the first is
-        overwritten, so inputs can be swapped.
+        out all positional arguments without an array, and each keyword argument without an array. An array must be of the
+        driver, and a tensor of torch may replace a recorded tensor. Shape, strides, type and device must be as recorded. Tensors
+        are also copied in the order of torch's current stream. Lists, tuples and dictionaries must have the recorded lengths and
+        keys, but a list may replace a tuple and a tuple a list. None in the place of an argument with arrays, or of an entry,
+        leaves the recorded values as they are. All values are read before the first input is overwritten, so inputs can be
+        swapped.
 
     Raises
     ------
     ArgumentError, ArrayTypeError, DeviceMismatchError
-        For a value that differs from the recording, also in an argument without an array; the message names its place. For
-        two values for the same memory, as for an array that was recorded in two places. For a recorded array itself, if an
-        update or a call has overwritten it: pass None instead. For a value other than None in the place of an array of a
-        library other than torch. After an error nothing was copied.
+        If a new array or value does not match the recorded argument; the message names its place. If two different arrays are
+        given for the same memory, as for an array that was recorded in two places. If a recorded array is given that an
+        update or a call has overwritten: pass None instead. If an array is given in the place of an array of a library other
+        than torch: pass None. After an error nothing was copied.
     CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
         As in `replay`.
     """
@@ -72,42 +71,43 @@ def _update(self: "Program", args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 def call(self: "Program", *args: object, out: object = None, **kwargs: object) -> Any:
     """Update the inputs, replay, and copy the outputs, in one turn.
 
-    No use by another thread comes in between.
+    No other thread can use the program between these steps.
 
-    The recorded inputs, which are the caller's own arrays, hold the new values afterwards. Record with a copy,
-    ``x.copy(order="K")``, if you need ``x`` itself. Passing the original ``x`` again is an error, because the program has
-    overwritten it.
+    Afterwards the recorded inputs, which are the caller's own arrays, hold the new values. To keep the values of ``x``, record
+    with a copy, ``x.copy(order="K")``. Passing the original ``x`` again is an error, because the program has overwritten it.
 
-    Any thread may call. All work is enqueued on its current stream, and the call does not wait for the GPU. The returned
-    arrays belong to the caller, and no later use of the program writes to them. Afterwards `update`, `replay` and `outputs`
-    belong to the calling thread; see `hand_over`.
+    Any thread may call the program. All work is enqueued on this thread's current stream, and the call does not wait for the
+    GPU. The returned arrays belong to the caller, and no later use of the program writes to them. The call makes this thread
+    the owner of the program; see `hand_over`.
 
     Parameters
     ----------
     *args, **kwargs
         As in `update`.
     out : optional
-        Arrays to copy the outputs into, in the structure of `outputs`, and torch's tensors for outputs that are tensors.
-        Shapes and types are the same, and no two arrays share memory. None, also in the place of an array, asks for a new
-        array. A recorded argument that is itself named ``out`` cannot be given here, and keeps its values.
+        Arrays to copy the outputs into, in the structure of `outputs`. For outputs that are tensors, they are tensors of
+        torch. Each must have the shape and type of its output, and no two may share memory. None, also in the place of an
+        array, asks for a new array. If the function has a recorded argument named ``out``, it cannot be given here, and keeps
+        its values.
 
     Returns
     -------
     array, or list, tuple or dictionary
-        Copies of the outputs in the structure of `outputs`, ready in the order of the current stream. Tensors are also ready
-        in the order of torch's current stream. An output in several places gets a single copy. Numbers, strings and None are
-        as they were recorded. Subclasses of lists, tuples and dictionaries become the plain class, except named tuples.
+        Copies of the outputs in the structure of `outputs`. Later work of the current stream may use the copies, and later
+        work of torch's current stream may use tensors among them. An output in several places gets a single copy. Numbers,
+        strings and None are as they were recorded. Instances of subclasses of list, tuple and dict become plain lists, tuples
+        and dictionaries, except named tuples.
 
     Raises
     ------
     ArgumentError, ArrayTypeError, DeviceMismatchError
-        As in `update`; for an ``out`` that differs from the outputs; for outputs that are arrays of libraries other than
-        torch, or objects that may hold arrays. After an error nothing was enqueued.
+        As in `update`. If ``out`` does not match the outputs. If an output is an array of a library other than torch, or an
+        object that may hold arrays. After an error nothing was enqueued.
     MemoryError
         If there is no memory for the copies.
     CaptureError, OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
-        As in `replay`, except that the program may belong to another thread. If that thread is using the program, the call
-        waits.
+        As in `replay`, but it is no error if the program belongs to another thread. If another thread is using the program,
+        the call waits for the end of that use.
     """
     if self._status.unusable:
         self._status.check()
@@ -150,8 +150,8 @@ def after_branches(
 ) -> None:
     """Let a stream wait for branches that conflict with a use.
 
-    The branches belong to forks of this thread. They conflict if they access the memory that this use of the program reads or
-    writes (guarantee 17).
+    ``reads`` and ``writes`` are the memory of the use of this program. The branches of this thread's forks conflict with the
+    use if they write this memory, or read memory that the use writes (guarantee 17).
     """
     recording = self._recording
     if recording is not None:
@@ -160,7 +160,7 @@ def after_branches(
 
 
 def replayed(self: "Program", act: Callable[[int], T]) -> T:
-    """Return ``act(pointer)``, a use on the current stream."""
+    """Use the program on the current stream; return the value of ``act``."""
     if active:
         after_branches(self, self._memory.reads, self._memory.writes, None)
     self._follow(None)
@@ -168,9 +168,9 @@ def replayed(self: "Program", act: Callable[[int], T]) -> T:
 
 
 def _beside_torch(self: "Program", copies: Sequence[Copy], step: Callable[[], object]) -> Callable[[], object]:
-    """Order a step that copies tensors with torch's current stream.
+    """Return a step that is also ordered with torch's current stream.
 
-    Return the step for the program's stream. A step without tensors stays as it is.
+    If no tensor is among the copies, return ``step`` unchanged.
     """
     recording = self._recording
     if recording is None or all(copy.tensor is None for copy in copies):

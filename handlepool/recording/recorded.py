@@ -45,27 +45,28 @@ R = TypeVar("R")
 MOST_REBOUND = 3
 """The maximum number of programs dropped because an array was rebound.
 
-One more drop makes the function run eagerly.
+An array is rebound if a variable or attribute that the function reads is set to another array. After one more drop, the function
+runs eagerly.
 """
 MOST_LACKED = 3
 """The maximum number of recordings that may lack memory or side streams.
 
-The key of each further such recording runs eagerly.
+If a further recording lacks memory or side streams, its key runs eagerly.
 """
 MOST_PENDING = 256
 """The maximum number of pending calls by `submit`.
 
-A further call waits for the oldest.
+A further call first waits for the oldest pending call.
 """
 _PER_OBJECT = "_handlepool_recorded"
-"""Attribute of an object that holds its methods' recorded functions."""
+"""The attribute with the recorded functions of an object's methods."""
 
 
 class RecordedFunction(Wrapper, Generic[P, R]):
-    """A function with a pool of programs. Made by `recorded`.
+    """A function with a pool of programs, made by `recorded`.
 
-    A call takes the function's own arguments, and returns new arrays, ready in the order of the current stream. The first call
-    of each geometry runs the function for real and records it. Any thread may call it, at any time.
+    A call takes the function's own arguments, and returns new arrays, which later work of the current stream may use. The first
+    call of each geometry runs the function for real and records it. Any thread may call a recorded function, at any time.
     """
 
     def __init__(self, options: Options) -> None:
@@ -75,25 +76,26 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._takes_out = _has_parameter(function, "out")
         self._reader: Reader | None = None
         self._table = VariantTable()
-        # A known call reads the written-out calls at once.
+        # The same dictionary as in the table. A call reads it by one attribute less.
         self._hits = self._table.hits
-        # The dictionary maps a pool to a mark of the call that records now. One call records at a time, and other calls run
-        # eagerly instead of waiting. The mark replaces a lock, which must not be held while the function runs (guarantee 15).
-        # `setdefault` is a single step, so two calls cannot both set a mark. After an interrupt, the `finally` removes the mark.
+        # Maps a pool to a mark, an object that stands for the call that records now. In a pool, one call of this function records
+        # at a time. Meanwhile, other calls that would record run eagerly instead. A lock cannot serve here, because no lock may
+        # be held while the user's function runs (guarantee 15). `setdefault` is atomic, so two calls cannot both set a mark. If
+        # an interrupt ends the call, its `finally` removes the mark.
         self._under_way: dict[PoolInternals, object] = {}
         self._eager: str | None = None
         self._said = False
         self._rebound = self._unused = self._lacked = 0
         self._counts = {"recorded": 0, "eager": 0}
         self._executor: ParallelStateExecutor | None = None
-        # The lock lets one thread make the executor.
+        # The lock prevents two threads from making two executors.
         self._lock = threading.RLock()
         _made.add(self)
 
     def _after_fork(self) -> None:
-        """Abandon the programs of the parent in a forked child (guarantee 13).
+        """Abandon the parent's programs in a forked child (guarantee 13).
 
-        A thread that the child lacks may have held the lock.
+        The child also gets a new lock, because a thread of the parent, which the child lacks, may have held the old lock.
         """
         abandon((self._table, self._executor, self._reader))
         self._lock, self._table, self._under_way = threading.RLock(), VariantTable(), {}
@@ -109,8 +111,8 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         Parameters
         ----------
         *args, **kwargs
-            Arguments of the function. ``out=`` has arrays in the structure of the result, and the call writes into these
-            arrays. If the function has a parameter of that name, ``out=`` is this parameter.
+            Arguments of the function. In addition, ``out=`` may give arrays in the structure of the result, into which the call
+            writes. But if the function itself has a parameter named ``out``, ``out=`` is that parameter.
 
         Returns
         -------
@@ -120,13 +122,13 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         if not kwargs:
             try:
                 hits = self._hits.get(args[0].shape, ())  # type: ignore[attr-defined]
-            # There is no argument, or the first argument is no array.
+            # If there is no argument, or the first argument is no array, no hit is tried.
             except Exception:
                 hits = ()
             for hit in hits:
                 try:
                     found = hit(args)
-                # The user may have closed the program. The long way notices that.
+                # If the user has closed the program, the call takes the long way, which makes a new program.
                 except PoolClosedError:
                     break
                 if found is not MISSED:
@@ -135,10 +137,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function the long way, without a hit."""
+        """Serve a call the long way, without a hit."""
         out = kwargs.pop("out", None) if kwargs and not self._takes_out else None
         pool = current_pool()
-        # A call inside a recording runs the function itself, so that its work becomes a part of that recording.
+        # Inside a recording, the call runs the function itself, so that the function's work becomes a part of that recording.
         if self._eager is not None or (recordings and _inside_recording()):
             return self._plain(pool, args, kwargs, out)
         if pool.status.unusable:
@@ -160,10 +162,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             raise
         if call.tensors and driver.name == "cuda":
             theirs = integration().current_stream(driver.current_device())
-            # If torch's current stream is being captured, the function itself runs, as under a capture of CuPy's stream.
+            # If torch's current stream is being captured, the call runs the function itself, so that the capture gets its work.
             if theirs != LEGACY_STREAM and driver.is_capturing(theirs):
                 return self._plain(pool, args, kwargs, out)
-        # The table is read without the lock.
+        # The table is read without the lock, because changes of the table replace or extend its lists in single steps.
         for variant in self._table.by_key.get(call.key, ()):
             if variant.pool is pool and variant.takes(call):
                 guards = variant.guards
@@ -177,7 +179,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def _served(
         self, variant: Variant, call: Call, stream: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object
     ) -> Any:
-        """Call a program of a variant."""
+        """Serve a call by a program of the variant, if possible now."""
         self._unused = 0
         grow = None
         if thread.region is None and not active:
@@ -193,17 +195,20 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         except PoolClosedError:
             if variant.pool.status.closed or not instance.program.closed:
                 raise
-        # The user closed the program that `program` returned, so the call records anew.
+        # `program` gave the program to the user, who has closed it. So the variant is dropped, and the call is recorded anew.
         self._table.drop(variant)
         return self._missed(variant.pool, call, stream, args, kwargs, out)
 
     def _plain(self, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> Any:
-        """Call the function itself."""
+        """Call the function itself, eagerly."""
         self._counts["eager"] += 1
         return self._into(pool, self._options.function(*args, **kwargs), out)
 
     def _into(self, pool: PoolInternals, value: object, out: object) -> Any:
-        """Copy the arrays of a value into the caller's arrays."""
+        """Copy the arrays of a value into ``out``, unless that is None.
+
+        Return the value that the call returns.
+        """
         if out is None:
             return value
         driver = pool.driver
@@ -214,10 +219,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def _missed(
         self, pool: PoolInternals, call: Call, stream: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object
     ) -> Any:
-        """Serve a call for which the lookup found no program."""
+        """Serve a call for which the table seems to have no program."""
         variants = self._table.by_key.get(call.key, [])
         values: dict[str, int] = {}
-        # Another thread may insert a variant meanwhile, so the loop walks a copy of the list.
+        # The loop uses a copy of the list, because another thread may insert a variant meanwhile.
         for variant in [*variants]:
             if variant.pool is not pool or variant.guards is None:
                 continue
@@ -235,14 +240,14 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             self._rebound += 1
             if self._rebound > MOST_REBOUND:
                 names = ", ".join(guard.path for guard in changed[:3] if guard.kind != VALUE)
-                self._eager = f"it was recorded {self._rebound} times since {names} was bound to another array or object"
+                self._eager = f"it was recorded {self._rebound} times, because {names} was bound to another array or object"
                 self._say(f"{self._eager}: write new values in place, as by w[...] = new")
                 self.clear()
         if self._eager is not None or not self._may_record(pool, call):
             return self._plain(pool, args, kwargs, out)
         me = object()
         try:
-            # If another call records, this call runs eagerly instead of waiting.
+            # If another call is recording now, `setdefault` returns its mark, and this call runs eagerly instead of waiting.
             if self._under_way.setdefault(pool, me) is me:
                 return self._into(pool, self._recorded(pool, call, args, kwargs, values), out)
         finally:
@@ -251,10 +256,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return self._plain(pool, args, kwargs, out)
 
     def _may_record(self, pool: PoolInternals, call: Call) -> bool:
-        """Return whether to record a key.
+        """Return whether to record the key of a call.
 
-        In a region no key is recorded. After many recordings whose programs served no call, a key is recorded only when it comes
-        a second time.
+        In a region no key is recorded. If many programs were recorded that no call used later, a key is recorded only at its
+        second call.
         """
         if thread.region is not None or (active and open_order(pool.driver, pool.current_device()) is not None):
             return False
@@ -265,15 +270,16 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def _recorded(
         self, pool: PoolInternals, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[str, int]
     ) -> Any:
-        """Record a key; return the value of the call for real."""
+        """Call the function for real and record it; return the call's value."""
         for name, count in values.items():
             if count == MANY_VALUES:
-                self._warn(f"was recorded for {count + 1} values of {name}: keep it in an array without axes")
+                self._warn(f"was recorded for {count + 1} values of {name}: keep this value in an array without axes")
         for name in self._table.many_values(call):
-            self._warn(f"was recorded for {MANY_VALUES} values of {name}: pass it as an array without axes")
+            self._warn(f"was recorded for {MANY_VALUES} values of {name}: pass this value as an array without axes")
         variant = Variant(self._options, pool, call)
         value = variant.record(args, kwargs, call)
-        # A lack of memory or side streams may pass, so a few such recordings are tried again.
+        # The lack of memory or side streams may be temporary. So the first few such keys are not marked as eager, and a later
+        # call tries to record again.
         if variant.lacking is not None:
             self._lacked += 1
             if self._lacked <= MOST_LACKED:
@@ -303,9 +309,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                 del self._under_way[pool]
 
     def _say(self, why: str, cause: BaseException | None = None) -> None:
-        """Warn once that the function runs eagerly; with ``strict`` raise."""
+        """Warn once that calls run eagerly; with ``strict``, raise an error."""
         if self._options.strict:
-            raise CaptureError(f"recorded({self._options.name}) has no program for this call: {why}") from cause
+            raise CaptureError(f"recorded({self._options.name}) cannot serve this call by a program: {why}") from cause
         if not self._said:
             self._said = True
             self._warn(f"runs eagerly: {why}")
@@ -318,7 +324,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def program(self, *args: P.args, **kwargs: P.kwargs) -> Program:
         """Return the program for such arguments; record it if it is missing.
 
-        It is for `Program.explain`, `Program.draw` and `Program.tune`. Calls of the function go on using it.
+        Use the program for `Program.explain`, `Program.draw` and `Program.tune`. Later calls of the function still use it.
 
         Parameters
         ----------
@@ -332,7 +338,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         Raises
         ------
         CaptureError
-            If the function runs eagerly with such arguments.
+            If no program can be recorded for such arguments.
         """
         pool = current_pool()
         for attempt in range(2):
@@ -347,10 +353,12 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                     raise CaptureError(f"{self._options.name} has no program for such arguments: {variant.eager}")
             if not attempt:
                 self(*args, **kwargs)
-        raise CaptureError(f"{self._options.name} has no program for such arguments: {self._eager or 'it was not recorded here'}")
+        raise CaptureError(
+            f"{self._options.name} has no program for such arguments: {self._eager or 'the call was not recorded'}"
+        )
 
     def stats(self) -> RecordedStats:
-        """Return counts of programs, their memory, and calls.
+        """Return the numbers of programs and calls, and the programs' memory.
 
         Returns
         -------
@@ -359,7 +367,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return self._table.stats(**self._counts)
 
     def explain(self) -> str:
-        """Return a text on the arguments and the programs of each key.
+        """Return a text that describes the programs of each key.
 
         Returns
         -------
@@ -376,10 +384,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return "\n".join(lines)
 
     def tune(self, lanes: Iterable[int] = (1, 2, 4, 8, 16), *, goal: str = "clock", seconds: float = 10.0) -> list[LanesTuning]:
-        """Measure the best number of lanes for each key, and use it.
+        """Choose the best number of lanes for each key by measurements.
 
-        `Program.tune` does so for a single program. No call waits for the measurement: meanwhile calls take another program of
-        the key, or run eagerly.
+        `Program.tune` does this for a single program. Calls of the function do not wait for the measurement. Meanwhile they use
+        another program of their key, or run eagerly.
 
         Parameters
         ----------
@@ -389,22 +397,22 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         Returns
         -------
         list of LanesTuning
-            A tuning for each key that has programs.
+            The result for each key that has programs.
         """
         tried = tuple(lanes) if isinstance(lanes, Iterator) else lanes
         found = [variant.tune(tried, goal, seconds) for variant in self._table]
         return [each for each in found if each is not None]
 
     def prewarm(self, *specs: object, tune: bool = True) -> None:
-        """Record the function for arguments to come, by calls with zeros.
+        """Record the function for later arguments, by calls with zeros.
 
         Parameters
         ----------
         *specs : ArraySpec or tuple
-            Each has the arguments of one call: an `ArraySpec` in the place of each array, and other values as they are. Outside
-            of a tuple, a value is the call's single argument.
+            For each spec, the function is called once. A tuple has the arguments of the call: an `ArraySpec` for each array, and
+            any other value as it is. A spec that is no tuple is the call's only argument.
         tune : bool
-            Whether `tune` is called afterwards, if the function is recorded on several lanes.
+            Whether to call `tune` afterwards. This has no effect if the function is recorded without lanes or with one lane.
         """
         tuned = flag("prewarm: tune", tune)
         driver = current_pool().driver
@@ -415,28 +423,29 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             self.tune()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> StreamFuture[R]:
-        """Call the function on a stream of its own.
+        """Call the function on a separate stream, and return a future.
 
-        The call comes after the current stream's work so far. It also comes after earlier calls by `submit` of the same client. A
+        The call starts after the work that the current stream has now, and after earlier calls of `submit` by the same client. A
         client is a thread, or a task of asyncio. Calls of several clients overlap on up to ``instances`` streams.
 
-        Arguments that have no program yet are recorded first, by a call in this thread. Up to 256 calls are pending on the GPU. A
-        further call waits for the oldest.
+        If there is no program for the arguments yet, the function first runs in this thread and is recorded. Up to 256 calls may
+        be pending on the GPU. A further call first waits for the oldest pending call.
 
         Parameters
         ----------
         *args, **kwargs
-            As in a call. Arrays of NumPy are copied to the device through page-locked memory. If there are any, the results come
-            back as arrays of NumPy. `ParallelStateExecutor` has options for both.
+            As in a call. Arrays of NumPy are copied to the device through page-locked memory. If any argument is an array of
+            NumPy, the results are arrays of NumPy. `ParallelStateExecutor` has options for both.
 
         Returns
         -------
         StreamFuture
-            A future that can be awaited. Its ``result`` is ready on the current stream, or on the host.
+            A future that can be awaited. The arrays of its ``result`` are ready for work of the current stream, or are on the
+            host.
         """
         executor = self._executor
         if executor is None:
-            # Another thread may have made the executor meanwhile, so the lock guards a second look.
+            # The attribute is read again under the lock, because another thread may have made the executor meanwhile.
             with self._lock:
                 executor = self._executor = self._executor or ParallelStateExecutor(
                     self._options.instances, max_pending=MOST_PENDING, thread_name_prefix=self._options.name
@@ -444,9 +453,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return executor.submit(self, *args, **kwargs)
 
     def _known(self, args: tuple[Any, ...], stream: Any, begin: Callable[[], None]) -> Any:
-        """Enqueue a known call on a stream, or return `MISSED`.
+        """Serve a call by a hit on ``stream``, or return `MISSED`.
 
-        ``begin`` is called once results are allocated, before the call's first copy.
+        ``begin`` is called when the results are allocated, before the call's first copy.
         """
         shape = getattr(args[0], "shape", None) if args else None
         for attempt in range(2):
@@ -456,7 +465,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                     if found is not MISSED:
                         self._unused = 0
                         return found
-            # The user may have closed the program. The long way notices that.
+            # If the user has closed the program, the call takes the long way, which makes a new program.
             except PoolClosedError:
                 break
             if attempt or not self._widen(args, stream):
@@ -464,9 +473,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return MISSED
 
     def _widen(self, args: tuple[Any, ...], stream: Any) -> bool:
-        """Capture a further instance for a stream.
+        """Capture a further instance for ``stream``, if the call has a program.
 
-        Return whether another try as a known call may succeed.
+        Return whether a hit may serve the call now.
         """
         reader, pool = self._reader, current_pool()
         if reader is None or reader.driver is not pool.driver or active:
@@ -487,9 +496,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return request(self, pool, requests, task(), args, kwargs) if takes(pool.driver, args, kwargs) else None
 
     def _at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Record such arguments and return the call's value in a list.
+        """Call the function if the key is new; return a list.
 
-        The list is empty if the key is known or cannot be recorded. Then the function was not called.
+        The call records the key, and the list has the call's value. If the key is known or cannot be recorded, the function is
+        not called, and the list is empty.
         """
         pool = current_pool()
         if pool.status.unusable or self._eager is not None:
@@ -504,7 +514,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def clear(self) -> None:
         """Forget all programs.
 
-        Each program is destroyed once the device has finished its last call. The next call of a key records anew.
+        Each program is destroyed once the device has finished the program's last call. The next call of a key records it anew.
         """
         self._table.clear()
         deferred.run_all()
@@ -512,21 +522,21 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     # As a method
 
     def __get__(self, owner: object, kind: object = None) -> Any:
-        """Return the recorded function of an object's method.
+        """Return the recorded function for a method of ``owner``.
 
-        It has programs of its own, and lives as long as the object.
+        It is kept in ``owner``, has programs of its own, and lives as long as ``owner``.
         """
         if owner is None or not hasattr(type(self._options.function), "__get__"):
             return self
         space = getattr(owner, "__dict__", None)
         if not isinstance(space, dict):
             raise ArgumentError(
-                f"recorded({self._options.name}): a {kind_of(owner)} has no __dict__ that could keep the programs of its "
-                "methods: add '__dict__' to its __slots__, or record a function outside of the class"
+                f"recorded({self._options.name}): a {kind_of(owner)} has no __dict__, in which the programs of its methods are "
+                "kept: add '__dict__' to __slots__ of the class, or record a function outside of the class"
             )
         own = space.get(_PER_OBJECT)
         if own is None:
-            # `setdefault` keeps a single object if two threads come here at the same time.
+            # If two threads come here at once, `setdefault` gives both the same object.
             own = space.setdefault(_PER_OBJECT, _PerObject())
         made = own.made.get(id(self))
         if made is None:
@@ -541,7 +551,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return RecordedFunction(Options(function, options.name, *values))
 
     def __reduce__(self) -> str:
-        """Copy by reference, as functions do."""
+        """Let copies and pickles refer to the function by its name."""
         return self._options.name
 
 
@@ -556,7 +566,7 @@ os.register_at_fork(after_in_child=_after_fork)
 class _PerObject:
     """The recorded functions of one object's methods.
 
-    A copy of the object has none.
+    If the object is copied, the copy starts without recorded functions.
     """
 
     __slots__ = ("made",)
@@ -569,7 +579,7 @@ class _PerObject:
 
 
 def _inside_recording() -> bool:
-    """Return whether this thread records a function, or makes its first call."""
+    """Return whether this thread records a function, or calls it before."""
     return thread.recording is not None or thread.rehearsal is not None or thread.launched is not None
 
 
@@ -577,7 +587,7 @@ def _has_parameter(function: Any, name: str) -> bool:
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):
-        # The signature of a function written in C is unknown.
+        # A function written in C may have no signature.
         return False
 
 

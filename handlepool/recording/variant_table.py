@@ -1,4 +1,4 @@
-"""Keep the variants of a recorded function, and count keys."""
+"""Keep the variants of a recorded function, and count calls by key."""
 
 import threading
 from collections.abc import Iterator
@@ -11,16 +11,19 @@ from handlepool.recording.keys import Call
 from handlepool.recording.variants import Variant
 
 MOST_TRIED = 4
-"""The maximum number of written-out calls that a call tries.
+"""The maximum number of hits (see `handlepool.recording.hits`) that a call tries.
 
-If none of them takes the arguments, the call goes the long way.
+If no hit takes the arguments, the call goes the long way.
 """
 MANY_VALUES = 8
-"""A warning names a value in which this many keys differ."""
+"""The number of values of an argument that causes a warning.
+
+The function was recorded anew for each value. The same number holds for a variable that the function reads.
+"""
 MOST_SEEN = 1024
 """The maximum number of keys whose calls are counted.
 
-The key that came least recently is forgotten first.
+The key whose last call is oldest is forgotten first.
 """
 
 
@@ -31,17 +34,17 @@ class RecordedStats:
     Attributes
     ----------
     keys : int
-        Keys that have programs.
+        Number of keys that have programs now.
     programs : int
-        Programs, all instances together.
+        Number of programs that exist now: all instances of all keys.
     nbytes : int
-        Bytes of device memory that the programs allocated while they were recorded, scratch included.
+        Bytes of device memory of these programs, for arrays and scratch.
     recorded : int
-        Programs that were recorded so far.
+        Number of programs that were recorded so far.
     eager : int
-        Calls that ran eagerly.
+        Number of calls that ran eagerly so far.
     closed : int
-        Keys whose programs were closed because other keys were used more recently, or because an array was rebound.
+        Number of keys whose programs were closed, because other keys were used more recently or because an array was rebound.
     """
 
     keys: int
@@ -53,16 +56,18 @@ class RecordedStats:
 
 
 class VariantTable:
-    """The variants of a recorded function, with their written-out calls.
+    """The variants of a recorded function, with their hits.
 
-    Iteration gives the variants in the order of their recording. It walks a copy, because another thread may change the table.
+    A hit is a generated function that serves known calls, see `handlepool.recording.hits`. Iteration over the table gives the
+    variants in the order of their recording. It uses a copy, because another thread may change the table meanwhile.
 
     Attributes
     ----------
     by_key : dict
-        The variants of each key, the latest first. Calls read it without the lock.
+        The variants of each key, the latest first. Calls read this dictionary without the lock.
     hits : dict
-        Written-out calls, by the shape of the first argument. Calls read it without the lock, and it stays the same object.
+        The hits that calls try, by the shape of the first argument. Calls read this dictionary without the lock, and keep a
+        reference to it.
     closed : int
         Number of variants that were dropped.
     """
@@ -71,10 +76,10 @@ class VariantTable:
         self.by_key: dict[tuple[Any, ...], list[Variant]] = {}
         self.hits: dict[Any, tuple[Hit, ...]] = {}
         self.closed = 0
-        # Maps each variant to its written-out call, or to None if it has none that calls try.
+        # Maps each variant to its hit, or to None if calls have no hit of this variant to try.
         self._order: dict[Variant, Hit | None] = {}
         self._seen: dict[Any, int] = {}
-        # The lock guards changes of these tables. Calls read the tables without it. No function of the user runs under the lock.
+        # The lock guards changes of these dictionaries, which calls read without the lock. No code of the user runs under it.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -87,10 +92,10 @@ class VariantTable:
         return variant in self._order
 
     def insert(self, variant: Variant, most: int) -> list[Variant]:
-        """Insert a new variant; return the variants that make way.
+        """Insert a new variant; return the variants to drop for it.
 
-        These are variants whose pool has ended. If there are none and the table holds more than ``most`` variants, it is the
-        variant that was used least recently. The caller drops them.
+        They are the variants whose pool has ended. If there are no such variants, and the table has more than ``most`` variants,
+        the least recently used variant is returned. The caller drops the returned variants.
         """
         with self._lock:
             self.by_key.setdefault(variant.key, []).insert(0, variant)
@@ -101,21 +106,21 @@ class VariantTable:
         return [each for each in dead if each is not variant]
 
     def keep_hit(self, variant: Variant, args: tuple[Any, ...]) -> None:
-        """Let later calls of a variant take the written-out call."""
+        """Let later calls try the variant's hit, if it has a hit."""
         hit, shape = variant.hit(args), getattr(args[0], "shape", None) if args else None
         if hit is None or hit in self.hits.get(shape, ()):
             return
         with self._lock:
-            # Another thread may have dropped the variant meanwhile.
+            # If another thread has dropped the variant meanwhile, its hit must not be kept.
             if variant in self._order:
                 known = [each for each in self.hits.get(shape, ()) if each is not self._order[variant]]
                 self.hits[shape] = (hit, *known[: MOST_TRIED - 1])
                 self._order[variant] = hit
 
     def drop(self, variant: Variant) -> None:
-        """Forget a variant.
+        """Forget a variant, and count this.
 
-        Each of its programs is destroyed once the device has finished the program's last call.
+        Each program of the variant is destroyed once the device has finished the program's last call.
         """
         with self._lock:
             if variant not in self._order:
@@ -128,7 +133,7 @@ class VariantTable:
             else:
                 self.by_key.pop(variant.key, None)
             if hit is not None:
-                # Each shape changes in one step, because calls read the dictionary without the lock.
+                # The tuple of a shape is replaced in one step, because calls read the dictionary without the lock.
                 for shape, hits in [*self.hits.items()]:
                     if left := tuple([each for each in hits if each is not hit]):
                         self.hits[shape] = left
@@ -136,7 +141,7 @@ class VariantTable:
                         del self.hits[shape]
 
     def see(self, what: object) -> int:
-        """Count a call of a key, and return the count.
+        """Count a call of ``what``, such as a key; return the count.
 
         Only the last `MOST_SEEN` keys are remembered.
         """
@@ -147,9 +152,9 @@ class VariantTable:
         return seen
 
     def many_values(self, call: Call) -> list[str]:
-        """Count the plain values in a call's key; return names.
+        """Count a call's plain arguments; return those with many values.
 
-        They are the names of the values in which `MANY_VALUES` keys differ now.
+        An argument is returned, by its name, when `MANY_VALUES` keys differ only in its value.
         """
         names = []
         for place, part in enumerate(call.key):
@@ -161,13 +166,13 @@ class VariantTable:
         return names
 
     def stats(self, recorded: int, eager: int) -> RecordedStats:
-        """Return all counts, given those of recordings and eager calls."""
+        """Return all counts; ``recorded`` and ``eager`` are the caller's counts."""
         programs = [each.program for variant in self for each in variant.instances]
         keys = sum(bool(variant.instances) for variant in self)
         return RecordedStats(keys, len(programs), sum(each.nbytes for each in programs), recorded, eager, self.closed)
 
     def clear(self) -> None:
-        """Drop all variants, and forget the counts."""
+        """Drop all variants, and forget the counts of calls."""
         for variant in self:
             self.drop(variant)
         self._seen.clear()

@@ -20,17 +20,17 @@ from handlepool.spreading.items import itself
 MOST_PROGRAMS = 8
 """The maximum number of programs of a device.
 
-Beyond it, the least recently used program is closed.
+A further program closes the least recently used program.
 """
 
 
 class Eager:
-    """Tell whether a spread runs eagerly, and warn once.
+    """Track whether items of a spread run eagerly, and warn once.
 
     Attributes
     ----------
     always : bool
-        Whether recording has stopped.
+        Whether all further items run eagerly, because the function cannot be recorded.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,30 +39,30 @@ class Eager:
         self._said = False
 
     def stop_recording(self, why: str) -> None:
-        """Stop recording from now on, and warn."""
+        """Let all further items run eagerly, and warn of the reason."""
         self.always = True
         self.say(why)
 
     def say(self, why: str) -> None:
-        """Warn of the first item that is not recorded."""
+        """Warn, at the first call only, that items run eagerly."""
         if not self._said:
             self._said = True
-            what = "its items run" if self.always else "such items run"
-            text = f"spread({self._name}): {what} eagerly, which is slower on several devices, since they cannot be recorded"
+            what = "all items run" if self.always else "some items run"
+            text = f"spread({self._name}): {what} eagerly, which is slower on several devices, because they cannot be recorded"
             warnings.warn(f"{text}: {why}", RuntimeWarning, stacklevel=frames_inside())
 
 
 class ItemFunction(RecordedFunction[..., Any]):
-    """The function of an item, recorded on one device.
+    """The function of a spread, recorded on one device.
 
-    Its outputs are valid until its next call.
+    The outputs of a call are valid until the next call.
     """
 
     def __init__(
         self, name: str, function: Callable[..., Any], shared: Sequence[Any], driver: Driver, lanes: int | None, eager: Eager
     ) -> None:
         def call(item: object) -> Any:
-            # The function may change the lists and dictionaries of its item, so each call gets rebuilt containers.
+            # The function may change the lists and dictionaries of its item, so each call gets copies of them.
             return function(rebuilt(item, itself), *shared)
 
         call.__qualname__ = name
@@ -72,7 +72,7 @@ class ItemFunction(RecordedFunction[..., Any]):
         self._spread_eager = eager
 
     def served_by(self, item: object) -> tuple[Variant, Instance] | None:
-        """Return the variant and the instance of a known item."""
+        """Return the variant and an instance for a known item, or None."""
         reader, pool = self._reader, current_pool()
         if reader is None or reader.driver is not pool.driver:
             return None
@@ -83,7 +83,7 @@ class ItemFunction(RecordedFunction[..., Any]):
         return None
 
     def keeps(self, variant: Variant) -> bool:
-        """Return whether a variant has not made way."""
+        """Return whether the variant has not been dropped."""
         return variant in self._table
 
     def close(self) -> None:
@@ -94,9 +94,9 @@ class ItemFunction(RecordedFunction[..., Any]):
             self.clear()
 
     def _may_record(self, pool: PoolInternals, call: Call) -> bool:
-        """Record each geometry, because most items have the same."""
+        """Return True: each geometry is recorded at its first item."""
         return True
 
     def _say(self, why: str, cause: BaseException | None = None) -> None:
-        """Stop the recording on all devices."""
+        """Let all further items run eagerly, on all devices."""
         self._spread_eager.stop_recording(why)

@@ -29,7 +29,7 @@ WIDE = 12
 @pytest.fixture
 def lanes(pool, stream):
     with as_default(pool), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a branch waits since")
+        warnings.filterwarnings("ignore", "a branch waits because")
         yield pool
 
 

@@ -77,7 +77,7 @@ def test_the_next_process_takes_what_was_found_and_measures_nothing(process, rou
         first.rounds,
         first.seconds,
     )
-    assert "s, from the plan directory; microseconds a replay\n" in str(second)
+    assert "s, from the plan directory; microseconds per replay\n" in str(second)
     assert str(second).splitlines()[1:] == str(first).splitlines()[1:]
 
 

@@ -850,7 +850,7 @@ def test_one_result_is_taken_at_a_time(pool, in_thread):
     caught = []
 
     def reenter(index, device):
-        with pytest.raises(OwnershipError, match="one at a time"):
+        with pytest.raises(OwnershipError, match="take one result at a time"):
             next(results)
         with pytest.raises(OwnershipError, match="another thread"):
             in_thread(results.close)
@@ -910,7 +910,7 @@ def test_a_lost_context_ends_all_and_nothing_is_destroyed(make_driver):
     [
         ({"devices": []}, "devices is empty"),
         ({"devices": [0, 1, 0]}, "devices holds 0 twice"),
-        ({"devices": [0, 3]}, "holds 3; there are devices 0 to 2"),
+        ({"devices": [0, 3]}, "holds 3; pass ordinals from 0 to 2"),
         ({"devices": [-1]}, "holds -1"),
         ({"devices": 2}, "pass a list of ordinals"),
         ({"devices": "01"}, "pass a list of ordinals"),
@@ -940,7 +940,7 @@ def test_a_program_is_told_to_be_given_as_its_function(pool, devices):
     put = pool.driver.asarray
     with (
         handlepool.record(conv, put(images(1)[0]), put(WEIGHTS)) as program,
-        pytest.raises(ArgumentError, match=r"spread\(<Program conv of device 0.*Pass the function that it was recorded from"),
+        pytest.raises(ArgumentError, match=r"spread\(<Program conv of device 0.*Pass the recorded function itself"),
     ):
         handlepool.spread(program, images(), devices=devices)
 
@@ -1050,7 +1050,7 @@ def test_masks_are_not_lost_but_refused(pool):
     masked = np.ma.masked_greater(images(1)[0], 0)
     with pytest.raises(ArrayTypeError, match=r"shared holds <numpy.ma.MaskedArray.*its data and its mask"):
         handlepool.spread(conv, images(), shared=(WEIGHTS, [masked]))
-    with pytest.raises(ItemError, match=r"item 0 holds <numpy.ma.MaskedArray.*whose mask is not copied"):
+    with pytest.raises(ItemError, match=r"item 0 holds <numpy.ma.MaskedArray.*whose mask cannot be copied"):
         [*handlepool.spread(conv, [masked], shared=(WEIGHTS,))]
 
 
@@ -1093,7 +1093,9 @@ def test_an_array_inside_an_object_is_not_copied_and_so_refused(pool):
     """Whoever refills it would overwrite it while it is read."""
     x = pool.driver.asarray(images(1)[0])
     for item in (Sample(x), (1, [Sample([x])]), lambda: x):
-        with pytest.raises(ItemError, match=r"with <.*HostArray.* in it, which is not copied to devices: pass arrays in lists"):
+        with pytest.raises(
+            ItemError, match=r"with <.*HostArray.* in it, which cannot be copied to devices: pass arrays only in lists"
+        ):
             [*handlepool.spread(lambda item, w: conv(item.x, w), [item], shared=(WEIGHTS,), devices=[0])]
 
 
@@ -1109,15 +1111,15 @@ def test_an_object_may_hold_what_the_function_brings_itself(pool):
 def test_not_inside_recordings_and_branches(pool):
     x = pool.driver.asarray(images()[0])
     states = handlepool.ParallelStates(2, pool=pool)
-    with pytest.raises(CaptureError, match="use it outside"):
+    with pytest.raises(CaptureError, match="call it outside of these"):
         states.map(lambda x: handlepool.spread(conv, [x]), [x])
     results = handlepool.spread(conv, images(), shared=(WEIGHTS,), to="host")
     got = [next(results)]
-    with pytest.raises(CaptureError, match="use it outside"):
+    with pytest.raises(CaptureError, match="call it outside of these"):
         states.map(lambda x: next(results), [x])
     got += results
     assert same(got, expected(pool))
-    with pytest.raises(CaptureError, match="use it outside"):
+    with pytest.raises(CaptureError, match="call it outside of these"):
         handlepool.record(lambda x: [*handlepool.spread(conv, [x], shared=(WEIGHTS,))], x)
 
 
