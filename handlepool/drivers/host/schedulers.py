@@ -1,4 +1,4 @@
-"""Make a scheduler by its name; one of them runs operations at random."""
+"""Make a scheduler by its name, and define the adversarial one."""
 
 import random
 from collections import deque
