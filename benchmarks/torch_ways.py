@@ -306,7 +306,7 @@ def ways(torch: Any, work: Work, xs: tuple[Any, ...], found: dict[str, Any]) -> 
         case = called(function)
         found["report"] = str(ours.report(function))
         width = ours.width(function, *xs)
-        found["width"] = {name: getattr(width, name) for name in ("nodes", "total", "critical", "width", "gain")}
+        found["width"] = {name: getattr(width, name) for name in ("nodes", "longest", "total", "critical", "width", "gain")}
         return case
 
     def replayed() -> Case:

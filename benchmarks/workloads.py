@@ -11,10 +11,11 @@ installed there by `pip install --no-deps --no-index`.
 """
 
 import json
+import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch_ways import Work, flat, measured, options_of, run_each, scaled, show_times, weighted
+from torch_ways import LANES, Work, flat, measured, options_of, run_each, scaled, show_times, weighted
 
 Parts = list[tuple[Any, tuple[int, ...] | None]]
 """Modules, each with the shape of its input, or None for the input of the first module."""
@@ -187,11 +188,38 @@ def made(torch: Any, name: str, small: bool, device: str) -> Work:
 
 def main() -> None:
     """Run the workloads one after the other."""
-    options = options_of("workloads", __doc__, [*WORKLOADS]).parse_args()
+    parser = options_of("workloads", __doc__, [*WORKLOADS])
+    parser.add_argument(
+        "--count", action="store_true", help="count nodes and the longest path on a CPU, at small sizes; time nothing"
+    )
+    options = parser.parse_args()
+    if options.count:
+        for name in options.networks:
+            print(counted(name), flush=True)
+        return
     if options.one:
         print(json.dumps(figures(options.one, options)))
         return
     run_each(__file__, options, {name: name for name in options.networks}, show)
+
+
+def counted(name: str) -> str:
+    """Return a line of Markdown with a workload's nodes on the host driver, and those on the longest path."""
+    import torch
+
+    from handlepool.integrations.torch import recorded
+
+    # On the host driver every node has to be the library's, and cuDNN multiplies float32 matrices in TF32 only.
+    torch.backends.cuda.matmul.allow_tf32 = True
+    warnings.simplefilter("ignore")
+    try:
+        work = made(torch, name, True, "cpu")
+        with torch.no_grad():
+            found = recorded(work.model, strict=True, lanes=LANES).program(*work.draw("cpu", torch.float32)).explain()
+    except Exception as error:
+        return f"{name}: {type(error).__name__}: {str(error)[:200]}"
+    nodes, longest = len(found.nodes), found.longest_by_data
+    return f"| {name} | {nodes} | {longest} | {nodes / longest:.1f} |"
 
 
 def figures(name: str, options: Any) -> dict[str, Any]:

@@ -108,3 +108,31 @@ def test_each_workload_of_the_bounds_exists(module):
     workloads = module("workloads")
     assert {*workloads.BOUNDS} <= {*workloads.WORKLOADS}
     assert {*workloads.OURS} <= {*module("torch_ways").WAYS}
+
+
+def test_the_gain_is_drawn_against_the_width(module, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib", reason="the pictures need matplotlib, and it is not installed")
+    draw_widths = module("draw_widths")
+    path = tmp_path / "workloads.json"
+    known = {name: figures(inductor=100.0, replay=time) for name, time in (("wide", 40.0), ("chain, batch 1", 100.0))}
+    known["chain, batch 1"]["width"]["width"] = 1.0
+    known |= {"untimed": figures(inductor=100.0), "unmeasured": figures(inductor=1.0, replay=1.0) | {"width": {}}}
+    path.write_text(json.dumps(known))
+    assert draw_widths.points([known]) == [("chain", 1.0, 1.0), ("wide", 2.5, 2.5)]
+    assert draw_widths.claim(draw_widths.points([known])) == (
+        "Beside Inductor, wide networks run 2.50 to 2.50 times, chains 1.00 to 1.00 times as fast"
+    )
+    draw_widths.main([str(path)])
+    assert sorted(capsys.readouterr().out.split()) == [str(path.with_name(f"widths-{form}.png")) for form in ("dark", "light")]
+
+
+def test_no_picture_is_drawn_without_figures(module, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the pictures need matplotlib, and it is not installed")
+    path = tmp_path / "workloads.json"
+    with pytest.raises(SystemExit):
+        module("draw_widths").main([str(path)])
+    path.write_text(json.dumps({"untimed": figures(inductor=100.0)}))
+    with pytest.raises(SystemExit):
+        module("draw_widths").main([str(path)])
+    assert "no network has a width" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [path]

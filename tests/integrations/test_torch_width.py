@@ -41,7 +41,7 @@ def known_times(monkeypatch):
     def timed(self, *, measure=False):
         found = explain(self)
         count = len(found.steps)
-        parts = {name: getattr(found, name) for name in ("nodes", "steps", "data", "got")}
+        parts = {name: getattr(found, name) for name in ("nodes", "steps", "data", "got", "longest_by_data")}
         data = [sorted(after) for after in parts["data"]]
         ends = [0.0] * count
         for number in range(count):
@@ -55,9 +55,9 @@ def test_a_chain_has_the_width_one_and_branches_have_more(known_times):
     x = torch.randn(1, 8, 6, 6)
     chain = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)]).eval()
     found = width(chain, x)
-    assert (found.nodes, found.total, found.critical, found.width) == (3, 30.0, 30.0, 1.0)
+    assert (found.nodes, found.longest, found.total, found.critical, found.width) == (3, 3, 30.0, 30.0, 1.0)
     found = width(Branches().eval(), x)
-    assert (found.nodes, found.total, found.critical) == (6, 60.0, 30.0)
+    assert (found.nodes, found.longest, found.total, found.critical) == (6, 3, 60.0, 30.0)
     assert found.width == 2.0
     assert found.gain == 1.5
     assert found.lanes == 4

@@ -65,7 +65,7 @@ def draw(found, file, period, where):
         axes.axvline(value, color=colour, linewidth=1.6, label=f"{name}: {value:.1f} ms")
     axes.set(xlabel="milliseconds from the cameras to the scores on the host", ylabel="frames", xlim=(0, None))
     axes.set_title(f"{CAMERAS} cameras, a network each, {len(found)} frames ({where})", loc="left", weight="bold")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False)
     figure.savefig(file)
 

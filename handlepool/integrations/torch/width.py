@@ -16,12 +16,14 @@ HOST = "the host driver"
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """The width of a model for given arguments; as text a line or two.
+    """The width of a model for given arguments; as text some lines.
 
     Attributes
     ----------
     nodes : int
         Number of the program's calls: kernels, copies and operations of torch.
+    longest : int
+        Number of calls on the longest path by data.
     total : float
         Microseconds of all nodes one after the other.
     critical : float
@@ -35,6 +37,7 @@ class Width:
     """
 
     nodes: int
+    longest: int
     total: float
     critical: float
     replay: float
@@ -53,8 +56,9 @@ class Width:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.nodes} nodes on {self.device}: {self.total:,.0f} µs one after the other, {self.critical:,.0f} µs on the "
-            f"longest path, so the width is {self.width:.2f}",
+            f"{self.nodes} nodes, {self.longest} of them on the longest path",
+            f"{self.total:,.0f} µs one after the other, {self.critical:,.0f} µs on the longest path: the width is "
+            f"{self.width:.2f} on {self.device}",
             f"A replay on {self.lanes} lanes takes {self.replay:,.0f} µs: a gain of {self.gain:.2f}",
         ]
         if self.device == HOST:
@@ -98,7 +102,7 @@ def width(model: nn.Module | RecordedModel, *example: Any, **named: Any) -> Widt
             replay = microseconds(lambda: program.replay(stream), ())
         else:
             device, replay = HOST, max(found.ends, default=0.0)
-    return Width(len(found.nodes), found.total, found.critical, replay, found.got, device)
+    return Width(len(found.nodes), found.longest_by_data, found.total, found.critical, replay, found.got, device)
 
 
 def _on_gpu(values: Any) -> bool:
