@@ -131,7 +131,7 @@ def _kernel(rank: int, biased: bool, added: bool, activation: str | None, option
 
 
 def _of_rank(rank: int, kernel: Kernel) -> Kernel:
-    """Return a kernel of images as a kernel of arrays of some rank.
+    """Return a kernel of images as a kernel for some rank.
 
     Rows with channels are images of height 1. Torch has no channels-last rows, so a model cannot ask for the layout in which
     cuDNN is quickest. The kernel takes that layout itself, and the rows stay in it from kernel to kernel.

@@ -232,9 +232,9 @@ class RecordedModel:
             self._weights.versions.renew()
 
     def program(self, *args: Any, **kwargs: Any) -> handlepool.Program:
-        """Return the recorded program for such arguments; record it if it is missing.
+        """Return the program for such arguments, recorded if it is missing.
 
-        It is for ``explain``, ``draw`` and ``tune``. Calls of the model go on using it.
+        The program is for ``explain``, ``draw`` and ``tune``. Calls of the model go on using it.
 
         Parameters
         ----------
