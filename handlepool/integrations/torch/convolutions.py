@@ -78,7 +78,7 @@ def lower_convolutions(lowering: Lowering) -> None:
                 _convolution(lowering, node, x, w, bias, how)
 
 
-def _along(rank: int, value: Any, other: int) -> tuple[int, int]:
+def _along(rank: int, value: object, other: int) -> tuple[int, int]:
     """Return an option for height and width.
 
     A row is an image of height 1, whose option for the height is ``other``.

@@ -231,7 +231,7 @@ class RecordedModel:
                 torch.cuda.current_stream().synchronize()
             self._weights.versions.renew()
 
-    def program(self, *args: Any, **kwargs: Any) -> handlepool.Program:
+    def program(self, *args: object, **kwargs: object) -> handlepool.Program:
         """Return the program for such arguments, recorded if it is missing.
 
         The program is for ``explain``, ``draw`` and ``tune``. Calls of the model go on using it.
@@ -273,7 +273,7 @@ class RecordedModel:
             warn(type(self._model).__name__, why)
 
 
-def _flat(args: Any, kwargs: Any) -> tuple[Sequence[Any], Any]:
+def _flat(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Sequence[Any], Any]:
     """Return the leaves of a call's arguments, and their nesting."""
     # A call with a single tensor is the usual case, and needs no walk over the arguments.
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
@@ -286,7 +286,7 @@ def _kind_of(leaves: Sequence[Any]) -> str:
     return next((each.device.type for each in leaves if isinstance(each, Tensor)), "cpu")
 
 
-def _key(kind: str, leaves: Sequence[Any], structure: Any) -> Any:
+def _key(kind: str, leaves: Sequence[object], structure: object) -> Any:
     return modes(kind), structure, tuple([_part(each) for each in leaves])
 
 

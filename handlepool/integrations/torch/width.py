@@ -1,7 +1,6 @@
 """Measure how much of a model's work can run side by side."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +65,7 @@ class Width:
         return "\n".join(lines)
 
 
-def width(model: nn.Module | RecordedModel, *example: Any, **named: Any) -> Width:
+def width(model: nn.Module | RecordedModel, *example: object, **named: object) -> Width:
     """Measure how much of a model's work can run side by side.
 
     The function records the model, times each node alone, and times the replay. It takes the time of a first call and some
@@ -105,5 +104,5 @@ def width(model: nn.Module | RecordedModel, *example: Any, **named: Any) -> Widt
     return Width(len(found.nodes), found.longest_by_data, found.total, found.critical, replay, found.got, device)
 
 
-def _on_gpu(values: Any) -> bool:
+def _on_gpu(values: object) -> bool:
     return any(isinstance(each, Tensor) and each.is_cuda for each in torch.utils._pytree.tree_leaves(values))
