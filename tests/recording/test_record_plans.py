@@ -212,7 +212,7 @@ def test_candidates_of_a_plan_are_left_out_when_the_time_is_up(make, monkeypatch
     monkeypatch.setattr(TimingRig, "time", lambda rig, plan, most, until: former(rig, plan, most, 0.0))
     with record(chain, *arrays_of(scene, X, W)) as program:
         (found,) = program.tunings
-        assert [each.skipped for each in found.candidates] == ["", *["not tried, since the time was up"] * 2]
+        assert [each.skipped for each in found.candidates] == ["", *["not tried, because the time was up"] * 2]
         assert found.winner.index == 0
 
 
