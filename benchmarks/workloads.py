@@ -224,13 +224,13 @@ def counted(name: str) -> str:
 
 def figures(name: str, options: Any) -> dict[str, Any]:
     """Return the figures of a workload, or the reason why there are none."""
-    import torch
-
     try:
+        import torch
+
         work = made(torch, name, False, "cuda")
         with torch.no_grad():
             value = work.model(*work.draw("cuda", torch.float32))
-    # A package of another version may raise any error.
+    # A package that is missing or of another version may raise any error.
     except Exception as error:
         return {"unavailable": f"{type(error).__name__}: {str(error)[:200]}"}
     if not all(isinstance(each, torch.Tensor) for each in flat(value)):

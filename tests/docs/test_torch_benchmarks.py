@@ -136,3 +136,14 @@ def test_no_picture_is_drawn_without_figures(module, tmp_path, capsys):
         module("draw_widths").main([str(path)])
     assert "no network has a width" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_workload_that_cannot_be_made_has_the_reason(module, monkeypatch):
+    workloads = module("workloads")
+
+    def missing(*_):
+        raise ImportError("no package of that name")
+
+    monkeypatch.setattr(workloads, "made", missing)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    assert workloads.figures("cameras", None) == {"unavailable": "ImportError: no package of that name"}
