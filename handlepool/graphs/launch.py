@@ -12,9 +12,9 @@ from handlepool.drivers.operands import TENSOR_ALIGNMENT, check_operands, operan
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, HandlePoolError, SignatureError
 from handlepool.graphs.plan import Plan
-from handlepool.order.accesses import Operands
 from handlepool.order.call import Call
 from handlepool.order.places import begin_for, lanes_for, run
+from handlepool.order.uses import Operands
 from handlepool.pool.context import LAUNCHES, NOT_CACHED, Begin, active, recordings, thread
 from handlepool.pool.default import chosen_pool, current_pool
 from handlepool.pool.internals import PoolInternals

@@ -240,19 +240,39 @@ def tune_heaviest(
     """
     until = monotonic() + seconds
     found: list[Tuning] = []
+
+    def tune_one(plan: Plan, _: int, slots: list[Slot]) -> None:
+        operands = [_random_operands(pool, plan.inputs, plan.outputs)]
+        tuning = _tuned(pool, plan, slots, operands, False, pointer, monotonic(), MOST_CANDIDATES, until)
+        found.append(_with_forms(pool, plan, tuning, slots, pointer, until))
+
+    _time_each(pool, what, launched, pointer, until, show, tune_one)
+    return tuple(found)
+
+
+def _time_each(
+    pool: PoolInternals,
+    what: str,
+    launched: Sequence[tuple[Plan, int]],
+    pointer: int,
+    until: float,
+    show: Callable[[str], object],
+    act: Callable[[Plan, int, list[Slot]], object],
+) -> None:
+    """Call ``act`` for each of the heaviest plans.
+
+    The arguments of ``act`` are the plan, the number of its launches, and the slots for its timing. If a plan cannot be timed, it
+    stays in use, and the other plans are still timed.
+    """
     try:
         with pool.driver.relaxed(), side_slots(pool, what, 1) as slots:
-            for _, plan in _heaviest(pool, launched, slots, pointer, until, show):
+            for count, plan in _heaviest(pool, launched, slots, pointer, until, show):
                 show(f"other plans of {plan.name} are timed")
-                # A plan that cannot be timed stays in use, and the other plans are still tuned.
                 with suppress(GraphNotSupportedError, MemoryError):
-                    operands = [_random_operands(pool, plan.inputs, plan.outputs)]
-                    tuning = _tuned(pool, plan, slots, operands, False, pointer, monotonic(), MOST_CANDIDATES, until)
-                    found.append(_with_forms(pool, plan, tuning, slots, pointer, until))
+                    act(plan, count, slots)
     except Exception as error:
         pool.status.diagnose(error)
         raise
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,16 +315,11 @@ def alternatives(
     """
     until = monotonic() + seconds
     found: list[Alternative] = []
-    try:
-        with pool.driver.relaxed(), side_slots(pool, what, 1) as slots:
-            for count, plan in _heaviest(pool, launched, slots, pointer, until, show):
-                show(f"other plans of {plan.name} are timed")
-                # A plan that cannot be timed has no alternatives, and the other plans still have some.
-                with suppress(GraphNotSupportedError, MemoryError):
-                    found += _alternatives_of(pool, plan, count, slots, pointer, until)
-    except Exception as error:
-        pool.status.diagnose(error)
-        raise
+
+    def note(plan: Plan, count: int, slots: list[Slot]) -> None:
+        found.extend(_alternatives_of(pool, plan, count, slots, pointer, until))
+
+    _time_each(pool, what, launched, pointer, until, show, note)
     return sorted(found, key=lambda each: each.gain, reverse=True)
 
 

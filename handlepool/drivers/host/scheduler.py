@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from handlepool.drivers.host.race_checker import Access, Clock, Order
 from handlepool.errors import ContractError
 
+NO_CLOCK: Clock = {}
 PATIENCE_SECONDS = 10.0
 """Seconds that a stuck wait leaves other threads to release a latch."""
 
@@ -33,9 +34,6 @@ class Line(Protocol):
 
     id: int
     tail: "QueuedOperation"
-
-
-NO_CLOCK: Clock = {}
 
 
 class QueuedOperation:
