@@ -129,7 +129,7 @@ class RecordedModel:
             self._weights.versions.renew()
         return value
 
-    def _called(self, key: Any, program: Program, leaves: Sequence[Any]) -> Any:
+    def _called(self, key: object, program: Program, leaves: Sequence[Any]) -> Any:
         """Call the program of a key.
 
         If the program cannot be recorded, torch runs all later calls of the key.
@@ -142,7 +142,7 @@ class RecordedModel:
             self._programs[key] = str(why)
             raise
 
-    def _made(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together | str | None:
+    def _made(self, key: object, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together | str | None:
         """Trace and lower the model for the arguments of a key.
 
         Return the program, or the reason why torch has to run all calls of the key. Return None if torch has to run only this
