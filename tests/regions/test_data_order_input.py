@@ -295,9 +295,13 @@ BOOKS = {module.__name__ for module in (books_module, uses, track, recent)}
 
 
 def books():
-    """How many objects of the order by data there are, by their types."""
+    """How many objects of the order by data there are, by their types.
+
+    The operands of a plan live as long as the plan, so they do not count.
+    """
     gc.collect()
-    return Counter(type(each).__name__ for each in gc.get_objects() if type(each).__module__ in BOOKS)
+    kinds = (type(each) for each in gc.get_objects())
+    return Counter(kind.__name__ for kind in kinds if kind.__module__ in BOOKS and kind is not uses.Operands)
 
 
 def costs(world, branch, count):
