@@ -7,6 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -498,8 +499,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             lines.append(
                 f"{_told(variant.key)}: " + (f"eager: {variant.eager}" if variant.eager else f"{len(variant.instances)} programs")
             )
-            if variant.instances:
-                lines += [f"    {line}" for line in str(variant.instances[0].program.explain()).splitlines()]
+            # The user may have closed the first program, or another thread may close it now.
+            with suppress(PoolClosedError):
+                if variant.instances:
+                    lines += [f"    {line}" for line in str(variant.instances[0].program.explain()).splitlines()]
         if self._eager is not None:
             lines.append(f"runs eagerly: {self._eager}")
         return "\n".join(lines)
