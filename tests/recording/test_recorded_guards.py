@@ -2,42 +2,18 @@
 
 import functools
 import types
-import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from harness.arrays import value_of
 
 import handlepool
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.recording import guards
-from handlepool.testing.pools import host_pool
 
-
-@pytest.fixture
-def driver():
-    with host_pool() as pool:
-        yield pool.driver
-
-
-@pytest.fixture
-def array(driver):
-    """Makes an array on the device, all of one value."""
-    return lambda value, *shape: driver.asarray(np.full(shape or (1, 4, 3, 4), value, np.float32))
-
-
-@pytest.fixture(autouse=True)
-def no_warnings():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
-def value_of(found):
-    values = np.unique(found.get())
-    assert len(values) == 1
-    return float(values[0])
+pytestmark = pytest.mark.usefixtures("no_warnings")
 
 
 @dataclass
@@ -203,7 +179,7 @@ def test_a_new_attribute_that_the_function_does_not_name_costs_no_recording(arra
     assert network.stats().recorded == 1
     # The comparison knows the number of attributes again.
     network(array(1))
-    assert all(variant.guards.holds() for variant in network._order)
+    assert all(variant.guards.holds() for variant in network._table)
 
 
 def test_g19_control_without_guards_a_change_is_not_seen(array, without):
