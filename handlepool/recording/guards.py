@@ -349,7 +349,7 @@ class Guards:
 
 
 def _readable(kind: type, named: frozenset[str] | None, of_modules: frozenset[str], own: dict[str, Any]) -> list[str]:
-    """Return the attributes of an object of a class that the function may read.
+    """Return the names of an object's attributes that the function may read.
 
     ``named`` has the names in the function's code, or is None if they are unknown.
     """

@@ -218,14 +218,14 @@ def _read(driver: Driver, array: DeviceArray) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attributed:
-    """A recorded container of a class, whose attributes the function may have read.
+    """A recorded container with attributes.
 
     Attributes
     ----------
     entries : tuple or dict
     kind : type
     attributes : dict
-        The attributes that are no entries, by name.
+        The attributes by name, without attributes that are entries as well.
     """
 
     entries: Any
@@ -234,7 +234,7 @@ class Attributed:
 
 
 def own_attributes(value: object) -> dict[str, Any]:
-    """Return the attributes of a container that are no entries of it, by name."""
+    """Return a container's attributes by name, without its entries."""
     if not isinstance(value, (list, tuple, dict)) or type(value) in (list, tuple, dict):
         return {}
     return {name: each for name, each in attributes_of(value) if place_among(value, each) is None}
