@@ -288,7 +288,8 @@ def rebuilt_call(
             for name, each in attributes_of(value):
                 place = place_among(value, each)
                 # `object.__setattr__` also works for a frozen dataclass, which refuses ordinary assignment.
-                object.__setattr__(new, name, rebuilt(each) if place is None else [*entries_of(new)][place])
+                made_anew = rebuilt(each) if place is None else [*entries_of(new)][place]
+                object.__setattr__(new, name, made_anew)
         return new
 
     positional = [each if place in in_place else rebuilt(each) for place, each in enumerate(args)]
