@@ -225,7 +225,7 @@ class Reader:
         # Methods of the class may read the attributes, so the key contains them too.
         return kind, entries, tuple([(name, self._attribute(value, each, call)) for name, each in attributes_of(value)])
 
-    def _attribute(self, value: Any, attribute: Any, call: Call) -> Any:
+    def _attribute(self, value: object, attribute: object, call: Call) -> Any:
         # In some classes an attribute is one of the entries. Then only its place is added, so that its arrays are not added
         # twice.
         place = place_among(value, attribute)

@@ -240,7 +240,7 @@ def own_attributes(value: object) -> dict[str, Any]:
     return {name: each for name, each in attributes_of(value) if place_among(value, each) is None}
 
 
-def attributes_of(value: Any) -> list[tuple[str, Any]]:
+def attributes_of(value: object) -> list[tuple[str, Any]]:
     """Return the names and values of a container's attributes."""
     names = [each.name for each in fields(value)] if is_dataclass(value) else []
     names += [*getattr(value, "__dict__", ()), *[name for name, _ in slots_of(type(value))]]
@@ -254,7 +254,7 @@ def entries_of(value: Any) -> Any:
     return value if isinstance(value, (list, tuple)) else ()
 
 
-def place_among(value: Any, attribute: Any) -> int | None:
+def place_among(value: object, attribute: object) -> int | None:
     """Return the place of the entry that is the attribute, or None."""
     return next((place for place, each in enumerate(entries_of(value)) if each is attribute), None)
 
