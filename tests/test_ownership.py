@@ -27,11 +27,7 @@ FOREIGN = {
         "launch.plan": "a driver makes the function, whose attributes are its only place for the plan",
     },
     "order/plain_calls.py": {"setattr(function, ORDERS_ITSELF, function)": "a function keeps a mark nowhere else"},
-    "recording/keys.py": {
-        "object.__setattr__(new, name, rebuilt(each) if place is None else [*_entries_of(new)][place])": (
-            "a copy of a container gets its attributes"
-        )
-    },
+    "recording/keys.py": {"object.__setattr__(new, name, made_anew)": "a copy of a data class gets its fields"},
     "recording/state_kinds.py": {
         "owner.__class__": "a user's object gets its class back",
         "cell.cell_contents": "a user's variable gets its value back",

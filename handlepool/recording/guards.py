@@ -10,7 +10,7 @@ All comparisons of one program are compiled into one function, because a loop ov
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -188,7 +188,8 @@ class Guards:
         tests = "\n        or ".join(self._tests) or "False"
         text = f"def holds():\n    try:\n        return not ({tests})\n    except Exception:\n        return False\n"
         exec(compile(text, "<a program's guards>", "exec"), self._space)
-        made: Callable[[], bool] = self._space["holds"]
+        # A namespace that holds its own function would be a cycle, and only the collector would end the arrays.
+        made: Callable[[], bool] = self._space.pop("holds")
         return made
 
     # Places
@@ -198,14 +199,16 @@ class Guards:
             return
         if kind is ATTRIBUTES:
             own = owner.__dict__
-            keys = self._read_of(owner, own)
+            keys = self._read_of(type(owner), own)
             self._entries(own, [(f"{path}.{key}", key) for key in keys], "[{key}]", own.get)
-            if keys == [*own]:
-                self._length(path, own)
+            if keys != ["training"] and not isinstance(owner, FunctionType):
+                self._present(path, own, partial(_readable, type(owner), self._named, self._of_modules, own))
         elif kind in (DICT, WEAK_DICT):
             self._entries(owner, [(f"{path}[{key!r:.40}]", key) for key in [*owner.keys()]], "[{key}]", owner.get)
-            if id(owner) not in self._any_length:
+            if kind is WEAK_DICT:
                 self._length(path, owner)
+            elif id(owner) not in self._any_length:
+                self._keys(path, owner)
         elif kind is NAMES:
             self._entries(owner, [(f"{path}{name}", name) for name in names if name in owner], "[{key}]", owner.get)
         elif kind is LIST:
@@ -214,8 +217,9 @@ class Guards:
             self._length(path, owner)
         elif kind is CLASS:
             space = vars(owner)
-            keys = [key for key in space if not key.startswith("__") and (self._named is None or key in self._named)]
-            self._entries(space, [(f"{path}.{key}", key) for key in keys], "[{key}]", space.get)
+            named = partial(_of_class, self._named, space)
+            self._entries(space, [(f"{path}.{key}", key) for key in named()], "[{key}]", space.get)
+            self._present(path, space, named)
         elif kind is SLOTS:
             for name, slot in names:
                 if self._named is None or name in self._named:
@@ -225,6 +229,8 @@ class Guards:
         elif kind is DEFAULTS:
             self._one(f"{path}.__defaults__", owner, ".__defaults__", lambda: owner.__defaults__)
             self._one(f"{path}.__kwdefaults__", owner, ".__kwdefaults__", lambda: owner.__kwdefaults__)
+            given = owner.__kwdefaults__ or {}
+            self._entries(given, [(f"{path}.__kwdefaults__[{key!r}]", key) for key in given], "[{key}]", given.get)
         elif kind is SET:
             self._bytes(path, owner, "frozenset(map(id, {}))", lambda: frozenset(map(id, owner)), [*owner])
         elif kind in (VALUES, TENSOR) and (kind is VALUES or self._host_tensors):
@@ -243,22 +249,12 @@ class Guards:
         elif kind is BYTES:
             self._bytes(path, owner, "bytes({})", lambda: bytes(owner))
 
-    def _read_of(self, owner: object, own: dict[str, Any]) -> list[str]:
+    def _read_of(self, kind: type, own: dict[str, Any]) -> list[str]:
         """Return the names of an object's attributes that need guards."""
-        kind = type(owner)
-        if isinstance(owner, FunctionType):
-            # ``__wrapped__`` needs no guard, because the code of a wrapper does not read this attribute.
-            return [key for key in own if key != "__wrapped__"]
-        if self._of_modules and _is_module(owner):
+        if self._of_modules and _is_module(kind):
             self._left_out |= {id(own[key]) for key in self._of_modules if key in own and key not in _MODULE_DATA}
             self._any_length |= {id(own.get(key)) for key in ("_parameters", "_buffers")}
-            if str(kind.__module__).partition(".")[0] == "torch":
-                return ["training"]
-            return [key for key in own if key == "training" or key not in self._of_modules]
-        by_library = any(is_library(base.__module__) for base in kind.__mro__ if base is not object) or is_dataclass(kind)
-        if self._named is None or by_library:
-            return [*own]
-        return [key for key in own if key in self._named]
+        return _readable(kind, self._named, self._of_modules, own)
 
     def _entries(self, owner: object, entries: Iterable[tuple[str, Any]], test: str, get: Callable[[Any, Any], Any]) -> None:
         for path, key in entries:
@@ -273,13 +269,13 @@ class Guards:
 
     def _slot(self, path: str, owner: Any, slot: Any) -> None:
         def read() -> Any:
-            return slot.__get__(owner, type(owner))
+            # Reading a slot without a value raises.
+            try:
+                return slot.__get__(owner, type(owner))
+            except AttributeError:
+                return MISSING
 
-        # If the slot has no value, reading it raises, and there is no value to compare.
-        try:
-            value = read()
-        except AttributeError:
-            return
+        value = read()
         if not self._is_code(value):
             self._guard(path, value, read, "()", read)
 
@@ -297,6 +293,32 @@ class Guards:
         self._guards.append(Guard(path, kind, read, value))
         self._space[f"o{number}"], self._space[f"v{number}"] = owner, value
         self._tests.append(f"o{number}{test} is not v{number}")
+
+    def _present(self, path: str, owner: Any, named: Callable[[], list[str]]) -> None:
+        """Compare which attributes that the function may read have a value here.
+
+        A new attribute may hide an attribute of the class. The number of all attributes tells whether any is new, because a
+        search for each name would take too long.
+        """
+        number, expected, space = len(self._guards), tuple(sorted(named())), self._space
+
+        def read() -> tuple[str, ...]:
+            now = tuple(sorted(named()))
+            if now == expected:
+                space[f"n{number}"] = len(owner)
+            return now
+
+        self._guards.append(Guard(f"the attributes of {path}", VALUE, read, expected))
+        space[f"o{number}"], space[f"n{number}"] = owner, len(owner)
+        self._tests.append(f"len(o{number}) != n{number}")
+
+    def _keys(self, path: str, owner: dict[Any, Any]) -> None:
+        """Compare the keys of a dictionary, and their order."""
+        number, keys = len(self._guards), [*owner]
+        read: Callable[[], Any] = lambda: keys if [*owner] == keys else MISSING  # noqa: E731
+        self._guards.append(Guard(f"the keys of {path}", OBJECT, read, keys))
+        self._space[f"o{number}"], self._space[f"k{number}"] = owner, keys
+        self._tests.append(f"[*o{number}] != k{number}")
 
     def _length(self, path: str, owner: Any) -> None:
         number, length = len(self._guards), len(owner)
@@ -326,14 +348,35 @@ class Guards:
         return isinstance(value, _CODE) or str(type(value).__module__).partition(".")[0] == "handlepool"
 
 
+def _readable(kind: type, named: frozenset[str] | None, of_modules: frozenset[str], own: dict[str, Any]) -> list[str]:
+    """Return the names of an object's attributes that the function may read.
+
+    ``named`` has the names in the function's code, or is None if they are unknown.
+    """
+    if kind is FunctionType:
+        # ``__wrapped__`` needs no guard, because the code of a wrapper does not read this attribute.
+        return [key for key in own if key != "__wrapped__"]
+    if of_modules and _is_module(kind):
+        if str(kind.__module__).partition(".")[0] == "torch":
+            return ["training"]
+        return [key for key in own if key == "training" or key not in of_modules]
+    by_library = any(is_library(base.__module__) for base in kind.__mro__ if base is not object) or is_dataclass(kind)
+    return [*own] if named is None or by_library else [key for key in own if key in named]
+
+
+def _of_class(named: frozenset[str] | None, space: Mapping[str, Any]) -> list[str]:
+    """Return the attributes of a class that the function may read."""
+    return [key for key in space if not key.startswith("__") and (named is None or key in named)]
+
+
 def _of_modules() -> frozenset[str]:
     """Return the names of the attributes that every torch module has."""
     module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
     return frozenset[str]() if module is None else frozenset(vars(module()))
 
 
-def _is_module(value: object) -> bool:
-    return isinstance(value, sys.modules["torch"].nn.Module)
+def _is_module(kind: type) -> bool:
+    return issubclass(kind, sys.modules["torch"].nn.Module)
 
 
 def _is_plain(value: object) -> bool:

@@ -9,8 +9,8 @@ such an object is compared by guards, see `handlepool.recording.guards`.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, MappingView, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,8 @@ from handlepool.drivers.protocol import Driver
 from handlepool.recording import tensors
 from handlepool.recording.outputs import tuple_of
 from handlepool.recording.sharing import relation
-from handlepool.recording.state_kinds import is_tensor, slots_of
-from handlepool.recording.update import piece_of
+from handlepool.recording.state_kinds import is_tensor
+from handlepool.recording.update import attributes_of, entries_of, piece_of, place_among
 
 _PLAIN = frozenset([int, bool, str, bytes, type(None)])
 _VALUES = frozenset(["datetime", "decimal", "fractions", "pathlib", "uuid"])
@@ -225,10 +225,10 @@ class Reader:
         # Methods of the class may read the attributes, so the key contains them too.
         return kind, entries, tuple([(name, self._attribute(value, each, call)) for name, each in attributes_of(value)])
 
-    def _attribute(self, value: Any, attribute: Any, call: Call) -> Any:
+    def _attribute(self, value: object, attribute: object, call: Call) -> Any:
         # In some classes an attribute is one of the entries. Then only its place is added, so that its arrays are not added
         # twice.
-        place = _place_of(value, attribute)
+        place = place_among(value, attribute)
         return self._part(attribute, call) if place is None else (kind_of(value), place)
 
     @staticmethod
@@ -286,31 +286,14 @@ def rebuilt_call(
             return value
         if type(value) not in _WITHOUT_ATTRIBUTES:
             for name, each in attributes_of(value):
-                place = _place_of(value, each)
+                place = place_among(value, each)
                 # `object.__setattr__` also works for a frozen dataclass, which refuses ordinary assignment.
-                object.__setattr__(new, name, rebuilt(each) if place is None else [*_entries_of(new)][place])
+                made_anew = rebuilt(each) if place is None else [*entries_of(new)][place]
+                object.__setattr__(new, name, made_anew)
         return new
 
     positional = [each if place in in_place else rebuilt(each) for place, each in enumerate(args)]
     return tuple(positional), {name: each if name in in_place else rebuilt(each) for name, each in kwargs.items()}
-
-
-def attributes_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the names and values of a container's attributes."""
-    names = [each.name for each in fields(value)] if is_dataclass(value) else []
-    names += [*getattr(value, "__dict__", ()), *[name for name, _ in slots_of(type(value))]]
-    return [(name, getattr(value, name)) for name in dict.fromkeys(names) if hasattr(value, name)]
-
-
-def _entries_of(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, (list, tuple)) else ()
-
-
-def _place_of(value: object, attribute: object) -> int | None:
-    """Return the place of the entry that is the attribute, or None."""
-    return next((place for place, each in enumerate(_entries_of(value)) if each is attribute), None)
 
 
 def elements_of(driver: Driver, arrays: Sequence[Any]) -> list[Any]:

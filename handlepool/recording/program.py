@@ -174,10 +174,16 @@ class Program(Owned):
 
         The answer is only right for a program that records its event after each use.
         """
-        if self._busy is not None or self._unmarked:
+        lock = self._lock
+        if self._busy is not None or self._unmarked or not lock.acquire(blocking=False):
             return False
-        with self._driver.relaxed():
-            return self._driver.event_done(self._event)
+        # Another thread's `close` destroys the event, and first detaches the recording under the lock. A closed program counts
+        # as idle, so the next call finds that it was closed.
+        try:
+            with self._driver.relaxed():
+                return self._recording is None or self._driver.event_done(self._event)
+        finally:
+            lock.release()
 
     def __repr__(self) -> str:
         what = f"{self.nodes} kernels and copies, {self.nbytes:,} bytes"

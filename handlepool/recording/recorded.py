@@ -7,6 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from handlepool._util.arguments import flag
@@ -377,8 +378,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         for variant in self._table:
             what = f"eager: {variant.eager}" if variant.eager else f"{len(variant.instances)} programs"
             lines.append(f"{text_of(variant.key)}: {what}")
-            if variant.instances:
-                lines += [f"    {line}" for line in str(variant.instances[0].program.explain()).splitlines()]
+            # The user may have closed the first program, or another thread may close it now.
+            with suppress(PoolClosedError):
+                if variant.instances:
+                    lines += [f"    {line}" for line in str(variant.instances[0].program.explain()).splitlines()]
         if self._eager is not None:
             lines.append(f"runs eagerly: {self._eager}")
         return "\n".join(lines)

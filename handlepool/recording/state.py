@@ -548,7 +548,9 @@ class Walk:
             return
         elif isinstance(value, functools.partial):
             self._left += [(path, value.func), *((path, each) for each in value.args)]
-            self._left += [(f"{path}.{key}", each) for key, each in value.keywords.items()]
+            # The dictionary of keywords may be changed in place.
+            if value.keywords:
+                self._left.append((f"{path}.keywords", value.keywords))
         if kind in _PLAIN_CONTAINERS:
             return
         # The answer of `is_data` is cached by class, because many objects have the same class.

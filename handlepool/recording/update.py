@@ -5,6 +5,7 @@ New arrays are copied into the recorded arrays. Other new values must equal the 
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from types import BuiltinFunctionType, MethodType
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,6 +21,7 @@ from handlepool.graphs.arrays import MASKED, is_array
 from handlepool.order import reached
 from handlepool.order.stream_order import integration
 from handlepool.recording import tensors
+from handlepool.recording.state_kinds import slots_of
 from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import Piece, piece, share
@@ -214,11 +216,59 @@ def _read(driver: Driver, array: DeviceArray) -> Any:
 # Structure
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Attributed:
+    """A recorded container with attributes.
+
+    Attributes
+    ----------
+    entries : tuple or dict
+    kind : type
+    attributes : dict
+        The attributes by name, without attributes that are entries as well.
+    """
+
+    entries: Any
+    kind: type
+    attributes: dict[str, Any]
+
+
+def own_attributes(value: object) -> dict[str, Any]:
+    """Return a container's attributes by name, without its entries."""
+    if not isinstance(value, (list, tuple, dict)) or type(value) in (list, tuple, dict):
+        return {}
+    return {name: each for name, each in attributes_of(value) if place_among(value, each) is None}
+
+
+def attributes_of(value: object) -> list[tuple[str, Any]]:
+    """Return the names and values of a container's attributes."""
+    names = [each.name for each in fields(value)] if is_dataclass(value) else []
+    names += [*getattr(value, "__dict__", ()), *[name for name, _ in slots_of(type(value))]]
+    return [(name, getattr(value, name)) for name in dict.fromkeys(names) if hasattr(value, name)]
+
+
+def entries_of(value: Any) -> Any:
+    """Return the entries of a container, or none."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def place_among(value: object, attribute: object) -> int | None:
+    """Return the place of the entry that is the attribute, or None."""
+    return next((place for place, each in enumerate(entries_of(value)) if each is attribute), None)
+
+
 def _fixed(value: object) -> Any:
     """Return a value with copies of its lists, tuples and dictionaries.
 
     The inputs are the arrays that these containers hold now. Later changes of the caller's containers have no effect.
     """
+    attributes = own_attributes(value)
+    return Attributed(_fixed_entries(value), type(value), attributes) if attributes else _fixed_entries(value)
+
+
+def _fixed_entries(value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple([_fixed(entry) for entry in value])
     if isinstance(value, dict):
@@ -236,6 +286,8 @@ def _recorded(value: object, kind: tuple[type, ...]) -> Any:
 
 
 def _arrays(place: str, value: object) -> Iterator[tuple[str, Any]]:
+    if type(value) is Attributed:
+        value = value.entries
     if isinstance(value, (tuple, dict)):
         for key in value if isinstance(value, dict) else range(len(value)):
             yield from _arrays(f"{place}[{shown(key)}]", value[key])
@@ -259,9 +311,18 @@ def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iter
             _check_unchanged(driver, place, old.value, new)
     elif type(old) is Plain:
         yield from _copies(driver, place, device, old.value, new)
+    elif type(old) is Attributed:
+        if type(new) is not old.kind:
+            raise ArgumentError(f"{place} was recorded as a {old.kind.__qualname__}, and is now a {kind_of(new)}")
+        now = own_attributes(new)
+        for name in {**old.attributes, **now}:
+            _check_unchanged(driver, f"{place}.{name}", old.attributes.get(name), now.get(name))
+        yield from _copies(driver, place, device, old.entries, new)
     elif isinstance(old, (tuple, dict)):
         for key in keys_of(place, old, new):
-            yield from _copies(driver, f"{place}[{shown(key)}]", device, old[key], new[key])
+            # The base class's method avoids code of a subclass, as the recording did.
+            entry = dict.__getitem__(new, key) if isinstance(new, dict) else new[key]
+            yield from _copies(driver, f"{place}[{shown(key)}]", device, old[key], entry)
     elif isinstance(old, driver.array_types):
         if new is not old:
             _check_alike(driver, place, device, old, new)

@@ -143,6 +143,8 @@ class Variant:
         self._memory: Memory | None = None
         self._changed: list[bool | None] = []
         self._reached: list[int] = []
+        # The outputs that calls return themselves, if arguments are written. A call with such an argument runs eagerly.
+        self._lent: list[Piece] = []
         self._related = call.related
         self._written = False
         self._hit: Hit | None = None
@@ -371,9 +373,14 @@ class Variant:
             program = Program(name, recording, Inputs(driver, tuple(inputs), {}), outputs, home, memory, lent=not options.private)
             instance = Instance(driver, program, inputs, outputs, returned, written, reused=options.reused)
             known = [each for each in (*memory.reads, *memory.writes) if not isinstance(each, Token)]
+            # A call copies a written argument back after the launch. If the argument were the former result, the copy would
+            # destroy the new result.
+            if written and options.reused:
+                self._lent += pieces_of(driver, returned.own)
             mine = Ranges([*recording.own, *[each[:2] for each in pieces_of(driver, inputs)]])
             # The list is changed in place, because the generated function in `_hit` refers to it.
-            self._reached[:] = bounds([*pieces, *[each for each in known if not mine.have(each)]])
+            others = [each for each in known if not mine.have(each)]
+            self._reached[:] = bounds([*pieces, *self._lent, *others])
             self._memory = memory
             self.guards = guards
             return instance

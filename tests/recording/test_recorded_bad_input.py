@@ -342,6 +342,16 @@ def test_a_program_that_its_user_closed_is_recorded_anew(array):
     assert network.stats().recorded == 2
 
 
+def test_a_program_that_its_user_closed_is_recorded_anew_for_another_stream(array, driver):
+    network = handlepool.recorded(lambda x: handlepool.add(x, x), instances=1)
+    network(array(1))
+    network.program(array(1)).close()
+    assert "1 programs" in network.explain()
+    with driver.create_stream():
+        assert value_of(network(array(2))) == 4
+    assert network.stats().recorded == 2
+
+
 def test_strict_refuses_arguments_that_no_program_takes(driver):
     network = handlepool.recorded(lambda x: driver.asarray(x) * 2, strict=True)
     with pytest.raises(CaptureError, match="ndarray"):

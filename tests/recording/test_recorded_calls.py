@@ -23,6 +23,11 @@ def increase(x, by):
     x += by
 
 
+@handlepool.operation
+def double(x):
+    return x * 2
+
+
 # Geometries
 
 
@@ -353,6 +358,20 @@ def test_reused_outputs_are_valid_until_the_next_call_there(driver, array):
 
 
 # What it is
+
+
+@pytest.mark.parametrize("lanes", [None, 1, 4])
+def test_g19_a_reused_output_may_be_an_argument_that_the_function_writes(array, lanes):
+    def function(x):
+        increase(x, 1)
+        return double(x)
+
+    network = handlepool.recorded(function, lanes=lanes, outputs="reused")
+    x, expected = array(1), 1.0
+    for _ in range(5):
+        x, expected = network(x), 2 * (expected + 1)
+        assert value_of(x) == expected
+    assert value_of(network(array(1))) == 4
 
 
 def test_it_keeps_the_functions_name_docstring_and_signature():

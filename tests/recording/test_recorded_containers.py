@@ -154,6 +154,17 @@ def test_a_read_only_array_runs_eagerly_and_is_not_written(array):
     assert network.stats().eager == 2
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "a data class"])
+def test_g19_a_program_takes_no_container_with_other_attributes(array, form):
+    make, function = FORMS[form]
+    with handlepool.record(function, make(array(0), 2.0)) as program:
+        assert value_of(program(make(array(1), 2.0))) == 2
+        with pytest.raises(ArgumentError, match=r"argument 0\.\w+ was recorded as 2\.0 and is now 3\.0"):
+            program(make(array(1), 3.0))
+        with pytest.raises(ArgumentError, match="is now a"):
+            program([array(1)])
+
+
 # Results
 
 
@@ -196,7 +207,7 @@ def test_a_result_of_a_class_that_no_call_could_make_runs_eagerly(array, make):
         assert type(found) is type(first)
         assert vars(found) == vars(first) if hasattr(first, "__dict__") else found.keys() == first.keys()
     program = handlepool.record(function, array(1))
-    with pytest.raises(ArgumentError, match="overwrite"):
+    with pytest.raises(ArgumentError, match=r"program\.outputs"):
         program(array(2))
     program.close()
 

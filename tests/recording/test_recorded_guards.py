@@ -1,6 +1,8 @@
 """Guards of recorded functions: what a function reaches may change between calls, and the next call computes with it."""
 
+import functools
 import types
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,6 +103,83 @@ def test_g19_a_change_between_calls_is_seen(array, what):
         assert value_of(network(array(1))) == value_of(net.step(array(1)))
     assert (value_of(net.step(array(1))) != before) is ("equals" not in what)
     assert network.stats().eager == 0
+
+
+class Base:
+    factor = 2.0
+
+
+class Derived(Base):
+    __slots__ = ("slot",)
+
+    def __init__(self):
+        self.table, self.ordered = {"a": 2.0, "b": 3.0}, OrderedDict(a=2.0, b=3.0)
+        self.call = functools.partial(scaled, by=2.0)
+        self.unused = 0
+
+    def step(self, x, *, by=2.0):
+        first = next(iter(self.table.values())) + 10 * next(iter(self.ordered.values()))
+        try:
+            first += self.missing
+        except AttributeError:
+            first += 1
+        try:
+            first += self.slot
+        except AttributeError:
+            first += 1
+        return handlepool.add(self.call(x), x) * first * self.factor * by
+
+
+def scaled(x, by):
+    return x * by
+
+
+def restore():
+    if "factor" in vars(Derived):
+        del Derived.factor
+    Derived.step.__kwdefaults__["by"] = 2.0
+
+
+HIDDEN = {
+    "the order of a dictionary": lambda net: net.table.__setitem__("a", net.table.pop("a")),
+    "the order of an ordered dictionary": lambda net: net.ordered.move_to_end("a"),
+    "an attribute that hides the class's": lambda net: setattr(net, "factor", 5.0),
+    "an attribute that was missing": lambda net: setattr(net, "missing", 5.0),
+    "a slot that was empty": lambda net: setattr(net, "slot", 5.0),
+    "a class attribute that hides its base's": lambda net: setattr(Derived, "factor", 5.0),
+    "a default of a keyword in place": lambda net: Derived.step.__kwdefaults__.__setitem__("by", 5.0),
+    "a keyword of a partial function in place": lambda net: net.call.keywords.__setitem__("by", 5.0),
+}
+
+
+@pytest.mark.parametrize("what", HIDDEN)
+@pytest.mark.parametrize("more", [False, True], ids=["alone", "beside another attribute"])
+def test_g19_a_change_of_names_or_order_between_calls_is_seen(array, what, more):
+    try:
+        net = Derived()
+        network = handlepool.recorded(net.step)
+        before = [value_of(network(array(1))) for _ in range(2)]
+        if more:
+            net.another = 1
+        HIDDEN[what](net)
+        wanted = value_of(net.step(array(1)))
+        assert wanted not in before
+        assert [value_of(network(array(1))) for _ in range(2)] == [wanted, wanted]
+        assert network.stats().eager == 0
+    finally:
+        restore()
+
+
+def test_a_new_attribute_that_the_function_does_not_name_costs_no_recording(array):
+    net = Derived()
+    network = handlepool.recorded(net.step)
+    for number in range(4):
+        network(array(1))
+        setattr(net, f"another{number}", number)
+    assert network.stats().recorded == 1
+    # The comparison knows the number of attributes again.
+    network(array(1))
+    assert all(variant.guards.holds() for variant in network._table)
 
 
 def test_g19_control_without_guards_a_change_is_not_seen(array, without):
