@@ -31,7 +31,7 @@ def run(name, *arguments, folder=FOLDER, **environment):
         env={**os.environ, "HANDLEPOOL_DRIVER": "host", **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 
