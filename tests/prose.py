@@ -271,24 +271,46 @@ def measure(base: str) -> tuple[dict[str, float], dict[str, list[Piece]]]:
 
 
 def drawn(seed: int) -> Iterator[str]:
-    """Yield places for a reader who has not seen the project: 20 docstrings, 25 comments with code, and 15 messages."""
-    texts: list[Piece] = []
-    blocks: list[Piece] = []
-    said: list[Piece] = []
+    """Yield places for a reader who has not seen the project: 20 docstrings, 25 comments and 15 messages.
+
+    Each place comes with the code around it, as an editor shows it: a docstring with the head of its function or class, a comment
+    with the lines that it stands above, a message with its condition.
+    """
+    texts: list[tuple[str, int, int]] = []
+    blocks: list[tuple[str, int, int]] = []
+    said: list[tuple[str, int, int]] = []
+    files: dict[str, list[str]] = {}
     for path in sorted((ROOT / "handlepool").rglob("*.py")):
         source = path.read_text()
         tree = ast.parse(source)
-        name, lines = str(path.relative_to(ROOT)), source.splitlines()
-        texts += docstrings(path, tree)
-        said += messages(path, tree)
-        for number in range(len(lines)):
-            if lines[number].lstrip().startswith("# ") and not lines[number - 1].lstrip().startswith("#"):
+        name = str(path.relative_to(ROOT))
+        lines = files[name] = source.splitlines()
+        heads = {
+            node.body[0].lineno: min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        }
+        for piece in docstrings(path, tree):
+            if words(piece.text) > 4:
+                begin = heads.get(piece.line, max(1, piece.line - 1))
+                texts.append((name, begin, piece.line + piece.text.count("\n")))
+        spans = sorted((node.end_lineno or 0, node.lineno) for node in ast.walk(tree) if isinstance(node, ast.stmt))
+        for piece in messages(path, tree):
+            if words(piece.text) > 4:
+                # The innermost statement around the text ends first, and begins last.
+                end, begin = min((end, -begin) for end, begin in spans if begin <= piece.line <= end)
+                said.append((name, max(1, -begin - 5), end + 2))
+        for number in range(1, len(lines) + 1):
+            if lines[number - 1].lstrip().startswith("# ") and not lines[number - 2].lstrip().startswith("#"):
                 end = next((at for at in range(number, len(lines)) if not lines[at].lstrip().startswith("#")), len(lines))
-                blocks.append(Piece(name, number + 1, "\n".join(lines[number : end + 4])))
+                if words("\n".join(lines[number - 1 : end])) > 4:
+                    blocks.append((name, max(1, number - 4), end + 6))
     choice = random.Random(seed)
-    for kind, pieces, count in (("docstring", texts, 20), ("comment", blocks, 25), ("message", said, 15)):
-        for piece in choice.sample([each for each in pieces if words(each.text) > 4], count):
-            yield f"{kind}, {piece.path}:{piece.line}:\n{piece.text}\n"
+    for kind, places, count in (("docstring", texts, 20), ("comment", blocks, 25), ("message", said, 15)):
+        for name, begin, end in choice.sample(places, count):
+            shown = files[name][begin - 1 : end]
+            body = "\n".join(f"{number:5} {line}" for number, line in enumerate(shown, begin))
+            yield f"{kind}, {name}:\n{body}\n"
 
 
 def main() -> int:

@@ -11,10 +11,10 @@ A recording allocates from a memory pool of its own in torch. For blocks of this
 Otherwise torch would record an event on each such stream when the block is freed. By then the stream may be destroyed or have
 another owner. Instead, the recording keeps memory alive that several streams use.
 
-For cuBLAS, torch keeps a workspace for each stream pointer. A graph that was captured on the stream uses the workspace at each
-replay. So the stream of such a recording is used for nothing else as long as the program lives. A recording must neither use a
-workspace from outside, nor leave its own workspace to a later stream with the same pointer. So torch is told to forget all
-workspaces before and after a recording.
+For cuBLAS, torch keeps a workspace for each stream pointer. A graph that was captured on a stream uses the stream's workspace at
+each replay. So no other work runs on the stream of a recording as long as the program lives. A recording must neither use a
+workspace that torch allocated before, nor leave its own workspace to a later stream with the same pointer. So this module lets
+torch forget all workspaces before and after a recording.
 """
 
 import functools
@@ -63,7 +63,10 @@ def view(tensor: torch.Tensor) -> View:
         _refuse_derivatives(tensor)
         raise ArrayTypeError(f"a torch tensor without strided memory ({tensor.layout}): {error}") from error
     if tensor.is_neg() or (not pointer and tensor.numel()):
-        raise ArrayTypeError(f"a torch tensor on {tensor.device} that is not in memory as it is; pass a copy")
+        raise ArrayTypeError(
+            f"the memory of a torch tensor on {tensor.device} does not hold its values as they are; pass a copy, as of "
+            "tensor.resolve_neg()"
+        )
     return View(pointer, tuple(tensor.shape), strides, dtype, tensor.get_device(), False, tensor)
 
 
@@ -76,9 +79,9 @@ def derives() -> bool:
 
 
 def derived(tensor: FrontendTensor) -> str | None:
-    """Return in words the derivative that a view would lose.
+    """Describe the derivative that a view would lose.
 
-    Return None if there is none. Derivatives of backward mode do not count here.
+    Return a phrase for messages, or None if ``tensor`` has no such derivative. Derivatives of backward mode do not count here.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 - it has no public name
         return "is inside a transform of torch.func (grad, jvp, vmap), which hides its memory"
@@ -88,9 +91,9 @@ def derived(tensor: FrontendTensor) -> str | None:
 
 
 def refuse_derived(name: str, values: Iterable[object]) -> None:
-    """Raise for an argument with a derivative that no region can order.
+    """Raise for an argument with a forward or functional derivative.
 
-    ``name`` is the called function, and ``values`` are its arguments.
+    A region cannot order work on such derivatives. ``name`` is the called function, and ``values`` are its arguments.
 
     Raises
     ------
@@ -134,7 +137,10 @@ def _dtype(kind: object) -> np.dtype[Any]:
 
 
 _elements = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-"""A type for each size in bytes, which CuPy copies unchanged."""
+"""The type for each element size in bytes.
+
+CuPy copies the bits of these types unchanged.
+"""
 
 
 def check_elements(tensor: torch.Tensor) -> int:
@@ -152,7 +158,9 @@ def check_elements(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         raise ArrayTypeError(f"it is without strided memory ({tensor.layout})")
     if tensor.is_neg() or tensor.is_conj():
-        raise ArrayTypeError("its values are not in memory as they are, but negative or conjugate; pass a copy")
+        raise ArrayTypeError(
+            "its memory holds its values negated or conjugated; pass a copy, as of tensor.resolve_conj().resolve_neg()"
+        )
     pointer: int = tensor.data_ptr()
     if not pointer and tensor.numel():
         raise ArrayTypeError("it has no memory")
@@ -181,8 +189,8 @@ def prepared(
 ) -> Callable[..., list[torch.Tensor]]:
     """Return a function that enqueues a program's call over tensors.
 
-    The function copies a call's arguments into ``inputs``, launches, and returns new tensors with the values of ``outputs``. It
-    copies the inputs at the places ``back`` back into their arguments. Torch's current stream must be the stream of the launch.
+    The function copies a call's arguments into ``inputs``, launches, and returns new tensors with the values of ``outputs``. For
+    each index in ``back``, it copies the input back into the argument. Torch's current stream must be the stream of the launch.
     ``relaxed`` is `Driver.relaxed`, which permits allocations while other threads capture.
     """
 
@@ -215,9 +223,9 @@ def empty_lying_as(tensor: torch.Tensor) -> Any:
 
 
 def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], like: torch.Tensor) -> Any:
-    """Return a new tensor on another tensor's device.
+    """Return a new tensor on the device of ``like``.
 
-    It is allocated for torch's current stream. Strides are in bytes.
+    Torch allocates the tensor for its current stream. Strides are in bytes.
     """
     size = dtype.itemsize
     return torch.empty_strided(shape, [step // size for step in strides], dtype=_types[dtype.name], device=like.device)
@@ -278,10 +286,10 @@ def run_branch(
     kwargs: dict[str, Any],
     held: list[Any] | None = None,
 ) -> T:
-    """Call a function with a stream current for torch.
+    """Call a function while torch's current stream is ``pointer``.
 
-    The tensors that the function returns are recorded for the caller's stream. With the list ``held``, they are added to it
-    instead, and it keeps them alive until the recording has ended.
+    Torch's allocator notes that the caller's stream uses the tensors that the function returns. With the list ``held``, these
+    tensors are added to the list instead, which keeps them alive until the recording has ended.
     """
     previous = torch.cuda.current_stream(device)
     torch.cuda.set_stream(_stream(pointer, device))
@@ -304,8 +312,8 @@ class RecordingPool:
 
     The pool has to be made and used with its device current.
 
-    It is the same kind of pool that `torch.cuda.CUDAGraph` uses. A `torch.cuda.MemPool` would not do, because its destructor
-    waits for events. If any thread captures during such a wait, torch aborts the process.
+    `torch.cuda.CUDAGraph` uses the same kind of pool. A `torch.cuda.MemPool` would not do, because its destructor waits for
+    events. If any thread captures during such a wait, torch aborts the process.
 
     Attributes
     ----------
@@ -328,9 +336,9 @@ class RecordingPool:
         self._entered = ExitStack()
         # Start addresses of the pool's segments, in order.
         self._starts: list[int] = []
-        # For each segment, these are its end address and the stream that it was taken for.
+        # The end address of each segment, and the stream for which torch took the segment.
         self._segments: list[tuple[int, int]] = []
-        # At the last look-up of the segments, torch had taken so many bytes from the device in all.
+        # The bytes that torch had taken from the device at the last look-up of the segments.
         self._looked = -1
 
     def begin(self) -> None:
@@ -340,8 +348,8 @@ class RecordingPool:
         self._entered.enter_context(torch.autograd.set_multithreading_enabled(False))
         torch._C._cuda_beginAllocateCurrentThreadToPool(*self._pool)  # noqa: SLF001
         if self._there:
-            # Torch counts the uses of a pool. The former recording's use was kept until now, so that torch did not drop the
-            # pool.
+            # Torch counts the uses of a pool, and drops a pool without uses. So the former recording's use is released only here,
+            # after this recording's use was added.
             torch._C._cuda_releasePool(*self._pool)  # noqa: SLF001
         self._there = True
         self._entered.callback(torch._C._cuda_endAllocateToPool, *self._pool)  # noqa: SLF001
@@ -363,16 +371,16 @@ class RecordingPool:
         first.
         """
         self._look()
-        # Nothing is wrong in two cases. Either this pool is new and has memory, so the tensors are there. Or torch's number of
-        # allocations, which covers all threads, has not grown.
+        # Nothing is wrong in two cases. In the first, this pool is new and has memory, so the tensors are in this pool. In the
+        # second, torch has allocated no tensor in any thread since `begin`.
         own = self._starts and not self._kept
         if own or self._taken()["allocation"]["all"]["allocated"] == self._before:
             return
         # A tensor of one byte shows whether this thread's allocations come from this pool.
         if self.stream_of(torch.empty(1, dtype=torch.uint8, device=f"cuda:{self._device}").data_ptr()) is None:
             raise CaptureError(
-                "torch allocates tensors in another pool than the recording's, and gives their memory out again later: "
-                "record outside of torch.cuda.use_mem_pool"
+                "torch allocated a recording's tensors in another pool than the recording's own, and that pool would use their "
+                "memory again: record outside of torch.cuda.use_mem_pool"
             )
 
     def stream_of(self, pointer: int) -> int | None:
@@ -416,8 +424,8 @@ class RecordingPool:
 
     def _look(self) -> None:
         self._looked = self._taken()["reserved_bytes"]["all"]["allocated"]
-        # All pools are asked for, and not only this pool. When a single pool is asked for, torch 2.11 drops a reference to the
-        # integers that name the pool. After some such questions CPython crashes.
+        # This call asks for the segments of all pools. If it asked for a single pool, torch 2.11 would drop a reference to the
+        # integers that name the pool. After a few such calls CPython crashes.
         found = sorted(
             (each["address"], each["total_size"], each["stream"])
             for each in torch.cuda.memory_snapshot()
@@ -428,8 +436,8 @@ class RecordingPool:
 
     @staticmethod
     def _forget_workspaces() -> None:
-        # Torch's own recordings also call this function. It does not call CUDA. The memory of each workspace returns to the
-        # pool that it came from.
+        # Torch's own recordings also call this function, which does not call CUDA. The memory of each workspace returns to the
+        # pool that the workspace was allocated from.
         torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001
 
     def close(self) -> None:
@@ -451,8 +459,8 @@ class RecordingPool:
 MOST_SPARE = 2
 """The maximum number of pools of a device kept for later recordings.
 
-They are pools of closed recordings. Torch does not use the memory of a released pool for other allocations. Without kept pools,
-each recording would take 2 MiB or more from the device, until torch is short of memory.
+A kept pool belonged to a recording that was closed. Torch does not use the memory of a released pool for other allocations. So
+without kept pools, each recording would take 2 MiB or more from the device, until torch is short of memory.
 """
 _spare: dict[int, list[tuple[int, Any]]] = {}
 """The kept pools by device.

@@ -41,11 +41,11 @@ Any other version has to pass a self-test, see `judge`.
 
 
 class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
-    """Resolve to the pool's handle for device, stream and thread.
+    """Resolve to the pool's handle for the calling thread.
 
-    `cudnn.create_handle` returns such an object. The stream is the one that this thread has set with `cudnn.set_stream`. If
-    this thread has set no stream, it is the current stream of torch or CuPy. If both of these are the default stream, it is the
-    stream that any other thread has set last.
+    `cudnn.create_handle` returns such an object. The pool's handle belongs to the current device and to a stream. The stream is
+    the stream that the calling thread has set with `cudnn.set_stream`. If the thread has set no stream, the current stream of
+    torch or CuPy is used. If both are the default stream, the stream that any thread has set last is used.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
         return self
 
     def __reduce__(self) -> Any:
-        raise TypeError("a cudnn handle is its process's and cannot be pickled; make one where it is used")
+        raise TypeError("a cudnn handle belongs to its process and cannot be pickled; make a handle in the process that uses it")
 
     def __repr__(self) -> str:
         return f"<PooledHandle{', destroyed' if self._destroyed else ''}>"
@@ -140,7 +140,7 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
 def _given(stream: int) -> int | None:
     """Convert a stream for `handlepool.get_handle`.
 
-    The result is None for CuPy's current stream, because CuPy's stream object may already have a slot.
+    The result is None for CuPy's current stream. Then `get_handle` finds the slot of CuPy's stream object, if there is one.
     """
     return None if handlepool.default_pool().driver.current_stream().ptr == stream else stream
 
@@ -148,7 +148,7 @@ def _given(stream: int) -> int | None:
 def _current(handed: int | None = None) -> int | None:
     """Return this thread's current stream for `handlepool.get_handle`.
 
-    The result is ``handed`` if torch and CuPy both use the default stream.
+    The result is ``handed`` if torch and CuPy both use the default stream, and None for CuPy's current stream.
     """
     torch = sys.modules.get("torch")
     theirs = torch.cuda.current_stream().cuda_stream if torch is not None and torch.cuda.is_initialized() else 0
@@ -197,7 +197,7 @@ def _get_default_handle(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_default_handle(stream: Any = None) -> Any:
         torch = sys.modules.get("torch")
         if torch is None:
-            # The original function raises the right error without torch.
+            # Without torch, the frontend's own function raises the error that its callers expect.
             return original(stream)
         if stream is None:
             stream = torch.cuda.current_stream()
@@ -307,7 +307,7 @@ def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
 def _call(original: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(wrapper: cudnn.Graph, *tensors: object, **options: object) -> Any:
         graph, own = wrapper._Graph__graph, wrapper._Graph__workspace  # noqa: SLF001
-        # The value False means that the caller provides a workspace.
+        # If the graph's workspace is False, the caller provides a workspace with each call.
         ready = graph is not None and own is not None and own is not False
         handle = options.get("handle", wrapper._Graph__handle)  # noqa: SLF001
         asks = handle is None and "handle" not in options
@@ -316,8 +316,8 @@ def _call(original: Callable[..., Any]) -> Callable[..., Any]:
         handle = _of_graph(graph, cudnn.wrapper.get_default_handle() if handle == "auto" else handle)
         if nbytes := graph.get_workspace_size():
             scratch = handlepool.get_workspace(nbytes, _given(0 if handle is None else handle.stream))
-            # The address is passed instead of the array. If cuDNN's binding asked a CuPy array for its memory, CuPy would make
-            # the default stream wait, which breaks a capture.
+            # cuDNN's binding gets the address instead of the array. If the binding asked a CuPy array for its memory, CuPy would
+            # make the default stream wait for the array's stream, which breaks a capture.
             nbytes = handlepool.default_pool().driver.array_pointer(scratch)
         return original(wrapper, *tensors, **{**options, "handle": handle, "workspace": nbytes or None})
 
@@ -460,8 +460,8 @@ class Installation:
     """Track the replaced names, and the users of the replacement.
 
     The users are `install` and the contexts of `pooled_handles`. The lock guards all of this state, so that each name is
-    replaced once and the last user restores it. A thread holds the lock while it changes names, and never while it makes
-    a handle. A finalizer may end a context inside, so the lock is reentrant.
+    replaced once, and the last user restores the name. A thread holds the lock while it changes names, and never while it makes
+    a handle. The lock is reentrant, because a finalizer may end a context while its thread holds the lock.
     """
 
     def __init__(self) -> None:
@@ -509,8 +509,8 @@ class Installation:
             )
         if not verdict.known:
             warnings.warn(
-                f"nvidia-cudnn-frontend {verdict.version} is not known to handlepool, which knows {_KNOWN}: it passed a "
-                f"self-test, and is used",
+                f"nvidia-cudnn-frontend {verdict.version} is not one of the versions that handlepool knows, {_KNOWN}; it passed "
+                f"a self-test, so handlepool uses it",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -545,8 +545,8 @@ _installation = Installation()
 def _is_back(place: _ReplacedName, made: Callable[..., Any]) -> bool:
     """Return whether other code has restored a name.
 
-    The name then refers to the function from before `install`, or to the frontend's own function. This happens when other code
-    patched the name before `install`, and now ends its patch.
+    The name then refers to the function that it had before `install`, or to the frontend's own function. Code that patched the
+    name before `install`, and has now ended its patch, restores the name in this way.
     """
     now = getattr(place.owner, place.name, None)
     return now is vars(made)["__wrapped__"] or getattr(now, "__globals__", None) is vars(place.owner)
@@ -558,7 +558,7 @@ def _warn_of_copies(originals: dict[int, _ReplacedName]) -> None:
             continue
         try:
             values = list(vars(module).values())
-        # An entry of `sys.modules` need not be a module. It may lack attributes, or raise when they are read.
+        # An entry of `sys.modules` need not be a module. It may lack attributes, or raise an error when code reads them.
         except Exception:
             continue
         kept = {originals[id(value)].name for value in values if id(value) in originals}

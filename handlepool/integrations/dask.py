@@ -42,22 +42,22 @@ _MOST_LANES = 32
 MOST_FUNCTIONS = 16
 """The maximum number of functions that a worker keeps.
 
-Beyond it, the least recently used function of `map_tiles` is dropped.
+If there are more, the worker drops the least recently used function.
 """
 MOST_PROGRAMS = 16
 """The maximum number of programs of a function.
 
-Each program serves one geometry of tiles. Beyond it, the least recently used program is dropped. The middle, the edges and the
-corners of an image have up to nine geometries.
+Each program serves one geometry of tiles. If there are more, the worker drops the least recently used program. The tiles in the
+middle, at the edges and in the corners of an image have up to nine geometries.
 """
 _MOST_TOLD = 64
 """The maximum number of tuple entries that distinguish functions."""
 _NO_VALUE = CellType()
 """Stand for a closure's variable that has no value yet."""
 _CLOSING = 30.0
-"""The maximum wait of a task for its closing worker, in seconds.
+"""Maximum seconds that a task waits for its worker's end.
 
-After that the task reports its error.
+The task found the device's context lost, and its worker closes. After this time, the task reports its error.
 """
 _STEP = 3.0
 """The maximum time of each step of a closing worker, in seconds.
@@ -91,7 +91,7 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
         In the worker, and so by ``register_plugin``: if the driver cannot run, for example on a machine without a
         GPU.
     ArgumentError
-        In the worker, too: if the default pool of the process has another driver; for sizes as in `prewarm`.
+        Also in the worker: if the default pool of the process has another driver, and for sizes as in `prewarm`.
     """
 
     name = "handlepool"
@@ -126,7 +126,7 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
                 together.abort()
                 raise
 
-        # When these threads end, their handles become idle. The worker's own threads then take them.
+        # When these threads end, their handles become idle. Later the worker's own threads take these handles.
         with ThreadPoolExecutor(count) as threads:
             try:
                 made = [threads.submit(make, 0 if thread else self.states) for thread in range(count)]
@@ -256,7 +256,7 @@ def map_tiles(
     token = tokenize(function, shared, lanes)
     made = tiles.map_blocks(
         partial(_made, function, token, lanes, extents, kind),
-        # A single key lets a worker fetch the weights once.
+        # All tiles refer to the weights by one key of Dask's, so a worker fetches the weights once.
         weights=delayed(shared, name=f"shared-{token}"),
         chunks=tuple(chunks),
         dtype=kind,
@@ -267,9 +267,9 @@ def map_tiles(
 
 
 def _packed(values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
-    """Return a copy in memory order, and each axis's place.
+    """Return a contiguous copy, and the place of each axis in it.
 
-    Dask would lose a layout on the way.
+    The copy has its axes in memory order. Dask sends arrays in C order, so the worker restores the layout from the places.
     """
     order = sorted(range(values.ndim), key=lambda axis: -abs(values.strides[axis]))
     return values.transpose(order).copy(), tuple(np.argsort(order).tolist())
@@ -499,13 +499,14 @@ class _Function:
             return function(tile, *put)
 
         call.__qualname__ = f"map_tiles({_name(function)})"
-        # The guards enter no function of a library, and this function reaches ``shared``.
+        # The guards of a recorded function do not look into functions of a library. They have to look into this function, which
+        # refers to ``shared``, so it counts as a function of the user's main module.
         call.__module__ = "__main__"
         return handlepool.recorded(call, lanes=self._lanes, programs=MOST_PROGRAMS)
 
 
 _functions = KeptFunctions()
-# This holds each thread's stream, and its driver.
+# Each thread's own stream, and the driver that made the stream.
 _threads = threading.local()
 
 
@@ -523,7 +524,8 @@ def _choose(name: str) -> None:
         found = handlepool.default_pool().driver.name
         if found != name:
             raise ArgumentError(
-                f"PoolPlugin(driver={name!r}): the default pool of this worker's process is of the {found} driver already"
+                f"PoolPlugin(driver={name!r}): the default pool of this worker's process has the {found} driver; register the "
+                f"plugin before other code uses the pool, or pass driver={found!r}"
             ) from None
 
 

@@ -22,6 +22,7 @@ from handlepool.errors import OwnershipError
 from handlepool.order.accesses import Accesses, Operands
 from handlepool.order.assumed import AssumedWriter, warn_of_assumed_write
 from handlepool.order.call import Call, PythonCall
+from handlepool.order.captures import another_capture, captures_of
 from handlepool.order.recent import Recent
 from handlepool.order.track import Needs, Track, end_tracks, follow, last
 from handlepool.order.uses import Use, Uses, needs_of, write_down
@@ -349,6 +350,8 @@ class DataOrder:
             # is written down for the branch that runs now.
             track = self.tracks.get(pointer) or Track(pointer)
             noted = track if pointer in self.tracks else self.running
+            if track is not noted and self._is_apart(pointer, reads, writes, opaque):
+                return
             if opaque:
                 follow(self.events, track, self.all_calls())
             if noted is None or noted is self.root:
@@ -363,6 +366,26 @@ class DataOrder:
                 self.barrier = noted, noted.count
             if noted is not track:
                 self.foreign_writes.append((reads, writes, opaque))
+
+    def _is_apart(self, pointer: int, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], opaque: bool) -> bool:
+        """Return whether a call's stream has another capture than the books.
+
+        Then the call and the branches run at different times, and no event can order them. The code that chose the stream orders
+        its calls with the branch of that code.
+
+        Raises
+        ------
+        CaptureError
+            If another branch uses memory that the call uses.
+        """
+        captures = captures_of(self.driver, pointer, self.root.pointer)
+        if captures[0] == captures[1]:
+            return False
+        needs = self.all_calls() if opaque else self.conflicts(reads, writes)
+        if any(track is not self.running for track in needs):
+            fix = "Call it outside of the fork, or give it other arrays than the branches"
+            raise another_capture("a call", pointer, self.root.pointer, captures, fix)
+        return True
 
     # Look-ups
 

@@ -206,17 +206,21 @@ class DeviceSlots:
         try:
             self._end()
         finally:
-            if not self.edges.destroy():
-                defer(self.edges.destroy)
             self.defer_rest()
 
     def _end(self) -> None:
-        """Release the building handle and unused slots of threads, then `empty`."""
-        with self.handles.no_build() as nothing_is_built:
-            if nothing_is_built:
-                self.handles.defer_builder()
-                self._release_owned()
-        self.empty()
+        """Release the building handle and unused slots of threads, then `empty`.
+
+        The free events are destroyed in any case, because a failure above must not leave them for good.
+        """
+        try:
+            with self.handles.no_build() as nothing_is_built:
+                if nothing_is_built:
+                    self.handles.defer_builder()
+                    self._release_owned()
+            self.empty()
+        finally:
+            self.edges.destroy()
 
     def _release_owned(self) -> None:
         """Release the slots that threads owned at the close.
@@ -247,7 +251,7 @@ class DeviceSlots:
         sides, handles = self.sides, self.handles
         owned = self.owned or self.idle or sides.capturing or sides.free
         building = handles.builder or handles.builds
-        return not (owned or building or handles.doomed or self.scratch.deferred_blocks)
+        return not (owned or building or handles.doomed or self.scratch.deferred_blocks or self.edges.free)
 
     def destroy_rest(self) -> bool:
         """Retry destruction for a closed pool; return whether all is destroyed.

@@ -266,7 +266,9 @@ def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
     The new arrays share memory as the given ones do. Their values are arbitrary.
     """
     made: list[Any] = [None] * len(arrays)
+    first: dict[int, int] = {}
     for place, array in enumerate(arrays):
+        first.setdefault(id(array), place)
         # Torch makes the tensors. The other arrays are grouped below by the memory that they share.
         if is_tensor(array):
             made[place] = integration().empty_lying_as(array)
@@ -287,7 +289,8 @@ def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
             array = plain[each]
             address = driver.array_pointer(array) + by
             made[places[each]] = driver.part(block, address, array.shape, array.strides, array.dtype)
-    return made
+    # A function may ask whether two of its arguments are one array.
+    return [made[first[id(array)]] for array in arrays]
 
 
 def written_places(recording: Recording, arrays: list[Any], changed: Sequence[bool | None]) -> list[int]:

@@ -8,6 +8,7 @@ compared by guards, see `handlepool.recording.guards`.
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, MappingView, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -18,13 +19,16 @@ from handlepool._util.names import kind_of
 from handlepool._util.protocols import holds_values
 from handlepool.drivers.protocol import Driver
 from handlepool.recording import tensors
+from handlepool.recording.outputs import tuple_of
 from handlepool.recording.sharing import relation
-from handlepool.recording.state_kinds import is_tensor
+from handlepool.recording.state_kinds import is_tensor, slots_of
 from handlepool.recording.update import piece_of
 
 _PLAIN = frozenset([int, bool, str, bytes, type(None)])
 _VALUES = frozenset(["datetime", "decimal", "fractions", "pathlib", "uuid"])
 """Modules of immutable objects whose repr shows the full value."""
+_WITHOUT_ATTRIBUTES = (list, tuple, dict, OrderedDict)
+"""Classes of containers whose objects are their entries alone."""
 MOST_LIES = 1000
 """The maximum number of geometries whose extent in memory is cached."""
 
@@ -52,11 +56,14 @@ class Call:
         Whether tensors are among the arrays.
     related : bool
         Whether arrays share memory.
+    containers : dict
+        For each list, dictionary and data class, by identity, its number in the call.
     """
 
-    __slots__ = ("arrays", "edges", "held", "key", "related", "tensors")
+    __slots__ = ("arrays", "containers", "edges", "held", "key", "related", "tensors")
 
     def __init__(self) -> None:
+        self.containers: dict[int, int] = {}
         self.key: tuple[Any, ...] = ()
         self.arrays: list[Any] = []
         self.held: list[Any] = []
@@ -80,6 +87,8 @@ class Reader:
         self._kinds = driver.array_types
         self._in_place = in_place
         self._several = driver.device_count() > 1
+        # CuPy's arrays are never read-only.
+        self._read_only = driver.name == "host"
         self._reaches: dict[tuple[Any, ...], tuple[int, int]] = {}
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -111,9 +120,22 @@ class Reader:
         device = self._driver.current_device()
         if arrays:
             self._place(call, device)
+            # With plain code every array is copied back, and no copy can go into a read-only array.
+            if self._read_only and not all(map(self._is_writeable, arrays)):
+                raise NotRecorded("an argument is a read-only array, as of numpy.broadcast_to: pass a copy")
         # The relation tells which arrays share memory. If there are none, the key does not contain it.
-        call.key = (device, *parts, *((relation(self._driver, self._elements(call)),) if call.related else ()))
+        call.key = (device, *parts, *(self._relation(call) if call.related else ()))
         return call
+
+    @staticmethod
+    def _is_writeable(array: Any) -> bool:
+        return is_tensor(array) or array.flags.writeable
+
+    def _relation(self, call: Call) -> tuple[Any, Any]:
+        """Return which arrays share memory, and which arrays are the same object."""
+        first: dict[int, int] = {}
+        same = tuple([first.setdefault(id(each), place) for place, each in enumerate(call.arrays)])
+        return relation(self._driver, self._elements(call)), same
 
     def _place(self, call: Call, device: int) -> None:
         """Find the memory of the arrays."""
@@ -160,11 +182,9 @@ class Reader:
             return kind, repr(value)
         if isinstance(value, np.generic):
             return kind, value.dtype, value.tobytes()
-        if isinstance(value, (list, tuple)):
-            return kind, tuple([self._part(each, call) for each in value])
         # A dictionary with ``__missing__`` may give values that are no entries, so it is not compared by its entries.
-        if kind is dict or (isinstance(value, dict) and not hasattr(kind, "__missing__")):
-            return kind, tuple([(self._part(key, call), self._part(each, call)) for key, each in value.items()])
+        if isinstance(value, (list, tuple, dict)) and not hasattr(kind, "__missing__"):
+            return self._container(kind, value, call)
         if kind in (slice, range):
             return kind, tuple([self._part(getattr(value, name), call) for name in ("start", "stop", "step")])
         if is_tensor(value):
@@ -176,11 +196,36 @@ class Reader:
         if isinstance(value, (Iterator, MappingView)):
             raise NotRecorded(f"an argument is a {kind_of(value)}, which a call uses up: pass a list")
         if is_dataclass(value) and not isinstance(value, type):
-            named = [each.name for each in fields(value) if hasattr(value, each.name)]
-            return kind, tuple([(name, self._part(getattr(value, name), call)) for name in named])
+            return self._container(kind, value, call)
         if kind.__module__ in _VALUES:
             return kind, repr(value)
         return self._fixed(value, call)
+
+    def _container(self, kind: type, value: Any, call: Call) -> Any:
+        """Return the part of a list, tuple, dictionary or data class.
+
+        A function may ask whether two of its arguments are one list. So a container that comes again is told by its number.
+        """
+        if not isinstance(value, tuple):
+            known = call.containers.get(id(value))
+            if known is not None:
+                return kind, "again", known
+            call.containers[id(value)] = len(call.containers)
+        if isinstance(value, dict):
+            entries = tuple([(self._part(key, call), self._part(each, call)) for key, each in value.items()])
+        elif isinstance(value, (list, tuple)):
+            entries = tuple([self._part(each, call) for each in value])
+        else:
+            entries = ()
+        if kind in _WITHOUT_ATTRIBUTES:
+            return kind, entries
+        # The code of a class may read attributes beside the entries.
+        return kind, entries, tuple([(name, self._attribute(value, each, call)) for name, each in attributes_of(value)])
+
+    def _attribute(self, value: Any, attribute: Any, call: Call) -> Any:
+        # Some classes give each entry as an attribute as well, and an array that is given twice is no further input.
+        place = _place_of(value, attribute)
+        return self._part(attribute, call) if place is None else (kind_of(value), place)
 
     @staticmethod
     def _fixed(value: object, call: Call) -> tuple[Any, ...]:
@@ -213,35 +258,55 @@ def rebuilt_call(
 
     The other arrays are given in the order of `Call.arrays`.
     """
+    made: dict[int, Any] = {}
 
     def rebuilt(value: object) -> Any:
         if is_input(value):
             return next(arrays)
+        known = made.get(id(value))
+        if known is not None:
+            return known
         if isinstance(value, dict):
-            new: Any = copy.copy(value)
+            new: Any = made.setdefault(id(value), copy.copy(value))
             for key, each in value.items():
                 # Calling the base class's method avoids code of a subclass.
                 dict.__setitem__(new, rebuilt(key), rebuilt(each))
-            return new
-        if isinstance(value, (list, tuple)):
-            entries = [rebuilt(each) for each in value]
-            if isinstance(value, list):
-                new = copy.copy(value)
-                list.__setitem__(new, slice(None), entries)
-                return new
-            named: Any = type(value)
-            return named(*entries) if hasattr(named, "_fields") else named(entries)
-        if is_dataclass(value) and not isinstance(value, type):
-            new = copy.copy(value)
-            for each in fields(value):
-                if hasattr(value, each.name):
-                    # A frozen dataclass refuses ordinary assignment.
-                    object.__setattr__(new, each.name, rebuilt(getattr(value, each.name)))
-            return new
-        return value
+        elif isinstance(value, list):
+            new = made.setdefault(id(value), copy.copy(value))
+            list.__setitem__(new, slice(None), [rebuilt(each) for each in value])
+        elif isinstance(value, tuple):
+            new = tuple_of(type(value), [rebuilt(each) for each in value])
+        elif is_dataclass(value) and not isinstance(value, type):
+            new = made.setdefault(id(value), copy.copy(value))
+        else:
+            return value
+        if type(value) not in _WITHOUT_ATTRIBUTES:
+            for name, each in attributes_of(value):
+                place = _place_of(value, each)
+                # A frozen dataclass refuses ordinary assignment.
+                object.__setattr__(new, name, rebuilt(each) if place is None else [*_entries_of(new)][place])
+        return new
 
     positional = [each if place in in_place else rebuilt(each) for place, each in enumerate(args)]
     return tuple(positional), {name: each if name in in_place else rebuilt(each) for name, each in kwargs.items()}
+
+
+def attributes_of(value: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of a container of a class, by name."""
+    names = [each.name for each in fields(value)] if is_dataclass(value) else []
+    names += [*getattr(value, "__dict__", ()), *[name for name, _ in slots_of(type(value))]]
+    return [(name, getattr(value, name)) for name in dict.fromkeys(names) if hasattr(value, name)]
+
+
+def _entries_of(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _place_of(value: Any, attribute: Any) -> int | None:
+    """Return the place of an attribute among a container's entries, or None."""
+    return next((place for place, each in enumerate(_entries_of(value)) if each is attribute), None)
 
 
 def elements_of(driver: Driver, arrays: Sequence[Any]) -> list[Any]:

@@ -1,5 +1,6 @@
 """Copy the outputs of a program's function, and keep their structure."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
@@ -20,6 +21,37 @@ from handlepool.tensors.layout import overlaps_itself, share
 
 UNCHANGED = (type(None), Enum, np.dtype, *PLAIN)
 """Types whose values are returned as they are."""
+
+
+def is_returned(value: Any) -> bool:
+    """Return whether a call can return such a container around other arrays.
+
+    The code of other classes would have to make their containers.
+    """
+    if type(value) in (list, tuple, dict, OrderedDict):
+        return True
+    return isinstance(value, tuple) and hasattr(value, "_fields") and not getattr(value, "__dict__", None)
+
+
+def is_unchanged(value: object) -> bool:
+    """Return whether a call can return the value itself."""
+    return isinstance(value, UNCHANGED) or (isinstance(value, tuple) and all(map(is_unchanged, value)))
+
+
+def tuple_of(kind: Any, entries: list[Any]) -> Any:
+    """Return a tuple of a class without calling its own code."""
+    try:
+        return tuple.__new__(kind, entries)
+    # A class that is written in C makes its own objects.
+    except TypeError:
+        return kind(entries)
+
+
+def container_like(value: Any, entries: list[Any]) -> Any:
+    """Return a container of a value's class with other entries."""
+    if isinstance(value, dict):
+        return type(value)(zip(value, entries, strict=True))
+    return entries if isinstance(value, list) else tuple_of(type(value), entries)
 
 
 class Results:
@@ -83,17 +115,12 @@ class Results:
                 )
 
     def _entry(self, place: str, output: Any, given: Any) -> Any:
-        if isinstance(output, (tuple, list, dict)):
+        if is_returned(output):
             keys: Sequence[Any] = list(output) if isinstance(output, dict) else range(len(output))
             if given is not None:
                 keys_of(place, tuple(output) if isinstance(output, list) else output, given)
             entries = [self._entry(f"{place}[{key!r}]", output[key], None if given is None else given[key]) for key in keys]
-            if isinstance(output, dict):
-                return dict(zip(keys, entries, strict=True))
-            if isinstance(output, list):
-                return entries
-            named: Any = type(output)
-            return named(*entries) if hasattr(named, "_fields") else tuple(entries)
+            return container_like(output, entries)
         if isinstance(output, self._driver.array_types):
             return self._array(place, output, given)
         if tensors.takes(self._driver, output, self._device):
@@ -103,7 +130,7 @@ class Results:
                 f"{self._name} returned a {kind_of(output)}, and the {self._driver.name} driver cannot copy it: replay "
                 "the program, and copy program.outputs with their own library, after the replay on its stream"
             )
-        if not isinstance(output, UNCHANGED):
+        if not is_unchanged(output):
             raise ArgumentError(
                 f"{self._name} returned a {kind_of(output)}, and the next call would overwrite the arrays in it: return "
                 "arrays in lists, tuples and dictionaries, or replay the program and read program.outputs"

@@ -10,7 +10,7 @@ from typing import Any
 
 from handlepool.drivers.prepared import Copies
 from handlepool.drivers.protocol import Driver
-from handlepool.recording.outputs import UNCHANGED, steps_without_gaps
+from handlepool.recording.outputs import is_returned, is_unchanged, steps_without_gaps, tuple_of
 from handlepool.tensors.layout import Piece
 
 
@@ -44,29 +44,30 @@ def builder(value: object, places: dict[int, Callable[[Sequence[Any]], Any]]) ->
     place = places.get(id(value))
     if place is not None:
         return place
+    if is_unchanged(value):
+        return lambda made: value
     if isinstance(value, dict):
-        keys, entries = [*value], [builder(each, places) for each in value.values()]
-        return lambda made: {key: entry(made) for key, entry in zip(keys, entries, strict=True)}
+        kind, keys, entries = type(value), [*value], [builder(each, places) for each in value.values()]
+        if kind is dict:
+            return lambda made: {key: entry(made) for key, entry in zip(keys, entries, strict=True)}
+        return lambda made: kind((key, entry(made)) for key, entry in zip(keys, entries, strict=True))
     if isinstance(value, (list, tuple)):
         entries = [builder(each, places) for each in value]
         if isinstance(value, list):
             return lambda made: [entry(made) for entry in entries]
-        named: Any = type(value)
-        if hasattr(named, "_fields"):
-            return lambda made: named(*[entry(made) for entry in entries])
-        return lambda made: tuple([entry(made) for entry in entries])
+        return lambda made: tuple_of(type(value), [entry(made) for entry in entries])
     return lambda made: value
 
 
-def arrays_once(driver: Driver, value: object, found: dict[int, Any]) -> bool:
+def arrays_once(driver: Driver, value: Any, found: dict[int, Any]) -> bool:
     """Collect the driver's arrays of a value, by identifier.
 
     Return whether all other parts of the value are plain.
     """
-    if isinstance(value, (list, tuple, dict)):
+    if is_returned(value):
         inside = value.values() if isinstance(value, dict) else value
         return all(arrays_once(driver, each, found) for each in inside)
     if type(value) is driver.array_types[0]:
         found[id(value)] = value
         return True
-    return isinstance(value, UNCHANGED)
+    return is_unchanged(value)

@@ -9,7 +9,7 @@ from handlepool.errors import CaptureError
 from handlepool.recording import tensors
 from handlepool.recording.capture import Recording
 from handlepool.recording.keys import elements_of
-from handlepool.recording.outputs import UNCHANGED
+from handlepool.recording.outputs import is_returned, is_unchanged
 from handlepool.recording.state_kinds import is_tensor
 from handlepool.recording.update import is_foreign, piece_of
 from handlepool.tensors.layout import Piece, Ranges, share
@@ -64,6 +64,7 @@ class Returned:
         self._views: dict[int, View] = {}
         self._given: dict[int, int] = {}
         self._own_at: dict[int, int] = {}
+        self._containers: set[int] = set()
         self.own: list[Any] = []
         self._add(outputs)
         first = len(self.own)
@@ -80,14 +81,18 @@ class Returned:
 
         return part
 
-    def _add(self, value: object) -> None:
+    def _add(self, value: Any) -> None:
         driver = self._driver
-        if isinstance(value, (list, tuple, dict)):
+        if is_returned(value):
+            if not isinstance(value, tuple):
+                if id(value) in self._containers:
+                    raise CaptureError(f"{self._name} returned a {kind_of(value)} in two places, and copies would be apart")
+                self._containers.add(id(value))
             for each in value.values() if isinstance(value, dict) else value:
                 self._add(each)
         elif isinstance(value, driver.array_types) or tensors.takes(driver, value, self._recording.device):
             self._add_array(value)
-        elif is_foreign(value) or not isinstance(value, UNCHANGED):
+        elif is_foreign(value) or not is_unchanged(value):
             raise CaptureError(f"{self._name} returned a {kind_of(value)}, which a program's call cannot copy")
 
     def _add_array(self, value: Any) -> None:

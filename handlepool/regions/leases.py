@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from handlepool.drivers.protocol import Driver
-from handlepool.drivers.streams import LEGACY_STREAM, Stream
-from handlepool.errors import CaptureError, OwnershipError
+from handlepool.drivers.streams import Stream
+from handlepool.errors import OwnershipError
 from handlepool.order.books import DataOrder, open_order
 from handlepool.order.call import Call
+from handlepool.order.captures import another_capture, captures_of
 from handlepool.order.stream_order import order as order_streams
 from handlepool.order.track import NO_TRACK, Needs, Track, record_mark
 from handlepool.pool.context import active, recordings, thread
@@ -454,13 +455,10 @@ def _check_captures(driver: Driver, pointer: int, outer: int) -> None:
     CaptureError
         When the two streams do not take part in the same capture, or both in none.
     """
-    # While a blocking stream is being captured, CUDA refuses any question about the legacy stream.
-    inner, around = (driver.capture_id(each) if each != LEGACY_STREAM else 0 for each in (pointer, outer))
-    if inner != around:
-        raise CaptureError(
-            f"a fork on stream {pointer:#x} {'is' if inner else 'is not'} under a capture, and another open fork of this thread, "
-            f"on stream {outer:#x}, {'is under another capture' if inner and around else 'is' if around else 'is not'}. "
-            "Begin the capture before both forks, or leave the other fork first"
+    captures = captures_of(driver, pointer, outer)
+    if captures[0] != captures[1]:
+        raise another_capture(
+            "a fork", pointer, outer, captures, "Begin the capture before both forks, or leave the other fork first"
         )
 
 

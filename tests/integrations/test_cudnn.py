@@ -142,7 +142,9 @@ UNKNOWN = ["1.31.0", "1.320.0", "2.0.0", "1.3"]
 @pytest.mark.parametrize("version", UNKNOWN)
 def test_another_version_that_passes_the_self_test_is_warned_of_and_works(pool, monkeypatch, version):
     monkeypatch.setattr(cudnn, "__version__", version)
-    with pytest.warns(RuntimeWarning, match=rf"{version} is not known to handlepool, which knows 1\.32\.\*: it passed") as caught:
+    with pytest.warns(
+        RuntimeWarning, match=rf"{version} is not one of the versions that handlepool knows, 1\.32\.\*; it passed"
+    ) as caught:
         shim.install()
     assert [warning.filename for warning in caught] == [__file__]
     assert cudnn.create_handle().backend_handle == handlepool.get_handle().backend_handle
@@ -821,5 +823,5 @@ def test_a_copy_of_what_has_a_handle_has_the_same_handle_and_it_cannot_be_pickle
     cudnn.set_stream(layer.handle, 0)
     assert all(each is layer.handle for each in copies)
     assert copies[1].backend_handle == layer.handle.backend_handle
-    with pytest.raises(TypeError, match="cannot be pickled; make one where it is used"):
+    with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(layer.handle)

@@ -373,7 +373,7 @@ def test_a_workers_threads_find_their_handles_made(unused, in_thread):
 def test_the_default_pool_of_another_driver_is_not_taken(unused, make_driver, monkeypatch):
     handlepool.set_default_pool(HandlePool(driver=make_driver()))
     monkeypatch.setattr(type(handlepool.default_pool().driver), "name", "other")
-    with pytest.raises(ArgumentError, match="of the other driver already"):
+    with pytest.raises(ArgumentError, match="has the other driver"):
         PoolPlugin(driver="host").setup(worker())
 
 

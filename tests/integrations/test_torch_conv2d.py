@@ -250,7 +250,7 @@ def test_bad_arguments_are_typed_errors():
         ((x, w), {"dilation": None}, "dilation is None; give an integer of at least 1"),
         ((x, w), {"groups": 0}, "groups is 0; give an integer of at least 1"),
         ((x, w), {"groups": 1.0}, r"groups is 1\.0; give an integer of at least 1"),
-        ((x[0], w), {}, "x of 3 axes and w of 4; both must have four"),
+        ((x[0], w), {}, "x has 3 axes and w has 4"),
         ((x, w[:, :3]), {}, "4 channels in x"),
         ((x, w.half()), {}, "w is float16 and x is float32"),
         ((x.double(), w.double()), {}, "float64"),

@@ -1,14 +1,18 @@
 """Prewarm, trim, stats and repr of a pool; closing; the module's functions."""
 
+import contextlib
+import itertools
 import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from harness.accounts import RESTORES
 from harness.uses import STREAMS, assert_usable, calls
 
 from handlepool import ArgumentError, HandlePool, HandlePoolError, ParallelStates, PoolClosedError, conv2d
+from handlepool.pool.deferred import deferred
 from handlepool.pool.stats import MEANINGS
 
 # Prewarm, trim, stats, repr
@@ -160,6 +164,34 @@ def test_close_destroys_the_handles_and_frees_the_scratch_and_is_idempotent(make
     assert free == total
     assert not calls(pool.driver, pool.close)
     assert pool.closed
+
+
+def test_a_close_that_fails_at_any_call_of_the_driver_is_finished_by_the_next(make_driver):
+    failed = 0
+    for k in itertools.count(1):
+        driver = make_driver()
+        pool = HandlePool(driver=driver)
+        pool.get_workspace(1000)
+        pool.prewarm(states=2, workspace=1000)
+        first, second = driver.create_stream(), driver.create_stream()
+        # This leaves a free event in the pool.
+        pool.internals.device(0).edges.order(first.ptr, second.ptr)
+        injected = RuntimeError("injected")
+        driver.fail_at(k, None, injected, RESTORES)
+        with contextlib.suppress(RuntimeError):
+            pool.close()
+        driver.fail_at(0)
+        # A later call of the thread destroys the rest as well.
+        with pytest.raises(PoolClosedError):
+            pool.get_handle()
+        pool.close()
+        deferred.run(1000)
+        alive = driver.alive()
+        assert (alive["handles"], alive["events"], alive["scratch_bytes"]) == (0, 0, 0), f"call {k} failed"
+        if injected.__traceback__ is None:
+            break
+        failed += 1
+    assert failed > 5
 
 
 @pytest.mark.parametrize("used", [False, True])

@@ -129,7 +129,7 @@ def test_g9_a_fork_is_not_in_the_books_of_a_fork_outside_its_capture(outer):
             with other:
                 if outer != "captured":
                     other.begin_capture("relaxed")
-                with pytest.raises(CaptureError, match="another open fork of this thread"), scene.states.fork() as second:
+                with pytest.raises(CaptureError, match="an open fork of this thread"), scene.states.fork() as second:
                     second.run(pytest.fail, "it ran")
                 captured = driver.capture_id(other.ptr)
             fork.run(scene.put, y, lambda: 4)
@@ -138,6 +138,78 @@ def test_g9_a_fork_is_not_in_the_books_of_a_fork_outside_its_capture(outer):
         (other if captured else scene.stream).end_capture().launch(scene.stream)
         assert scene.read(y) == 4
         assert works(scene)
+
+
+def test_g9_calls_of_a_captured_branch_on_another_stream_stay_out_of_the_capture():
+    with Scene(default=True) as scene:
+        other = scene.driver.create_stream()
+        y = scene.array()
+
+        def branch(y):
+            with other:
+                # The second call reads the array of the first, and not an array of the branch.
+                found.append(double(double(scene.array(3.0))))
+            scene.put(y, lambda: 5)
+
+        found = []
+        scene.stream.begin_capture("relaxed")
+        with scene.states.fork() as fork:
+            fork.run(branch, y)
+        assert not other.is_capturing()
+        graph = scene.stream.end_capture()
+        with other:
+            assert scene.read(found[0]) == 12
+        graph.launch(scene.stream)
+        assert scene.read(y) == 5
+        assert works(scene)
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_g9_a_captured_call_in_a_forks_body_waits_for_no_branch_outside_and_its_capture_survives(opaque):
+    with Scene(default=True) as scene:
+        other = scene.driver.create_stream()
+        x, y, z = scene.array(3.0), scene.array(), scene.array(3.0)
+        given = Opaque() if opaque else None
+        with scene.states.fork() as fork:
+            made = fork.run(lambda x, _: scene.plus(x, 1), x, given)
+            with other:
+                other.begin_capture("relaxed")
+                with pytest.raises(CaptureError, match="an open fork of this thread"):
+                    double(made)
+                if not opaque:
+                    double(z, out=y)
+                graph = other.end_capture()
+        graph.launch(scene.stream)
+        assert opaque or scene.read(y) == 6
+        assert scene.read(made) == 4
+        assert works(scene)
+
+
+def test_g9_a_branch_may_capture_a_call_over_its_own_arrays():
+    with Scene(default=True) as scene:
+        other = scene.driver.create_stream()
+        x, y = scene.array(3.0), scene.array()
+
+        def branch(x, y):
+            made = double(x)
+            with other:
+                other.begin_capture("relaxed")
+                double(made, out=y)
+                graph = other.end_capture()
+            graph.launch(scene.driver.current_stream())
+            return made, graph
+
+        with scene.states.fork() as fork:
+            made, _ = fork.run(branch, x, y)
+        assert (scene.read(made), scene.read(y)) == (6, 12)
+        assert works(scene)
+
+
+class Opaque:
+    """An object that computes its entries, so that a branch may use any array by it."""
+
+    def __getitem__(self, index):
+        raise IndexError(index)
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -280,7 +352,7 @@ def test_g9_a_forgotten_fork_under_capture_waits_for_the_captures_end():
         scene.stream.begin_capture()
         del fork
         # A branch of this fork could wait for captured branches.
-        with other, pytest.raises(CaptureError, match="another open fork of this thread"):
+        with other, pytest.raises(CaptureError, match="an open fork of this thread"):
             scene.states.map(str, [1])
         assert leased(scene) == 1
         scene.stream.end_capture()

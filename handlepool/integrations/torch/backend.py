@@ -1,4 +1,4 @@
-"""Be a back end of `torch.compile`.
+"""Provide the back end ``handlepool`` for `torch.compile`.
 
 Torch finds the back end by the entry point ``handlepool`` of the group ``torch_dynamo_backends``. Dynamo passes graphs to the
 back end, with the weights among their arguments. Each graph becomes a module that holds these weights. The module is recorded
@@ -68,11 +68,11 @@ class Graph:
         _made.add(self)
 
     def __call__(self, *args: Any) -> Any:
-        """Call the graph with all its arguments, the weights among them."""
+        """Call the graph with its arguments, which include the weights."""
         weights = [args[place] for place in self._static]
         model = self.model
-        # Dynamo's guards compare types and shapes of weights, but not their identity. So other weights may come, and need a new
-        # model.
+        # Dynamo's guards compare types and shapes of weights, but not their identity. So a call may pass other weights than the
+        # last call, and other weights need a new model.
         if model is None or not all(map(is_, weights, self._weights)):
             self._weights = weights
             bound = _Bound(self._graph, dict(zip(self._static, weights, strict=True)), len(args))
@@ -114,11 +114,11 @@ def handlepool(
         For a mode, and for an unknown option.
     """
     if mode not in (None, "default"):
-        raise ArgumentError(f"backend='handlepool' was given mode={mode!r}; modes are Inductor's. Use options")
+        raise ArgumentError(f"backend='handlepool' was given mode={mode!r}; only Inductor has modes. Pass options= instead")
     return Graph(graph, inputs, Settings.of('torch.compile(backend="handlepool")', dict(options or {})))
 
 
 def graphs_of(model: nn.Module) -> list[Graph]:
-    """Return the graphs that read at least one weight of a model."""
+    """Return the graphs of this process that read a weight of ``model``."""
     known = {id(each) for each in (*model.parameters(), *model.buffers())}
     return [each for each in _made if any(id(weight) in known for weight in each._weights)]

@@ -32,8 +32,8 @@ class Captured:
     structure : TreeSpec
         The nesting of these leaves in the model's value.
     writes : list of (Node, Tensor or int)
-        The tensors that the model writes, each with the node of its new value. A buffer stands as a tensor, an argument as its
-        place among the leaves.
+        Each tensor that the model writes, with the node of its new value. A written buffer is given as the tensor itself, a
+        written argument as its index among the leaves of the arguments.
     """
 
     graph: fx.Graph
@@ -55,7 +55,7 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         If the model cannot be traced, for example because its control flow depends on values.
     """
     # During tracing, torch's export replaces the weights of modules by fake tensors. Other threads may run the model meanwhile.
-    # So a copy of the modules is traced, which shares the weights.
+    # So this thread traces copies of the modules. The copies share the weights with the model.
     try:
         copied = copy.deepcopy(model, {id(each): each for each in _tensors(model)})
     except Exception as error:
@@ -63,18 +63,18 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     before = Snapshot([each.__dict__ for each in copied.modules()])
     args, kwargs = apart((args, kwargs))
     try:
-        # An inference tensor cannot be traced outside of inference mode, and exported programs refuse it inside.
+        # Outside of inference mode, torch cannot trace an inference tensor. Inside, exported programs refuse such a tensor.
         with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
             # Export warns of torch's own code.
             warnings.simplefilter("ignore")
             program = torch.export.export(copied, args, kwargs, strict=False)
-            # The empty table keeps operations whole that torch would decompose, such as attention and layer_norm.
+            # With an empty table, torch decomposes no operation. So attention, layer_norm and the like stay single operations.
             program = program.run_decompositions({})
     except Exception as error:
         text = str(error).strip().partition("\n")[0]
         raise NotTaken(f"torch cannot trace it ({type(error).__name__}: {text[:200]})") from error
     if before.restore():
-        raise NotTaken("it changes attributes of its modules, which a program would not")
+        raise NotTaken("it changes attributes of its modules, and a recorded program would not repeat these changes")
     return _sorted(program)
 
 
@@ -87,10 +87,10 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def apart(values: Any) -> Any:
-    """Copy tensors that share memory with an earlier tensor.
+    """Return ``values`` with a copy of each tensor that shares memory.
 
-    Return the values with the copies in their places. Tracing would treat a tensor in two places as one argument, and a
-    recorded function would refuse it.
+    The first tensor of some memory stays, and each later tensor there is copied. Without the copy, tracing would treat a tensor
+    that is given twice as one argument, and a recorded function would refuse the call.
     """
     seen: set[int] = set()
 

@@ -51,7 +51,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """Return the node that owns the memory of a view."""
+    """Return the node whose memory ``node`` views, or ``node`` itself."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
@@ -60,8 +60,8 @@ def base_of(node: fx.Node) -> fx.Node:
 def clean(graph: fx.Graph, kept: set[fx.Node]) -> None:
     """Drop operations that do nothing, and needless copies.
 
-    A copy is needless if it keeps the layout and the type of its source. ``kept`` are the nodes whose memory the caller gets.
-    Copies that give them this memory stay.
+    A copy is needless if it has the layout and the type of its source. The caller gets the memory of the nodes in ``kept``, so
+    a copy that makes this memory stays.
     """
     for node in [*graph.nodes]:
         if node.op != "call_function":
@@ -84,13 +84,15 @@ _FILLED: dict[Any, Callable[[list[Any]], Any]] = {
     aten.fill.Scalar: lambda args: args[1],
     aten.fill.Tensor: lambda args: args[1],
 }
-"""Operations that fill the form of a tensor with a number."""
+"""Operations whose value has the same number at each element.
+
+Each comes with a function that finds this number in the operation's arguments."""
 
 
 def free_of_values(graph: fx.Graph) -> None:
-    """Make fillings of a tensor's form constants.
+    """Replace operations such as `zeros_like` by constants.
 
-    They read the form of the tensor and none of its values.
+    Such an operation reads the shape and the type of its argument, and none of the argument's values.
     """
     for node in [*graph.nodes]:
         number = _FILLED.get(node.target)
@@ -120,7 +122,7 @@ def _active(node: fx.Node) -> bool:
 
 
 def _copies_in_vain(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Return whether a copy has its source's form, for no caller."""
+    """Return whether a copy is needless, as `clean` says."""
     source: Any = node.args[0] if node.args else None
     if node.target is aten.clone.default:
         form = node.kwargs.get("memory_format")

@@ -33,7 +33,7 @@ class Constants:
         return node in self.values
 
     def fold(self, graph: fx.Graph) -> None:
-        """Compute each operation that reads only constants."""
+        """Compute each operation whose arguments are all constants."""
         for node in graph.nodes:
             if node.op == "call_function" and all(each in self.values for each in node.all_input_nodes):
                 tags = getattr(node.target, "tags", ())
@@ -52,7 +52,10 @@ class Constants:
         return node
 
     def refresh(self, kept: set[fx.Node]) -> None:
-        """Compute all constants again; write the kept constants into their memory."""
+        """Compute all constants again from the present weights.
+
+        The new values of the nodes in ``kept`` are written into the memory of the old values.
+        """
         found: Found = {node: tensor.detach() for node, tensor in self._weights.items()}
         for node, function, args, kwargs in self._made:
             found[node] = _computed(function, args, kwargs, found)

@@ -84,7 +84,7 @@ def conv2d(
 
 
 def _check(name: str, value: Tensor, x: Tensor) -> None:
-    """Raise for values that torch's dispatcher would accept or report wrongly."""
+    """Raise for values that torch's dispatcher accepts or refuses unclearly."""
     if not isinstance(value, Tensor):
         raise ArrayTypeError(
             f"conv2d: {name} is a {type(value).__name__}, and this function takes torch tensors; use "
@@ -109,7 +109,9 @@ def _pair(name: str, value: int | Sequence[int]) -> list[int]:
     # `_integers` takes microseconds, so plain integers skip it.
     pair = [value, value] if type(value) is int else _integers(value, 2)
     if not pair or min(pair) < least:
-        raise ArgumentError(f"conv2d: {name} is {value!r}; give an integer of at least {least}, or two for height and width")
+        raise ArgumentError(
+            f"conv2d: {name} is {value!r}; give an integer of at least {least}, or two such integers for height and width"
+        )
     return pair
 
 
@@ -149,7 +151,7 @@ def _result(
     x: Tensor, w: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], *_: object
 ) -> Tensor:
     if x.dim() != 4 or w.dim() != 4:
-        raise ArgumentError(f"conv2d: x of {x.dim()} axes and w of {w.dim()}; both must have four")
+        raise ArgumentError(f"conv2d: x has {x.dim()} axes and w has {w.dim()}; pass tensors of four axes each")
     extents = [
         (x.shape[axis + 2] + 2 * padding[axis] - (w.shape[axis + 2] - 1) * dilation[axis] - 1) // stride[axis] + 1
         for axis in (0, 1)
@@ -160,10 +162,10 @@ def _result(
 
 
 def _fake(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """Check the arguments, and return the same as `_result`.
+    """Check the arguments, and return the value of `_result`.
 
-    The function raises for each argument that `handlepool.conv2d` refuses, because a tensor without memory never reaches
-    `handlepool.conv2d`.
+    Torch calls this function for tensors without memory, which never reach `handlepool.conv2d`. So the function itself raises
+    for each argument that `handlepool.conv2d` refuses.
     """
     y = _result(x, w, bias, *geometry)
     groups = geometry[3]
@@ -216,7 +218,7 @@ def _dense(x: Tensor) -> Tensor:
 def _plainly() -> ExitStack:
     """Switch off derivatives of backward and forward mode.
 
-    `derive` gives the operation its derivatives, so the kernel must record none.
+    `derive` gives the operation its derivatives. So autograd must record nothing inside the kernel.
     """
     entered = ExitStack()
     entered.enter_context(torch.no_grad())

@@ -1,4 +1,4 @@
-"""Lower convolutions, each with the operations that its kernel can fuse."""
+"""Lower convolutions, each with later operations that its kernel can compute."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -47,13 +47,16 @@ ALONE: dict[str, Callable[..., Any]] = {
     "swish": handlepool.math.silu,
     "gelu": handlepool.math.gelu,
 }
-"""Activations that may take a launch of their own.
+"""Activations that may get a launch of their own, behind the convolution.
 
-cuDNN has few plans of convolutions with these activations.
+cuDNN has few plans for a convolution with such an activation.
 """
 _OVER_ELEMENTS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 Steps = tuple[Any, ...]
-"""Scales and shifts of channels: ("norm", epsilon), "mul" or "add"."""
+"""Operations that scale and shift channels, in order.
+
+Each is ("norm", epsilon), "mul" or "add".
+"""
 
 
 def lower_convolutions(lowering: Lowering) -> None:
@@ -103,7 +106,7 @@ def _kernel(biased: bool, added: bool, activation: str | None, options: dict[str
         y = torch.conv2d(x, w, given.get("bias"), **options)
         return PLAIN[activation](y + given["add"] if added else y)
 
-    # cuDNN has few plans with another activation than relu, and these are slow.
+    # For an activation other than relu, cuDNN has few plans, and these plans are slow.
     ways = {"apart": apart, "fused": fused} if activation in ALONE else {"fused": fused}
     kind = "conv2d" if options["groups"] == 1 else "grouped"
     name = "_".join([kind, *(["add"] if added else []), *([activation] if activation else [])])
@@ -133,9 +136,9 @@ def _transposed(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias:
 
 
 def _scaling(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, Steps, list[Any]]:
-    """Find the constant scales and shifts of channels behind a node.
+    """Find the operations after ``node`` that scale or shift channels by constants.
 
-    Return the last node, with the kinds and the constants.
+    Return the last of these operations, their kinds, and their constants.
     """
     steps: list[Any] = []
     parts: list[Any] = []
@@ -189,9 +192,9 @@ def _addend(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, fx.Node | None]
 def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:
     """Find an activation after a node.
 
-    Return the activation's node and name, or the node itself and None. An activation other than relu is left alone where a
-    product or a sum over elements follows. The kernel of that product or sum then computes it at no cost, while cuDNN has few
-    plans for a convolution with it.
+    Return the activation's node and name, or the node itself and None. The result is None for an activation other than relu
+    whose value goes into an elementwise product or sum. The kernel of that product or sum then computes the activation at no
+    cost, while cuDNN has few plans for a convolution with such an activation.
     """
     user = sole_user(node)
     if user is None or user.target not in ACTIVATIONS or user.kwargs.get("approximate", "none") != "none":
@@ -202,11 +205,14 @@ def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:
     return user, ACTIVATIONS[user.target]
 
 
-# Constants: computed in float64, and rounded once
+# The functions below compute constants in float64, and round each constant once.
 
 
 def affine(steps: Steps, parts: list[Any]) -> tuple[Any, Any]:
-    """Return the factor and the summand of each channel, in float64."""
+    """Return the factor and the summand of each channel, in float64.
+
+    Together they do the same as all operations in ``steps`` one after another.
+    """
     left: Iterator[Any] = iter(parts)
     scale: Value = 1.0
     shift: Value = 0.0

@@ -59,8 +59,8 @@ def derive(operation: torch._ops.OpOverload, backward: Backward, *, folds: bool)
     Parameters
     ----------
     operation : torch._ops.OpOverload
-        Linear in each of its first two arguments, both tensors. Its third is a tensor that is added to the output's channels,
-        None, or the output's shape.
+        The operation is linear in each of its first two arguments, which are tensors. Its third argument is a tensor that is
+        added to the output's channels, None, or the output's shape.
     backward : callable
         Returns the gradients of the leading arguments, computed by operations that have derivatives themselves.
     folds : bool
@@ -84,8 +84,8 @@ class _Call(NamedTuple):
     def below(self, *inputs: object) -> Tensor:
         """Call the dispatcher's next kernel.
 
-        That is the operation's own kernel, or the kernel of the transform below. `torch.autograd.Function` switches
-        derivatives off, and the transforms below need them.
+        The next kernel is the operation's own kernel, or the kernel of the transform below. `torch.autograd.Function` has
+        switched derivatives off by then. The transform below needs them, so they are switched on again.
         """
         with (
             torch.set_grad_enabled(self.gradients),

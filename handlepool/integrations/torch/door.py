@@ -25,15 +25,15 @@ pytree = torch.utils._pytree
 
 
 # One thread at a time makes a program or computes constants again, because torch's export is not safe for several threads.
-# Another thread that needs a new program does not wait for this lock, but runs the model itself. For the lock's holder runs the
-# model's own code, which may wait for other threads (guarantee 15).
+# The lock's holder runs the model's own code, which may wait for another thread. So a thread that needs a new program meanwhile
+# does not wait for the lock, but runs the model by torch (guarantee 15).
 _making = threading.RLock()
 
 
 MOST_RENEWED = 8
-"""The most times that a model's weights may be bound anew.
+"""The maximum number of times that replaced weights are recorded anew.
 
-After that torch runs the model while its weights are others than the recorded weights."""
+Beyond this number, torch runs each call whose weights are not the recorded weights."""
 
 
 class RecordedModel:
@@ -55,12 +55,12 @@ class RecordedModel:
         return f"<recorded {type(self._model).__name__}, {len(self._programs)} keys>"
 
     def _renew(self) -> None:
-        """Forget all programs, and take the model as it is now."""
+        """Drop all programs, and note the model's present weights."""
         for each in [*self._programs.values()]:
             _end(each)
         self._programs.clear()
         self._weights = Weights([self._model])
-        # It is None for a model without weights, which runs on the device of its arguments.
+        # The device type is None for a model without weights. Such a model runs on the device of its arguments.
         self._kind = self._weights.tensors[0].device.type if self._weights.tensors else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,16 +99,17 @@ class RecordedModel:
         key = modes(kind), structure, tuple([_part(each) for each in leaves])
         program = self._programs.get(key)
         if isinstance(program, Program) and not program.writes:
-            # The launch comes first, so that the GPU works during the comparison of the weights. The program writes only its
-            # own results. So if weights have changed, the value is simply dropped.
+            # The launch comes before the comparison of the weights, so that the GPU works during the comparison. The program
+            # writes only its own results. So if a weight has changed, this value is dropped, and the call goes on below.
             value = self._called(key, program, leaves)
             if self._weights.bound() and self._weights.versions.same():
                 return value
         if not self._weights.bound():
-            # The check raises for a model in training mode. So its programs are kept for the time after the training.
+            # The check raises for a model in training mode, before the programs are dropped. So the programs serve again after
+            # the training.
             self._weights.check()
             if self._renewed >= MOST_RENEWED:
-                raise NotTaken(f"its weights were bound anew {MOST_RENEWED} times: write new values in place")
+                raise NotTaken(f"its weights were replaced {MOST_RENEWED} times: write new values into the same tensors")
             self._renewed += 1
             self._renew()
             program = None
@@ -133,9 +134,9 @@ class RecordedModel:
         return value
 
     def _called(self, key: Any, program: Program, leaves: Sequence[Any]) -> Any:
-        """Call a program.
+        """Call the program of a key.
 
-        A key that cannot be recorded is left to torch from then on.
+        If the program cannot be recorded, torch runs all later calls of the key.
         """
         try:
             return program(leaves)
@@ -146,14 +147,13 @@ class RecordedModel:
             raise
 
     def _made(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together | str | None:
-        """Trace and lower the model for a geometry.
+        """Trace and lower the model for the arguments of a key.
 
-        Return the reason where torch has to run it.
-
-        Return the program, or the reason why there can be none. Return None if only this call has to run the model itself.
+        Return the program, or the reason why torch has to run all calls of the key. Return None if torch has to run only this
+        call.
         """
         made: Program | Together | str | None
-        # A call inside of a trace or a transform becomes a part of that.
+        # A call inside of a trace or a transform becomes a part of that trace or transform.
         if _inside(leaves) or not _making.acquire(blocking=False):
             return None
         try:
@@ -165,7 +165,7 @@ class RecordedModel:
                     made = str(why)
                 except HandlePoolError:
                     raise
-                # The lowering may meet a graph that it does not expect. Torch then runs the model, and a warning gives the
+                # The lowering may fail at a graph of an unforeseen form. Torch then runs the model, and a warning gives the
                 # reason.
                 except Exception as error:
                     if self._settings.strict:
@@ -211,33 +211,34 @@ class RecordedModel:
         """
         peer = together(self._model, kernels="inductor", **{**self._settings.options(), "lanes": 1})
         try:
-            # The device is waited for, because the other thread has another current stream.
+            # `elsewhere` calls the peer in another thread, which has a current stream of its own. So the host waits here for this
+            # thread's work, and below for the peer's work.
             torch.cuda.synchronize()
             elsewhere(lambda: [peer(args) for _ in range(3)])
             torch.cuda.synchronize()
-        # A compiler may raise any error. The model then stays with the program.
+        # A compiler may raise any error. The program is then kept without a comparison.
         except Exception:
             return None
         return peer if peer.recorded is not None and peer.recorded.stats().programs else None
 
     def refresh(self) -> None:
-        """Compute all values again that depend on weights alone.
+        """Compute again the values that the programs hold of the weights.
 
-        Call it after a write that torch does not count, such as a write through ``weight.data``.
+        Call this method after a write that torch does not count, such as a write through ``weight.data``.
         """
         with _making:
             for each in [*self._programs.values()]:
                 if isinstance(each, Program):
                     each.refresh()
             if self._kind == "cuda":
-                # A call on another stream finds the versions renewed, and does not wait for this stream. So the host waits
-                # here.
+                # After `renew` below, a call on another stream computes nothing again, and does not wait for this stream. So the
+                # host waits here for the new values.
                 torch.cuda.current_stream().synchronize()
             self._weights.versions.renew()
 
     @property
     def programs(self) -> list[Program | Together | str]:
-        """The program of each key, or the reason for torch."""
+        """The program of each key, or the reason why torch runs it."""
         return [*self._programs.values()]
 
     def _say(self, why: str) -> None:
@@ -256,9 +257,9 @@ def _end(program: Program | Together | str) -> None:
 
 
 def _inside(leaves: Sequence[Any]) -> bool:
-    """Return whether a call is a part of other work of torch's.
+    """Return whether torch traces or transforms this call.
 
-    That is a trace, a transform or a call with tensors of other classes.
+    A call with tensors of other classes counts as such a call.
     """
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         return True
@@ -279,8 +280,22 @@ def device_of(values: list[Any]) -> torch.device:
 
 
 def _part(value: Any) -> Any:
+    """Return a leaf's part of the key.
+
+    Raises
+    ------
+    NotTaken
+        For a value without a hash.
+    """
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, (float, complex)):
+        # Zeros of both signs are equal, but a quotient by zero differs.
+        return type(value), repr(value)
+    try:
+        hash(value)
+    except TypeError:
+        raise NotTaken(f"an argument is a {type(value).__name__}, which has no hash and so cannot be a part of a key") from None
     return type(value), value
 
 
@@ -354,9 +369,9 @@ def recorded(
     strict : bool
         Whether a call that cannot be recorded raises an error. Otherwise torch runs it, and a warning gives the reason.
     **options
-        With ``tune=True``, the first call of a key times kernels, and then numbers of lanes for ``seconds``. With
-        ``fallback="inductor"``, the default where ``tune`` is set, it also records Inductor's kernels, and keeps them if they
-        are quicker.
+        With ``tune=True``, the first call of a key times kernels, and then times numbers of lanes for ``seconds``. With
+        ``fallback="inductor"``, the default if ``tune`` is set, the first call also records Inductor's kernels, and keeps these
+        kernels if they are quicker.
 
     Returns
     -------

@@ -1,4 +1,8 @@
-"""Lower squeeze-and-excite: the gates of channels, in two launches."""
+"""Lower squeeze-and-excite blocks, each to one kernel of two launches.
+
+Such a block computes the mean of each channel of an image, two 1x1 convolutions of these means, and a gate between 0 and 1. It
+multiplies each channel by its gate.
+"""
 
 from typing import Any
 
@@ -11,11 +15,11 @@ from handlepool.integrations.torch.kernel import Kernel, Lowering, Value, argume
 
 GATES = {aten.sigmoid.default: "sigmoid", aten.hardsigmoid.default: "hardsigmoid"}
 MOST_CHANNELS, MOST_SQUEEZED = 8192, 1024
-"""The most channels, and the most features between both layers."""
+"""The maximum numbers of channels, and of features between the two convolutions."""
 
 
 def lower_gates(lowering: Lowering) -> None:
-    """Lower products of images with gates that their means decide."""
+    """Replace each squeeze-and-excite block by a kernel."""
     for node in lowering.nodes(aten.mul.Tensor):
         for x, gate in (node.args, node.args[::-1]):
             found = _gate(lowering, x, gate)
@@ -25,7 +29,10 @@ def lower_gates(lowering: Lowering) -> None:
 
 
 def _gate(lowering: Lowering, x: Any, gate: Any) -> tuple[list[fx.Node], str | None, str] | None:
-    """Return the weights of both layers, the activation between, and the gate."""
+    """Return a block's weights, inner activation and gate function.
+
+    Return None if ``gate`` is not computed from ``x`` as in a squeeze-and-excite block.
+    """
     if not is_tensor(x, 4) or not is_tensor(gate, 4) or gate.target not in GATES or sole_user(gate) is None:
         return None
     second = _layer(lowering, gate.args[0])
@@ -50,9 +57,9 @@ def _gate(lowering: Lowering, x: Any, gate: Any) -> tuple[list[fx.Node], str | N
 
 
 def _layer(lowering: Lowering, node: Any) -> fx.Node | None:
-    """Return a 1x1 convolution with constant weights, or None.
+    """Return ``node`` if it is a 1x1 convolution with constant weights.
 
-    The node has a single reader.
+    Otherwise, and if several operations read the node, return None.
     """
     if not isinstance(node, fx.Node) or node.target is not aten.conv2d.default or sole_user(node) is None:
         return None
@@ -62,7 +69,7 @@ def _layer(lowering: Lowering, node: Any) -> fx.Node | None:
 
 
 def _is_mean(node: Any, x: fx.Node) -> bool:
-    """Return whether a node computes the mean of each image."""
+    """Return whether a node computes the mean of each channel of ``x``."""
     if not isinstance(node, fx.Node) or sole_user(node) is None or not node.args or node.args[0] is not x:
         return False
     if node.target is aten.adaptive_avg_pool2d.default:

@@ -9,11 +9,10 @@ from torch import nn
 
 
 def compiled(model: nn.Module) -> Callable[..., Any]:
-    """Return a module compiled by Inductor.
+    """Compile a module by Inductor.
 
-    Its weights are built into the kernels.
-
-    Each call compiles anew, because a compiled function does not see changed weights.
+    Inductor builds the values of the weights into its kernels. A compiled module does not see later changes of the weights, so
+    each call of this function compiles anew.
     """
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -27,9 +26,9 @@ def compiled(model: nn.Module) -> Callable[..., Any]:
 
 
 def elsewhere(make: Callable[[], Any]) -> Any:
-    """Call a function in a thread of its own, without gradients.
+    """Call a function in a new thread, without gradients.
 
-    Torch's compiler compiles nothing inside of a call of its own, as of this back end.
+    While torch's compiler calls this back end, it compiles nothing else in the same thread.
     """
     inference = torch.is_inference_mode_enabled()
     found: list[Any] = []

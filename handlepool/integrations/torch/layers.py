@@ -15,12 +15,12 @@ from handlepool.integrations.torch.modes import deterministic, tf32
 
 MOST_PARTS = 32
 ALIGNED = 16
-"""Bytes whose multiples are addresses for the library's kernels."""
+"""Bytes of alignment that the library's kernels need."""
 functional = torch.nn.functional
 
 
 def lower_layers(lowering: Lowering) -> None:
-    """Replace each operation that this library also has by its kernel."""
+    """Replace each torch operation by this library's operation, if there is one."""
     for node in [*lowering.graph.nodes]:
         lower = _LOWER.get(node.target)
         if lower is not None and lowering.varies(node) and not node._erased and is_tensor(node):
@@ -55,7 +55,8 @@ def _linear(lowering: Lowering, node: fx.Node) -> None:
         return handlepool.linear(x, w, bias=bias[0] if bias else None, activation=activation, **settings)
 
     def pixels(x: Value, w: Value, *bias: Value) -> Any:
-        # Rows of features are pixels of one image, and cuDNN has other plans for these.
+        # This way computes the same product as a 1x1 convolution: each row of features becomes a pixel of one image. cuDNN has
+        # other plans for a convolution than for a product, and some of these plans are quicker.
         image = x.reshape(-1, x.shape[-1]).T[None, :, :, None]
         more: dict[str, Any] = {"bias": bias[0] if bias else None, "activation": activation}
         return handlepool.conv2d(image, w[:, :, None, None], **more, **settings)[0, :, :, 0].T.reshape(*x.shape[:-1], -1)
@@ -173,7 +174,8 @@ def _softmax(lowering: Lowering, node: fx.Node) -> None:
 def _attention(lowering: Lowering, node: fx.Node) -> None:
     q, k, v, mask, dropout, causal, scale, grouped = arguments(node)
     given = [q, k, v, *([] if mask is None else [mask])]
-    # A boolean mask stays with torch. Such a mask may hide all keys of a query, for which torch returns NaN or zeros.
+    # Torch computes attention with a boolean mask. Such a mask may hide all keys of a query, and torch then returns NaN or
+    # zeros, depending on its version.
     if dropout or grouped or not all(is_tensor(each, dtypes=(torch.float16, torch.bfloat16)) for each in given):
         return
     run = lambda q, k, v, *mask: handlepool.scaled_dot_product_attention(  # noqa: E731
@@ -203,9 +205,9 @@ def _upsample(lowering: Lowering, node: fx.Node) -> None:
 
 
 def _shuffle(lowering: Lowering, node: fx.Node) -> None:
-    """Lower the views that shuffle channels.
+    """Replace the three views of a channel shuffle by one kernel.
 
-    These are a view of five axes, a swap of its two for channels, and a view of four axes.
+    The first view splits the channels into two axes, the second swaps these axes, and the third joins them again.
     """
     x, shape = node.args
     if not is_tensor(x, 4) or len(shape) != 5 or value_of(node).shape[2] * value_of(node).shape[1] != value_of(x).shape[1]:
@@ -229,7 +231,7 @@ def _shuffle(lowering: Lowering, node: fx.Node) -> None:
 
 
 def lower_slices(lowering: Lowering) -> None:
-    """Copy misaligned slices of channels, in one launch each."""
+    """Copy each slice of channels whose first element is misaligned."""
     for node in [*lowering.graph.nodes]:
         part = _slice(node) if lowering.varies(node) and is_tensor(node, 4) else None
         if part is None or not any(isinstance(user.target, Kernel) for user in node.users):
@@ -244,7 +246,10 @@ def lower_slices(lowering: Lowering) -> None:
 
 
 def _slice(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Return the source, begin and end of a slice of channels."""
+    """Return the source, begin and end of a slice of channels.
+
+    Return None for any other node.
+    """
     if node.target is aten.slice.Tensor:
         source, axis, start, _, step = arguments(node)
         if axis == 1 and step == 1 and is_tensor(source, 4):

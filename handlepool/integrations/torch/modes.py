@@ -33,7 +33,7 @@ def tf32() -> tuple[bool, bool]:
     try:
         return _c._get_cublas_allow_tf32(), _c._get_cudnn_allow_tf32()
     except RuntimeError:
-        # After a program has used the new settings, torch's old getters raise.
+        # Once user code has set torch's newer settings of precision, the older getters raise.
         read = _c._get_fp32_precision_getter
         return read("cuda", "matmul") == "tf32", read("cuda", "conv") == "tf32"
 

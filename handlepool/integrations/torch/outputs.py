@@ -31,9 +31,10 @@ class Source:
     kind : str
         `OWN` for a result of the program, `INPUT` for an argument, `TENSOR` for a weight, `PLAIN` for a number.
     at : int or object
-        The place among the program's results or the arguments, the tensor, or the number: as `kind` says.
+        For `OWN` the index among the program's results, for `INPUT` the index among the arguments, else the tensor or the
+        number.
     views : tuple
-        The views that lead from there to the result, in order.
+        The view operations that lead from this origin to the result, in order.
     """
 
     kind: str
@@ -95,9 +96,9 @@ class Outputs:
             return Source(INPUT, self._inputs[base], _views(base, value))
         if base in self._weights:
             return Source(TENSOR, self._weights[base], _views(base, value))
-        # Outputs that share memory become views of one result of the program. An output that shares no memory is a result of
-        # its own, which may be smaller than the memory it is a view of. A program returns tensors without gaps, so an output
-        # with gaps becomes a view.
+        # An output that shares memory with no other output, and has no gaps, is a result of the program by itself. It may be
+        # smaller than the memory of ``base``. All other outputs become views of ``base``: outputs that share memory have to be
+        # views of one result, and a program returns no tensors with gaps.
         if len(self._views[base]) == 1 and is_dense(value_of(value)):
             return Source(OWN, self._place(value))
         return Source(OWN, self._place(base), _views(base, value))
@@ -108,7 +109,7 @@ class Outputs:
         return self.returned.index(node)
 
     def _build(self, own: Sequence[Any], given: Sequence[Any]) -> Any:
-        """Write the model's writes, and return the model's value."""
+        """Write the tensors that the model writes; return the model's value."""
         for source, target in self.writes:
             tensor = target if isinstance(target, Tensor) else given[target]
             tensor.copy_(source.value(own, given))

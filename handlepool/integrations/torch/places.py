@@ -1,7 +1,8 @@
 """Convert between torch's tensors and the values that a driver's operations take.
 
-On a GPU these values are the tensors themselves. The host driver records no tensors. With it, the values are its own arrays,
-which are copies of CPU tensors. Nor can the host driver queue work of torch; tests replace `_host` by a place that can.
+On a GPU, the operations take the tensors themselves. The host driver records no tensors, so there the values are arrays of the
+host driver, which are copies of CPU tensors. The host driver cannot queue torch's own operations either. Tests replace `_host`
+by a place that can.
 """
 
 from collections.abc import Callable
@@ -43,13 +44,13 @@ class Place(Protocol):
         """Return a call's arguments with arrays in place of tensors."""
 
     def view(self, function: View, value: Any) -> Any:
-        """Return the view of a value that a torch function would make."""
+        """Return the view of ``value`` that ``function`` would make of a tensor."""
 
     def pointer(self, value: Any) -> int:
         """Return the address of a value."""
 
     def operation(self, name: str, function: Function) -> Function:
-        """Return a function of torch's as a declared operation."""
+        """Return a torch function as an operation with declared reads and writes."""
 
 
 class Cuda:
@@ -83,8 +84,8 @@ class Cuda:
 
     def operation(self, name: str, function: Function) -> Function:
         """Return a declared operation."""
-        # The function refers to nodes, and a node to the whole graph. `Held` hides it, so that the walk over a call's arguments
-        # does not enter the graph.
+        # The function refers to nodes, and a node refers to the whole graph. `Held` hides the function, so that the walk over a
+        # call's arguments does not enter the graph.
         held = Held(function)
 
         def work(*args: Any) -> Any:
@@ -127,7 +128,7 @@ class Host:
         return torch.empty_strided(value.shape, strides, dtype=found.dtype).copy_(found)
 
     def view(self, function: View, value: Any) -> Any:
-        """Return a view of an array, by a function of tensors."""
+        """Return the view of an array that ``function`` makes of tensors."""
         size, driver = value.dtype.itemsize, self._driver
         lie = torch.empty_strided(value.shape, [step // size for step in value.strides], dtype=torch.int8, device="meta")
         found = function(lie)
@@ -140,7 +141,7 @@ class Host:
 
     def operation(self, name: str, function: Function) -> Function:
         """Raise, because the host driver queues no work of torch."""
-        raise NotTaken(f"the host driver runs no operations of torch, as {name}")
+        raise NotTaken(f"the host driver cannot run operations of torch, and the model has {name}")
 
 
 def _numpy(tensor: Tensor) -> Any:

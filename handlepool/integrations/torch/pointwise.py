@@ -1,4 +1,4 @@
-"""Lower elementwise operations: each tree of them becomes one kernel."""
+"""Lower elementwise operations: each tree of such operations becomes one kernel."""
 
 import operator
 from collections.abc import Callable
@@ -105,14 +105,14 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.where.self: _where,
     aten.masked_fill.Scalar: _filled,
 }
-"""Functions of traced values, by the operation.
+"""Functions of traced values, by torch's elementwise operation.
 
-A function has the arguments and defaults of its operation."""
+`handlepool.elementwise` traces these functions. Each takes the operation's arguments, with the same defaults."""
 _TYPED = (aten.to.dtype, aten._to_copy.default)
 
 
 class _Tree:
-    """A root operation, with operations that only this tree reads."""
+    """An elementwise operation, with the operations that only this tree reads."""
 
     def __init__(self, root: fx.Node, lowering: Lowering) -> None:
         self.root, self._lowering = root, lowering
@@ -134,7 +134,7 @@ class _Tree:
 
 
 def is_pointwise(lowering: Lowering, node: fx.Node) -> bool:
-    """Return whether an operation may be in a kernel over elements."""
+    """Return whether an operation may be a part of an elementwise kernel."""
     if not lowering.varies(node) or not is_tensor(node, dtypes=(*FLOATS, torch.bool)):
         return False
     if any(not is_tensor(each, dtypes=(*FLOATS, torch.bool)) for each in node.all_input_nodes):
@@ -150,7 +150,10 @@ def is_pointwise(lowering: Lowering, node: fx.Node) -> bool:
 
 
 def lower_norms(lowering: Lowering) -> None:
-    """Replace batch norms that no convolution fused by products and sums."""
+    """Replace each batch norm that is not part of a convolution's kernel.
+
+    The new kernel multiplies each channel by a constant, and adds a constant.
+    """
     for node in lowering.nodes(NORM):
         x, weight, bias, mean, variance, _, epsilon = arguments(node)
         first = [each for each in node.users if each.target is operator.getitem and each.args[1] == 0]

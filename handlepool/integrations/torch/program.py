@@ -56,9 +56,9 @@ class Step:
         The slot of the step's value.
     run : callable
     dropped : list of int
-        Slots that no later step reads. Their values are released after this step.
+        The slots whose values no later step reads. These values are released after this step.
     why : str
-        The reason why torch computes the step, or why a view copies; else empty.
+        The reason why torch computes the step, or why the view needs a copy. Empty for any other step.
     """
 
     node: fx.Node
@@ -101,8 +101,8 @@ class Program:
         self._place = place
         self._inputs = [(at, node) for at, node in enumerate(graph.inputs) if node is not None]
         written = {id(target) for _, target in graph.writes if isinstance(target, Tensor)}
-        # A buffer that the model writes is passed as an argument of each call. As a weight, it would count as changed after
-        # each call.
+        # A buffer that the model writes is passed as an argument of each call. If it were a weight, it would count as changed
+        # after each call.
         self._state = [(node, tensor) for node, tensor in graph.weights.items() if id(tensor) in written]
         fixed = {node: tensor for node, tensor in graph.weights.items() if id(tensor) not in written}
         self._outputs = Outputs(graph)
@@ -123,7 +123,8 @@ class Program:
         self.times: dict[str, float] = {}
         self._tunes = tune and place.kind == "cuda"
         self._copies = place.operation("copy", _copied) if place.kind == "cuda" else _copied
-        # The program owns the recorded function. With a strong reference back, only the collector could free the two.
+        # The program owns the recorded function. The recorded function refers back to the program weakly, because only the
+        # collector could free a cycle of the two.
         run = partial(_run, self._arrays, Held(weakref.ref(self)))
         run.__name__ = run.__qualname__ = name  # type: ignore[attr-defined]
         self.recorded = handlepool.recorded(run, strict=True, **options)
@@ -260,7 +261,7 @@ class Program:
         return step.run(*given)
 
     def _ways(self, kernel: Kernel, step: Step, given: list[Any], expected: Tensor) -> dict[str, Callable[..., Any]]:
-        """Return the ways that work for these arguments."""
+        """Return the ways that give ``expected``'s shape and type."""
         found = {}
         for name, way in kernel.ways.items():
             try:
@@ -275,9 +276,9 @@ class Program:
         return found
 
     def _chosen(self, kernel: Kernel, ways: dict[str, Callable[..., Any]], given: list[Any]) -> str:
-        """Return the name of a kernel's quickest way for a geometry.
+        """Return the name of the kernel's quickest way.
 
-        Each geometry is measured once in the process.
+        Each kernel is timed once in the process for each geometry of its arguments.
         """
         if kernel.key is None:
             return next(iter(ways))
@@ -315,7 +316,7 @@ class Program:
         return step.run(value)
 
     def _lay(self, expected: Tensor, value: Value) -> Callable[[Any], Any]:
-        """Return a function that copies a value into the traced strides."""
+        """Return a function that copies a value into the strides of ``expected``."""
         shape, strides, dtype = tuple(expected.shape), expected.stride(), expected.dtype
         forms = ((handlepool.to_contiguous, torch.contiguous_format), (handlepool.to_channels_last, torch.channels_last))
         for copy, form in forms:
@@ -332,14 +333,14 @@ class Program:
         return self._place.operation("copy", laid)
 
     def _lay_results(self, found: list[Any]) -> None:
-        """Find the results that need other strides."""
+        """Decide which results need a copy into the traced strides."""
         self._lays: list[Callable[[Any], Any]] = []
         varying = [node for node in self._returned if node not in self._constants]
         for node, value in zip(varying, found, strict=True):
             expected = value_of(node)
             same = _lies_so(value, expected)
-            # A recorded function returns copies without gaps. So a traced tensor with gaps, such as an expanded tensor, gets no
-            # own layout.
+            # A recorded function returns copies without gaps. So a result that was traced with gaps, such as an expanded tensor,
+            # is not copied into its traced strides.
             self._lays.append(_same if same or not is_dense(expected) else self._lay(expected, value))
 
     # Calls
@@ -405,7 +406,7 @@ def _lays(node: fx.Node) -> bool:
 
 
 def _lies_so(value: Value, expected: Tensor) -> bool:
-    """Return whether a value has the strides of tracing."""
+    """Return whether a value has the strides of the traced tensor ``expected``."""
     return all(a == b for extent, a, b in zip(expected.shape, _strides(value), expected.stride(), strict=True) if extent != 1)
 
 
@@ -425,7 +426,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Return the tensor of a view, through operations with several results."""
+    """Return the node that a view reads, past operations with several results."""
     source = node.all_input_nodes[0]
     return source if isinstance(value_of(source), Tensor) else _source(source)
 
@@ -466,7 +467,7 @@ def _check(graph: fx.Graph) -> None:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise NotTaken(f"it has the operation {node.target}, which is none of aten's")
+            raise NotTaken(f"it has the operation {node.target}, and only operations of aten are known")
         tags = node.target.tags
         drawn = torch.Tag.nondeterministic_seeded in tags and not _draws_nothing(node)
         if drawn:

@@ -9,13 +9,13 @@ class NotTaken(Exception):
 
 
 class NotNow(NotTaken):
-    """A single call is left to torch."""
+    """One call is left to torch; later calls may be recorded."""
 
 
 def warn(name: str, why: object) -> None:
-    """Warn that torch runs a model, and why.
+    """Warn that torch runs a model, with the reason.
 
-    The warning names the line that called the model, and no line of this package or of torch.
+    The warning names the line of user code that called the model.
     """
     frame, depth = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("handlepool", "torch"):

@@ -22,7 +22,7 @@ class ProgramReport:
     kernels : dict
         Counts of the library's kernels, by name.
     torch : dict
-        Counts of operations that stay torch's, by name and reason.
+        Counts of the operations that torch computes, by name and reason.
     views : int
         Number of views, which cost nothing.
     nbytes : int
@@ -30,7 +30,7 @@ class ProgramReport:
     left : str
         The reason why torch runs the model; empty where a program runs it.
     times : dict
-        Microseconds of a call by this program and by Inductor, where `tune` compared these.
+        Microseconds of a call by this program and by Inductor, if ``tune`` compared them.
     explained : str
         The text of `RecordedFunction.explain`, with the lanes and the critical path.
     """
@@ -88,7 +88,7 @@ def report(model: object) -> Report:
     if isinstance(model, nn.Module):
         graphs = graphs_of(model)
         return Report(_of(each) for graph in graphs if graph.model is not None for each in graph.model.programs)
-    raise ArgumentError(f"report was given a {type(model).__name__}: pass a module, or what recorded or together returned")
+    raise ArgumentError(f"report was given a {type(model).__name__}: pass a module, or the result of recorded() or together()")
 
 
 def _of(program: Program | Together | str) -> ProgramReport:

@@ -38,8 +38,7 @@ class Together:
     Attributes
     ----------
     recorded : RecordedFunction or None
-        The recorded function that holds the programs. Use it for ``stats``, ``explain`` and ``tune``. None before the first
-        call.
+        The recorded function that holds the programs, with ``stats``, ``explain`` and ``tune``. None before the first call.
     """
 
     def __init__(self, models: tuple[nn.Module, ...], kernels: str, strict: bool, options: dict[str, Any]) -> None:
@@ -71,7 +70,7 @@ class Together:
         """
         args = self._split(given)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            # The models' own kernels become a part of the caller's graph.
+            # The kernels of the models then become a part of the caller's graph.
             return self._plain(args)
         shared = len(given) < len(self._models)
         try:
@@ -84,7 +83,8 @@ class Together:
                     values = self._called(args, shared)
                 except _Untried:
                     return self._try(args, shared)
-                # The program may have run with old weights. It writes only its own results, so these can simply be dropped.
+                # If a weight has changed, the program ran with the old weight. The program writes only its own results, so these
+                # results are dropped, and the call is repeated.
                 if self._same():
                     return values
                 self._weights.check()
@@ -150,14 +150,14 @@ class Together:
 
     def _same(self) -> bool:
         """Return whether a program still computes what the models do."""
-        # Inductor builds the values of weights into its kernels, so a written weight counts as a change. Torch's kernels read
-        # the weights in place.
+        # Inductor builds the values of weights into its kernels, so a write to a weight counts as a change. Torch's kernels read
+        # the weights in place, so with these kernels only a replaced weight counts.
         return self._weights.bound() and (self._kernels == "torch" or self._weights.versions.same())
 
     def _given(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
         """Return the arguments of the recorded function."""
         place: Any = self._place
-        # The recorded function refuses tensors that share memory. So a single tuple for all models is passed once.
+        # The recorded function refuses arguments that share memory. So a tuple that all models share is passed once.
         return (modes(place.kind), *place.arrays(args[:1] if shared else apart(args)))
 
     def _called(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
@@ -166,12 +166,15 @@ class Together:
         return found
 
     def _check(self, given: tuple[Any, ...]) -> None:
-        """Raise for arguments that were not tried."""
+        """Raise for arguments whose geometry `_try` has not seen."""
         if _geometry(given) not in self._tried:
             raise _Untried
 
     def _try(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
-        """Call the models by torch, and look for writes."""
+        """Call the models by torch, and look for writes.
+
+        If a model writes a buffer or an argument, torch runs the models from then on.
+        """
         key = _geometry(self._given(args, shared))
         written = Versions([*self._weights.tensors, *_tensors(args)])
         values = self._plain(args)
@@ -197,7 +200,7 @@ class Together:
 def _call(model: Held, weights: object, args: tuple[Any, ...]) -> Any:
     """Call a model.
 
-    The weights are an argument so that they count among the operation's reads.
+    The weights are an argument, so that they count as memory that the operation reads.
     """
     return model.value(*args)
 

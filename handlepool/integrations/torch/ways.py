@@ -12,9 +12,10 @@ _CYCLES = 2_000_000
 CALLS = 16
 ROUNDS = 3
 GAIN = 1.05
-"""Least ratio of the preferred way's time to a quicker way's time.
+"""The minimum gain for which another way is used.
 
-Below it the preferred way stays."""
+The gain is the ratio of the preferred way's time to the other way's time.
+"""
 
 
 def microseconds(function: Callable[..., Any], given: Sequence[Any]) -> float:
@@ -33,7 +34,8 @@ def microseconds(function: Callable[..., Any], given: Sequence[Any]) -> float:
         host = time.perf_counter() - began
         end.record()
         end.synchronize()
-        # At 2 GHz the delay was shorter than the host's launches, so the queue may have run empty. The delay is lengthened.
+        # A delay of this many cycles at 2 GHz was shorter than the launches on the host. So the queue may have run empty, and the
+        # measurement is repeated with a longer delay.
         if host * 2e9 > cycles and cycles < 100 * _CYCLES:
             cycles *= 4
             continue

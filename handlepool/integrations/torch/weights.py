@@ -42,9 +42,9 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _is_single(key: str, value: object) -> bool:
-    """Return whether an entry is a tensor of one element.
+    """Return whether an entry is a tensor of at most one element.
 
-    The counter of a batch norm does not: the layer reads it only in training.
+    The counter of a batch norm does not count, because the layer reads the counter only in training.
     """
     return isinstance(value, Tensor) and value.numel() < 2 and key != "num_batches_tracked"
 
@@ -97,18 +97,18 @@ class Weights:
         self._tables = [each for each in tables if each]
         self._copies = [dict(each) for each in self._tables]
         entries = [*chain.from_iterable(map(dict.values, self._tables))]
-        # A tensor in an ordinary attribute is treated as a buffer.
+        # A tensor in an ordinary attribute is a weight as well, although torch does not list it as a parameter or a buffer.
         self._held = [(space, key) for space in spaces for key, value in space.items() if isinstance(value, Tensor)]
         self._owned = [space[key] for space, key in self._held]
         self.tensors = [*dict.fromkeys(each for each in (*entries, *self._owned) if isinstance(each, Tensor))]
-        # The tables are compared by ``==``. For two one-element tensors with equal values, ``==`` is true although they are two
-        # objects. So such tensors are also compared by identity.
+        # `bound` compares the tables by ``==``. For two tensors of one element and equal values, ``==`` is true although they are
+        # two objects. So `bound` compares such tensors also by identity.
         single = [(table, key) for table in self._tables for key, value in table.items() if _is_single(key, value)]
         self._held += single
         self._owned += [table[key] for table, key in single]
         self._pointers = [*map(_pointer, self.tensors)]
         self._places = [*range(len(self.tensors))]
-        # A launch may read a weight that the user has just replaced. These references keep the old weight's memory.
+        # A launch may read a weight that the user has just replaced. These tensors keep the memory of the old weight alive.
         self._aliases = [each.detach() for each in self.tensors]
         self._spaces = [module.__dict__ for module in self.modules if _trains(module)]
         self._training = [space["training"] for space in self._spaces]
@@ -122,8 +122,8 @@ class Weights:
         try:
             return (
                 _at(self.tensors, self._pointers, self._places)
-                # ``==`` of dictionaries compares entries by identity first. Only a replaced tensor is compared by values, and
-                # that comparison raises RuntimeError.
+                # ``==`` of dictionaries compares entries by identity first. Only a replaced tensor is compared by its values. The
+                # result is a tensor of several elements, which has no truth value, so Python raises RuntimeError.
                 and self._tables == self._copies
                 and [space["training"] for space in self._spaces] == self._training
                 and not any(self._hooks)
@@ -136,7 +136,7 @@ class Weights:
     def check(self) -> None:
         """Raise for modules that no program repeats.
 
-        These run more code than their forward, or have weights of other classes.
+        Such modules are in training mode, have hooks, or have weights of other classes.
 
         Raises
         ------
@@ -148,7 +148,7 @@ class Weights:
             if type(each) not in (Tensor, nn.Parameter, nn.Buffer) or each.layout is not torch.strided:
                 raise NotTaken(f"a weight is a {type(each).__name__} with the layout {each.layout}")
         if any(self._hooks):
-            raise NotTaken("it has hooks, which a program would not call")
+            raise NotTaken("it has hooks, and a recorded program would not call them")
 
     def derived(self) -> bool:
         """Return whether a weight requires a gradient."""
@@ -160,7 +160,8 @@ class Weights:
             return True
         if [(type(each), repr(each)) for each in now] != [(type(each), repr(each)) for each in self._values]:
             return False
-        # The values are equal, but other objects. Keeping the new objects makes the next comparison quick again.
+        # The values are equal, but some are new objects. The new objects are kept, so that the next comparison by identity
+        # succeeds.
         self._values = now
         return True
 
@@ -177,7 +178,8 @@ class Snapshot:
     def restore(self) -> bool:
         """Restore the attributes; return whether a value changed.
 
-        Torch's export may replace a tuple or a list by an equal object. That is restored, but does not count as a difference.
+        Torch's export may replace a tuple or a list by an equal object. The old object is restored, but this replacement does
+        not count as a change.
         """
         changed = False
         for now, then in (*self._spaces, *self._dicts):
