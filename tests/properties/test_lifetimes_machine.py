@@ -20,7 +20,7 @@ from lifetimes import Lifetimes
 
 from handlepool import ContractError
 
-EXAMPLES = int(os.environ.get("HANDLEPOOL_EXAMPLES", "320"))
+EXAMPLES = int(os.environ.get("HANDLEPOOL_EXAMPLES", "800"))
 PARTS = 8  # as units of work for test processes
 
 
