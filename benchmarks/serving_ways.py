@@ -86,19 +86,35 @@ class Model:
         return self._torch[1], self._torch[2]
 
 
+def awaited(call: Callable[[], Any], stream: Any) -> Request:
+    """Return a request that makes a call, and waits for the call's stream."""
+
+    def request() -> Any:
+        y = call()
+        stream.synchronize()
+        return y
+
+    return request
+
+
+def served_by(model: Model, lanes: int, instances: int) -> Callable[[Any], Any]:
+    """Return the recorded function of a model's image."""
+    run, p = model.run, model.placed
+
+    def network(x: Any) -> Any:
+        return run(p, x)
+
+    network.__qualname__ = model.name
+    return handlepool.recorded(network, lanes=lanes, instances=instances, strict=True)
+
+
 def plain(model: Model, options: Any) -> Client:
     """Our operations, eagerly."""
 
     @contextmanager
     def client() -> Iterator[Request]:
         with model.driver.create_stream() as stream:
-
-            def request() -> Any:
-                y = model.run(model.p, model.x)
-                stream.synchronize()
-                return y
-
-            yield request
+            yield awaited(lambda: model.run(model.p, model.x), stream)
 
     return client
 
@@ -107,13 +123,7 @@ def recorded(lanes: int, instances: int) -> Callable[[Model, Any], Client]:
     """Return a way: one recorded function of all clients."""
 
     def way(model: Model, options: Any) -> Client:
-        run, p = model.run, model.placed
-
-        def network(x: Any) -> Any:
-            return run(p, x)
-
-        network.__qualname__ = model.name
-        served = handlepool.recorded(network, lanes=lanes, instances=instances, strict=True)
+        served = served_by(model, lanes, instances)
 
         @contextmanager
         def client() -> Iterator[Request]:
@@ -122,13 +132,7 @@ def recorded(lanes: int, instances: int) -> Callable[[Model, Any], Client]:
             model.driver.copy(x, model.x)
             model.driver.synchronize_stream(model.driver.current_stream().ptr)
             with model.driver.create_stream() as stream:
-
-                def request() -> Any:
-                    y = served(x)
-                    stream.synchronize()
-                    return y
-
-                yield request
+                yield awaited(lambda: served(x), stream)
 
         return client
 
@@ -139,8 +143,7 @@ def submitted(lanes: int, instances: int) -> Callable[[Model, Any], Client]:
     """Return a way: requests by `submit`, which the clients' threads launch."""
 
     def way(model: Model, options: Any) -> Client:
-        run, p = model.run, model.placed
-        served = handlepool.recorded(lambda x: run(p, x), lanes=lanes, instances=instances, strict=True)
+        served = served_by(model, lanes, instances)
 
         @contextmanager
         def client() -> Iterator[Request]:
@@ -156,8 +159,7 @@ def launched(lanes: int, instances: int) -> Callable[[Model, Any], Client]:
     """Return a way: one thread launches all requests, on as many streams as instances."""
 
     def way(model: Model, options: Any) -> Client:
-        run, p, driver = model.run, model.placed, model.driver
-        served = handlepool.recorded(lambda x: run(p, x), lanes=lanes, instances=instances, strict=True)
+        driver, served = model.driver, served_by(model, lanes, instances)
         calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         streams = [driver.create_stream() for _ in range(instances)]
 
@@ -242,13 +244,7 @@ def torch_way(torch: Any, kind: str) -> Callable[[Model, Any], Client]:
             stream, run = made.pop() if made else (torch.cuda.Stream(), call)
             with torch.inference_mode(), torch.cuda.stream(stream):
                 x = image.clone(memory_format=torch.preserve_format)
-
-                def request() -> Any:
-                    y = run(x)
-                    stream.synchronize()
-                    return y
-
-                yield request
+                yield awaited(lambda: run(x), stream)
 
         return client
 
@@ -341,13 +337,7 @@ def aoti(torch: Any, runners: int) -> Callable[[Model, Any], Client]:
         def client() -> Iterator[Request]:
             with on_a_stream(torch) as stream:
                 x = image.clone(memory_format=torch.preserve_format)
-
-                def request() -> Any:
-                    y = loaded(x)
-                    stream.synchronize()
-                    return y
-
-                yield request
+                yield awaited(lambda: loaded(x), stream)
 
         return client
 

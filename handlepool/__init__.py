@@ -68,9 +68,11 @@ from handlepool.ops import (
 from handlepool.order.operation import operation
 from handlepool.pool.default import close, default_pool, get_handle, get_workspace, prewarm, set_default_pool, stats, trim
 from handlepool.pool.pool import HandlePool
+from handlepool.recording.decorator import recorded
 from handlepool.recording.program import Program
 from handlepool.recording.record import record
-from handlepool.recording.recorded import RecordedFunction, RecordedStats, recorded
+from handlepool.recording.recorded import RecordedFunction
+from handlepool.recording.variant_table import RecordedStats
 from handlepool.regions.executor import ParallelStateExecutor
 from handlepool.regions.future import StreamFuture
 from handlepool.regions.states import Fork, ParallelStates

@@ -182,10 +182,8 @@ def count_all() -> dict[str, tuple[int, int]]:
 
 def count_cuda() -> dict[str, tuple[int, int]]:
     """On the cuda driver, with CuPy's arrays and no GPU."""
-    import cupy
     from harness.no_gpu import NoGpuDriver, World
 
-    from handlepool.drivers.cuda import fast_launch as shortcuts
     from handlepool.drivers.cuda import prepared
 
     def nothing(*_):
@@ -219,8 +217,6 @@ def count_cuda() -> dict[str, tuple[int, int]]:
             return SimpleNamespace(allocator=None, nbytes=0, holds=lambda _: True, release=lambda: True, on_allocate=nothing)
 
     with World(driver=Recording()) as world, as_default(world.pool), pytest.MonkeyPatch.context() as patch:
-        for module in (shortcuts, prepared):
-            patch.setattr(module, "cupy", SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc)))
         patch.setattr(prepared, "_move", nothing)
         patch.setattr(prepared, "runtime", SimpleNamespace(memcpyAsync=nothing, memcpyDefault=4))
         x, w = (world.array(*shape) for shape in SHAPES)

@@ -13,11 +13,13 @@ from harness.insides import abandoned, made_default
 from harness.process import as_default, forget_deferred
 from harness.scenes import Scene, Thread
 
+import handlepool
 from handlepool import HandlePool, drivers
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.order import assumed, books, measured, plain_calls
+from handlepool.order import assumed, measured, places, plain_calls
 from handlepool.pool import context, deferred
 from handlepool.pool import default as defaults
+from handlepool.spreading.worker import DeviceWorker
 
 for name in list(os.environ):
     ours = ("HANDLEPOOL_EVERY_LINE", "HANDLEPOOL_EXAMPLES", "HANDLEPOOL_EXPRESSIONS", "HANDLEPOOL_SEED")
@@ -108,6 +110,37 @@ def without(monkeypatch):
             monkeypatch.setattr(place, stand_in)
 
     return take_away
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """The cuda driver is not available, and the host driver is."""
+    monkeypatch.setattr(drivers, "available", lambda name: None if name == "host" else "there is no GPU")
+
+
+@pytest.fixture
+def public_calls(monkeypatch):
+    """Notes the arguments and options of the calls of a public function: ``calls = public_calls("conv2d")``."""
+
+    def note(name):
+        calls, function = [], getattr(handlepool, name)
+
+        def noting(*args, **options):
+            calls.append((args, options))
+            return function(*args, **options)
+
+        monkeypatch.setattr(f"handlepool.{name}", noting)
+        return calls
+
+    return note
+
+
+@pytest.fixture
+def general_items(monkeypatch):
+    """The items of a spread that go the general way, in a list that grows."""
+    went, give = [], DeviceWorker._give
+    monkeypatch.setattr(DeviceWorker, "_give", lambda *args: went.append(args) or give(*args))
+    return went
 
 
 @pytest.fixture
@@ -264,4 +297,4 @@ def no_books_stay_open():
     """Close the books of forks that a test left for good, as where a context was lost: later tests would ask them."""
     yield
     context.active.clear()
-    books._thread.orders.clear()
+    places.books_of_thread.orders.clear()

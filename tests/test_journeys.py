@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "journeys.py"
 BOUNDS = {
     "get_handle, hit": {"modules": 1, "calls": 1},
     "program.replay()": {"modules": 1, "calls": 1},
-    "record of five calls, lanes=8": {"modules": 31, "calls": 510},
+    "record of five calls, lanes=8": {"modules": 28, "calls": 510},
     "fork, run(conv2d), join": {"modules": 11, "calls": 50, "module switches": 20},
     "fork, run(a function), join": {"modules": 12, "calls": 80, "module switches": 30},
 }

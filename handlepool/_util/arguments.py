@@ -26,10 +26,10 @@ def check_ran(function: object, value: object) -> None:
     ------
     ArgumentError
     """
-    # A generator that has already started counts as intended, so it is accepted.
+    # If a generator has already started, its caller uses it as a generator on purpose. So such a generator is accepted.
     if type(value) in TO_RUN and not getattr(value, "gi_suspended", False):
         if isinstance(value, (GeneratorType, CoroutineType)):
-            # Without the close, Python warns that the coroutine was never awaited.
+            # If a coroutine is not closed, Python warns that it was never awaited.
             value.close()
         raise ArgumentError(
             f"{name_of(function)} returned a {kind_of(value)}, and none of its work has run. Pass a function that "
@@ -40,17 +40,17 @@ def check_ran(function: object, value: object) -> None:
 def as_integer(value: Any, otherwise: int | None = None) -> int:
     """Return a value as an integer.
 
-    For a value that is no integer, return ``otherwise`` if it is given, else raise.
+    If the value is no integer, return ``otherwise``.
 
     Raises
     ------
     TypeError
-        For a value that is no integer.
+        If the value is no integer and ``otherwise`` is None.
     """
     if type(value) is int:
         return value
     try:
-        # `index` would take True as 1, but a flag in place of a number is a mistake.
+        # `operator.index` would take True as 1. A flag in place of a number is a mistake, so flags are refused.
         if isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{shown(value)} is no integer")
         return index(value)
@@ -66,7 +66,7 @@ def at_least(least: int, what: str, value: object, unit: str = "") -> int:
     Raises
     ------
     ArgumentError
-        The message has the argument's name ``what``, and its legal values.
+        If the value is no such integer. The message has the argument's name ``what``, and its legal values.
     """
     number = as_integer(value, least - 1)
     if number < least:
@@ -80,7 +80,7 @@ def flag(what: str, value: object) -> bool:
     Raises
     ------
     ArgumentError
-        The message has the argument's name ``what``.
+        If the value is no bool. The message has the argument's name ``what``.
     """
     if not isinstance(value, (bool, np.bool_)):
         raise ArgumentError(f"{what}={shown(value)}; it must be True or False")
@@ -90,7 +90,7 @@ def flag(what: str, value: object) -> bool:
 MOST_DEEP = 100
 """The maximum nesting depth of containers in an argument.
 
-Recursive functions can walk over containers of this depth.
+A recursive function can walk over such containers within Python's recursion limit.
 """
 
 
@@ -102,7 +102,7 @@ def check_ends(what: str, *values: object) -> None:
     ArgumentError
         The message begins with ``what``, such as "f was given".
     """
-    # The check does not recurse, because containers nested too deeply would exceed Python's recursion limit.
+    # The loop keeps its own stack. A recursive check of deeply nested containers would exceed Python's recursion limit.
     left: list[tuple[object, Iterator[object]]] = [(values, iter(values))]
     within: set[int] = set()
     while left:
@@ -111,7 +111,9 @@ def check_ends(what: str, *values: object) -> None:
             within.discard(id(left.pop()[0]))
         elif isinstance(value, (list, tuple, dict)) and value:
             if id(value) in within:
-                raise ArgumentError(f"{what} a {kind_of(value)} that contains itself, which has no end: take it out of itself")
+                raise ArgumentError(
+                    f"{what} a {kind_of(value)} that contains itself: pass a container that does not contain itself"
+                )
             if len(left) > MOST_DEEP:
                 raise ArgumentError(
                     f"{what} a {kind_of(value)} nested in more than {MOST_DEEP} containers: make the nesting flatter"

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause or context, and so on.
+    """Yield an error, then the chain of its causes and contexts.
 
-    Python chains the original error behind the errors that other code raised for it.
+    If code handles an error and raises another error, Python keeps the first as cause or context of the second.
     """
     while error is not None:
         yield error

@@ -18,20 +18,20 @@ def do_all(steps: Iterable[Callable[[], object]]) -> None:
         if failure is not None:
             raise failure
     finally:
-        # The error refers to its traceback, and the traceback to this frame. If the frame still referred to the error, the
-        # cycle would keep all objects of the callers alive.
+        # The error refers to its traceback, and the traceback to this frame. If the frame still referred to the error, the three
+        # would form a cycle, which would keep all objects of the callers alive.
         del failure
 
 
 def take_each(things: list[T]) -> Iterator[T]:
     """Pop and yield the items of a list, from the front.
 
-    Other threads may append to the list and pop from it meanwhile. The items are popped one at a time, so an interrupt loses at
-    most one item.
+    Other threads may append to the list and pop from it meanwhile. If an interrupt stops the loop, the items that were not yet
+    popped stay in the list.
     """
     for _ in range(len(things)):
         try:
             yield things.pop(0)
-        # Another thread has popped the last item.
+        # The list is empty, because another thread has popped the last item.
         except IndexError:
             return

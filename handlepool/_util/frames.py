@@ -1,6 +1,6 @@
 """Find the user's line of code behind an error, warning or node.
 
-It is the line of the innermost frame outside of this package.
+This line belongs to the innermost frame whose code is neither this package's nor an array library's.
 """
 
 import sys
@@ -13,11 +13,11 @@ LIBRARIES = ("handlepool", "numpy", "cupy", "cupy_backends", "torch")
 def place_of_call() -> str:
     """Return the file and line that called into this package.
 
-    Frames of array libraries that call this package are passed over too.
+    If an array library called this package, the line that called the array library is returned.
     """
     frame = sys._getframe(1)  # noqa: SLF001 - public in all but its name
-    # The search stops at the outermost frame, even if that frame belongs to a library. The loop is written out for speed,
-    # because each recorded node needs a search.
+    # If even the outermost frame belongs to a library, the search ends there. Each recorded node needs a search, so for speed
+    # this loop does not share code with `frames_inside`.
     while _is_library(frame.f_globals.get("__name__", "")) and (outer := frame.f_back) is not None:
         frame = outer
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -26,7 +26,7 @@ def place_of_call() -> str:
 def place_of_error(error: BaseException) -> str:
     """Return the user's file and line that led to an error.
 
-    Any library may have raised the error.
+    The library that raised the error may be any library.
     """
     place, trace = "", error.__traceback__
     while trace is not None:
@@ -37,9 +37,9 @@ def place_of_error(error: BaseException) -> str:
 
 
 def frames_inside() -> int:
-    """Return the ``stacklevel`` for a warning about the caller's line.
+    """Return the ``stacklevel`` of a warning for the user's line.
 
-    That line called into this package.
+    The user's line is the line that called into this package.
     """
     frame, depth = sys._getframe(1), 1  # noqa: SLF001 - public in all but its name
     while frame.f_globals.get("__name__", "").partition(".")[0] == "handlepool" and frame.f_back is not None:

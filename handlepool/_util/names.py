@@ -22,7 +22,7 @@ _PLAIN = (*_SCALARS, type(None), type, range, np.dtype, FunctionType, BuiltinFun
 def kind_of(value: object) -> str:
     """Return the name of a type, or of a value's type.
 
-    The module's name comes first unless the type is built in.
+    If the type is not built in, the name begins with the name of its module.
     """
     kind = value if isinstance(value, type) else type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -36,7 +36,8 @@ def name_of(function: object) -> str:
 def shown(value: object) -> str:
     """Return the text of a value for a message.
 
-    An array shows its kind, shape and type. A value that may contain arrays shows its kind. Any other value shows its repr.
+    An array is shown by its class, shape and type, and an object that may contain arrays by its class alone. Any other value is
+    shown by its repr.
     """
     return _shortened.repr(value)
 
@@ -66,7 +67,7 @@ _shortened = _Shortened()
 def _described(array: Any) -> str:
     try:
         geometry = f" of shape {tuple(map(int, array.shape))}, {array.dtype}"
-    # The array may lack these attributes, or raise when they are read.
+    # The array may have no such attributes, or raise any error when they are read.
     except Exception:
         geometry = ""
     return f"<{kind_of(array)}{geometry}>"

@@ -8,29 +8,30 @@ import numpy as np
 class Wrapper:
     """A callable of this package that wraps a function.
 
-    A search for arrays or state continues in the wrapped function.
+    If a search for arrays or state meets a `Wrapper`, the search goes on in the wrapped function.
     """
 
     __wrapped__: Any
 
     def _at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Make a call that cannot run in a task.
+        """Make the call now if it cannot run in a task.
 
-        If the call can run in a task, return an empty list. Otherwise make the call now, and return a list with its value.
+        Return a list with the call's value. If the call can run in a task, do not make it, and return an empty list.
         """
         return []
 
     def _request(self, pool: Any, requests: Any, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call as a request, and return its future.
 
-        None where the call has to be a task. ``task()`` makes the request's task.
+        If the call has to be a task, return None. ``task()`` makes the request's task.
         """
 
 
 def has_protocol(value: object, name: str) -> bool:
     """Return whether an object, or its type, has an attribute.
 
-    Unlike `hasattr`, the function does not call ``__getattr__``. So a proxy that answers to any name does not match.
+    `hasattr` would call ``__getattr__``, and a proxy object may answer to any name. This function does not call ``__getattr__``,
+    so such a proxy does not match.
     """
     if hasattr(type(value), name):
         return True
@@ -46,7 +47,7 @@ def holds_values(value: object) -> bool:
 
     A NumPy scalar is not an array.
     """
-    # A class of arrays has the protocol's attributes, but is itself no array.
+    # A class of arrays has the protocols' attributes, but the class itself is no array.
     if isinstance(value, (type, np.generic)):
         return False
     return any(has_protocol(value, protocol) for protocol in (*ARRAY_PROTOCOLS, "__array__"))

@@ -38,43 +38,45 @@ from handlepool._util.protocols import ARRAY_PROTOCOLS, Wrapper, holds_values
 
 _BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 _WITHOUT_ARRAYS = ("builtins", "numpy", "cupy", "handlepool")
-"""Packages whose objects' attributes need not be searched.
+"""Packages with types whose objects' attributes need not be searched.
 
-Their objects are arrays or containers, or have no array in an attribute.
+Objects of these types are arrays or containers, or have no array in an attribute.
 """
 _PROXIES = (ProxyType, CallableProxyType)
-"""Types of weak proxies, whose objects may be gone."""
+"""Types of weak proxies, whose referents may have ended."""
 CACHE = type(lru_cache(len))
 _OF_OBJECTS = (np.ndarray, np.void)
-"""Types that may hold objects; their ``dtype`` tells whether they do."""
-# Objects of these types are not entered. A traceback, for example, leads to frames, and a frame to all objects of its function
-# and callers.
+"""NumPy's types that may hold Python objects, as their ``dtype`` tells."""
+# The walk does not enter objects of these types. A traceback, for example, leads to frames, and a frame leads to all objects of
+# its function and of the function's callers.
 _HOLD_NO_ARRAYS = (type, ModuleType, CodeType, FrameType, TracebackType)
 _WEAK_CONTAINERS = (WeakSet, WeakValueDictionary, WeakKeyDictionary)
 _without_attributes: set[type] = {CACHE, methodcaller, ReferenceType, WeakMethod, *_WEAK_CONTAINERS}
 """Types whose attributes are not searched.
 
-The walk searches some of them in another way. It adds types of `_WITHOUT_ARRAYS` when it meets them.
+The walk searches objects of some of these types in another way. When the walk meets a type of a package in `_WITHOUT_ARRAYS`, it
+adds the type to this set.
 """
 _NO_ARRAY = (int, float, complex, str, bytes)
 _NO_ARRAY_TYPES = frozenset(_NO_ARRAY)
 _ends: set[type] = {*_NO_ARRAY, bool, type(None)}
 """Types whose objects hold no other objects.
 
-These are types of plain values, and types from `_without_attributes` that the walk has found to be such.
+At first these are types of plain values. The walk adds a type of `_without_attributes` if it finds nothing to enter in its
+objects.
 """
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _HEAP_TYPE = 1 << 9
-"""The bit of ``__flags__`` of classes written in Python.
+"""The bit of ``__flags__`` that classes written in Python have.
 
-Classes made by `exec` have this bit too, although their module may be "builtins".
+A class made by `exec` also has this bit, although its module may be "builtins".
 """
 _IMMUTABLE_TYPE = 1 << 8
 """The bit of ``__flags__`` that only types written in C have."""
 _COLLECTED_TYPE = 1 << 14
-"""The bit of ``__flags__`` of types that Python's collector traverses.
+"""The bit of ``__flags__`` of types that Python's garbage collector traverses.
 
-Their objects tell the collector which objects they hold.
+An object of such a type tells the garbage collector which objects it holds.
 """
 MOST_PLAIN = 1000
 MOST_OBJECTS = 10_000
@@ -83,7 +85,10 @@ MOST_OBJECTS = 10_000
 A single `Opaque` stands for all further objects.
 """
 ATTRIBUTE_LEVELS = 2
-"""The depth of the search in attributes: attributes, and their attributes."""
+"""The depth of the search in attributes.
+
+The search looks at the attributes of an object, and at the attributes of the objects found in them.
+"""
 _COMPUTING = ("__getitem__", "__iter__", "__next__")
 _LIBRARIES = {*_WITHOUT_ARRAYS, *sys.stdlib_module_names, "torch", "cudnn"} - {"__main__"}
 _computing: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
@@ -105,12 +110,12 @@ def content(cell: CellType) -> Any:
 
 
 class Opaque:
-    """Stand among leaves for objects whose arrays are unknown.
+    """Stand among the leaves for objects that the walk did not enter.
 
     Attributes
     ----------
     held : object
-        The objects that the walk did not enter, or an object that computes its values.
+        The objects that the walk did not enter, or an object whose methods compute its values.
     """
 
     __slots__ = ("held",)
@@ -120,26 +125,27 @@ class Opaque:
 
 
 def leaves(*values: object, calls: bool = False, keys: bool = False, owners: list[Any] | None = None) -> Iterator[Any]:
-    """Yield the objects that values lead to, in order.
+    """Yield the leaves: the objects that values lead to, in order.
 
-    The walk enters lists, tuples and values of dictionaries, each container once. With ``keys``, it also enters keys of
-    dictionaries.
+    The walk enters lists, tuples and values of dictionaries, each container once. If ``keys`` is true, the walk also enters keys
+    of dictionaries.
 
-    With ``calls``, it finds everything that a call with these values may use, except globals. It enters keys, sets, deques,
-    dataclasses, arrays of objects and weak references. A function leads to its defaults, closure and attributes. A partial
-    function or a method leads to its bound objects, and a ``torch.nn.Module`` to its parameters and buffers. Any other object
-    of a type written in C leads to the objects that it holds; examples are a view, a generator and an exception. The walk does
+    If ``calls`` is true, the walk finds everything that a call with these values may use, except globals. It enters keys, sets,
+    deques, dataclasses, arrays of objects and weak references. A function leads to its defaults, closure and attributes. A
+    partial function or a method leads to its bound objects, and a ``torch.nn.Module`` to its parameters and buffers. Any other
+    object of a type written in C, such as a view, a generator or an exception, leads to the objects that it holds. The walk does
     not advance iterators. A fork is no leaf.
 
-    With ``calls``, a container of more than `MOST_PLAIN` entries is not entered if it begins with numbers or text, or with
-    lists and tuples of these. After `MOST_OBJECTS` objects, an `Opaque` stands for all further objects. At the end come the
-    `attribute_leaves` of all objects with attributes. With ``owners``, these objects are added to that list instead.
+    If ``calls`` is true, a container of more than `MOST_PLAIN` entries is not entered if it begins with numbers or text, or with
+    lists and tuples of these. After `MOST_OBJECTS` objects, an `Opaque` stands for all further objects. The last leaves are the
+    `attribute_leaves` of all objects with attributes. If ``owners`` is given, the walk appends the objects with attributes to
+    that list instead, and does not search their attributes.
     """
     if not calls:
         return _walk(values, keys, None)
     if owners is not None:
         return _walk(values, keys, owners)
-    # Making a list is quicker than nesting generators.
+    # To make a list is quicker than to yield from a second generator.
     found: list[Any] = []
     direct = [*_walk(values, keys, found)]
     return iter(direct + attribute_leaves(found)) if found else iter(direct)
@@ -148,8 +154,8 @@ def leaves(*values: object, calls: bool = False, keys: bool = False, owners: lis
 def attribute_leaves(owners: Iterable[Any]) -> list[Any]:
     """Return the leaves of objects' attributes, `ATTRIBUTE_LEVELS` deep.
 
-    The list has an `Opaque` for each object that computes its values. Such an object holds no array, and its class has one of
-    the methods of `_COMPUTING`, written in Python.
+    The list has an `Opaque` for each object that may compute arrays: the object holds no array, and its class has a method of
+    `_COMPUTING` that is written in Python.
     """
     computing: list[Any] = []
     found = _attribute_leaves(owners, computing)
@@ -197,9 +203,9 @@ def _computes(kind: type) -> bool:
 
 
 def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Iterator[Any]:
-    """Yield the leaves of values without their attributes, see `leaves`.
+    """Yield the leaves of values, without the leaves of attributes.
 
-    Objects with attributes are added to ``owners``.
+    See `leaves`. The objects whose attributes are to be searched are added to ``owners``.
     """
     calls = owners is not None
     budget = MOST_OBJECTS
@@ -222,7 +228,7 @@ def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Ite
         if calls and type(value) not in _without_attributes:
             if type(value) in _PROXIES:
                 try:
-                    # The bound method leads to the proxy's object.
+                    # A method of a proxy is bound to the object that the proxy stands for.
                     value = value.__repr__.__self__
                 except ReferenceError:
                     continue
@@ -276,8 +282,8 @@ def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Ite
         elif _is_looked_into(value):
             yield value
             inside = _referents(value)
-        # An open fork keeps the leaves of its calls until its join. If a leaf kept the fork, the two would keep each other, for
-        # good if the fork's thread ends.
+        # An open fork keeps the leaves of its calls until its join. If the fork itself were a leaf, it would keep itself alive,
+        # and for good if its thread ends before the join.
         elif hasattr(type(value), "__handlepool_keeps_calls__"):
             continue
         else:
@@ -289,8 +295,7 @@ def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Ite
             entered[id(value)] = value
             if not calls or len(inside) <= MOST_PLAIN or not _begins_plain(inside):
                 if calls and len(inside) > MOST_OBJECTS:
-                    # The list inside the `Opaque` keeps these objects alive for the branch, even if the caller empties the
-                    # container.
+                    # The list in the `Opaque` keeps these objects alive for the branch, even if the caller empties the container.
                     yield Opaque([*inside])
                     continue
                 left += reversed([*inside])
@@ -301,7 +306,7 @@ def _walk(values: Iterable[object], keys: bool, owners: list[Any] | None) -> Ite
 def _begins_plain(values: Iterable[Any]) -> bool:
     try:
         first = [*islice(values, 16)]
-    # Another thread has changed the container during the iteration.
+    # Another thread has changed the container during the iteration, so its entries are unknown.
     except RuntimeError:
         return False
     if _NO_ARRAY_TYPES.issuperset(map(type, first)):
@@ -311,9 +316,9 @@ def _begins_plain(values: Iterable[Any]) -> bool:
 
 
 def bound_call(function: object) -> Any:
-    """Return the object to walk for a call's inputs.
+    """Return the object at which a walk for a call's inputs begins.
 
-    For a callable object it is the bound ``__call__``, otherwise the function itself.
+    For an instance of a class with ``__call__``, the object is the bound ``__call__``. For a function, it is the function itself.
     """
     if isinstance(function, Wrapper):
         return bound_call(function.__wrapped__)
@@ -325,7 +330,7 @@ def bound_call(function: object) -> Any:
 def _has_attributes(value: object) -> bool:
     """Return whether an object's attributes have to be searched.
 
-    Arrays, and objects of the known libraries, need no such search.
+    The attributes of arrays, and of objects of `_WITHOUT_ARRAYS`, need no search.
     """
     kind = type(value)
     heap = kind.__flags__ & _HEAP_TYPE
@@ -336,7 +341,8 @@ def _has_attributes(value: object) -> bool:
         if str(kind.__module__).startswith("torch"):
             _without_attributes.add(kind)
         return False
-    # A user's subclass of a driver holds hundreds of events and streams, and no array that is an argument.
+    # A driver, or a subclass of a driver, holds hundreds of events and streams, and no array that a user passes. So it is not
+    # searched.
     for base in kind.__mro__:
         if str(base.__module__).startswith("handlepool.drivers"):
             return False
@@ -346,7 +352,7 @@ def _has_attributes(value: object) -> bool:
 def _is_looked_into(value: object) -> bool:
     """Return whether an object of a C type may hold other objects.
 
-    A type derived from a C type counts as a C type. An array holds no other objects.
+    A C type is a type written in C, or a type derived from such a type. The answer for an array is False.
     """
     kind: Any = type(value)
     base = _type_of_c(kind)
@@ -358,7 +364,7 @@ def _is_looked_into(value: object) -> bool:
 def _type_of_c(kind: Any) -> Any:
     """Return the first C type among a type and its bases.
 
-    As in `copyreg`, a type counts as a C type if its ``__new__`` is a C function of this very type.
+    As in `copyreg`, a type counts as written in C if its ``__new__`` is a C function of this very type.
     """
     while kind.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE:
         if getattr(getattr(kind, "__new__", None), "__self__", None) is kind:
@@ -370,14 +376,14 @@ def _type_of_c(kind: Any) -> Any:
 def _referents(value: object) -> list[Any]:
     """Return the objects that an object of a C type holds.
 
-    Python's collector lists them. The object's attributes are left out, because `leaves` yields them at the end. The dictionary
-    of a module is left out, because it holds globals.
+    Python's garbage collector lists these objects. The object's attributes are left out, because `leaves` yields them at the end.
+    The dictionaries of modules are left out, because they hold globals.
     """
     kind, own = type(value), list[Any]()
     if kind not in _without_attributes:
         with suppress(Exception):
             own = [getattr(value, "__dict__", None)]
-        # The collector may list the values of attributes instead of the dictionary.
+        # The garbage collector may list the values of attributes in place of the attributes' dictionary.
         own += () if _type_of_c(kind) is kind else attributes(value)
     without = {*map(id, own)}
     return [
@@ -390,7 +396,7 @@ def _referents(value: object) -> list[Any]:
 def attributes(*owners: object) -> list[Any]:
     """Return the values of objects' own attributes.
 
-    An object that raises an error counts as having no attributes.
+    If an object raises an error when its attributes are read, the function leaves the object out.
     """
     found: list[Any] = []
     for owner in owners:

@@ -26,7 +26,7 @@ from handlepool.cli import info
 from handlepool.cli.terminal import Progress, coloured, complain, tell
 from handlepool.pool.default import substitute_default
 from handlepool.pool.pool import HandlePool
-from handlepool.recording.recorded import recorded
+from handlepool.recording.decorator import recorded
 from handlepool.regions.states import ParallelStates
 
 _TOLERANCE = 1e-4

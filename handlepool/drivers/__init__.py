@@ -16,24 +16,24 @@ VARIABLE = "HANDLEPOOL_DRIVER"
 class LoadedDrivers:
     """The drivers of this process, each of which is made once.
 
-    There is one object for each driver, because its events, streams and arenas belong together.
+    There is one object for each driver, because the driver's events, streams and arenas belong together.
 
-    The lock ensures that one thread makes a driver. The collector may run a finalizer while CuPy is imported, and that finalizer
-    may ask for a driver. The same thread may therefore take the lock again. A fork waits for a driver that another thread loads.
-    Otherwise Python would leave the child with half-imported modules, because the importing thread is missing there.
+    The lock ensures that only one thread makes a driver. While CuPy is imported, the garbage collector may run a finalizer that
+    asks for a driver in the same thread. So the lock is reentrant. A fork takes the lock, and so waits while another thread loads
+    a driver. Without that wait, the child could have half-imported modules, because the importing thread does not exist there.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.by_name: dict[str, Driver] = {}
-        # In a forked child, these are the parent's drivers. They are kept alive and never used (guarantee 13).
+        # In a forked child, the drivers that the parent had loaded. They are kept alive and never used (guarantee 13).
         self.inherited: dict[str, Driver] = {}
         self.forked = False
 
     def replace(self, name: str, driver: Driver | None) -> Driver | None:
         """Store a driver under a name, and return the former driver.
 
-        The driver None removes the name.
+        If ``driver`` is None, no driver has the name afterwards.
         """
         with self.lock:
             before = self.by_name.pop(name, None)
@@ -44,7 +44,7 @@ class LoadedDrivers:
     def after_fork(self) -> None:
         """Let a forked child make its own drivers.
 
-        The host driver's threads are gone in the child.
+        The parent's drivers cannot serve, because CUDA does not survive a fork, and the host driver's threads are missing.
         """
         self.inherited.update(self.by_name)
         self.forked = True
@@ -61,18 +61,18 @@ def choose(name: str | None = None) -> tuple[str, str]:
     Parameters
     ----------
     name : {"cuda", "host"}, optional
-        An explicit choice, which wins over the environment.
+        An explicit choice. It takes precedence over the environment variable.
 
     Returns
     -------
     name, reason : str
-        If no name is given, the environment variable ``HANDLEPOOL_DRIVER`` decides. If it is not set, the driver is ``cuda``,
-        because a library should never run on the CPU without a request.
+        If no name is given, the environment variable ``HANDLEPOOL_DRIVER`` decides. If the variable is not set, the driver is
+        ``cuda``, because a library should never run on the CPU unless asked to.
 
     Raises
     ------
     ArgumentError
-        For a name that is no driver's.
+        If no driver has the name.
     """
     if name is not None:
         reason = "asked for by name"
@@ -93,7 +93,7 @@ def available(name: str) -> str | None:
         try:
             found = find_spec(module) is not None
         except ModuleNotFoundError:
-            # The parent package of a dotted name is missing.
+            # `find_spec` raises this error if the parent package of a dotted name is missing.
             found = False
         if not found:
             return f"{package} is not installed; install handlepool[cu12] or handlepool[cu13]"
@@ -103,21 +103,21 @@ def available(name: str) -> str | None:
 
 
 def load(name: str | None = None, *, strict: bool = False) -> Driver:
-    """Return the process's driver of a name, made on first use.
+    """Return the process's driver with a name, made at first use.
 
     Parameters
     ----------
     name : {"cuda", "host"}, optional
         As in `choose`.
     strict : bool
-        Ask for a host driver whose arrays refuse the same operations as CuPy's arrays. The cuda driver ignores it.
+        Whether to return a host driver whose arrays refuse the same operations as CuPy's arrays. Without effect for ``cuda``.
 
     Raises
     ------
     DriverNotAvailableError
         If the driver cannot run. The message names the missing package and the extra that installs it.
     ForkedProcessError
-        In a forked child, for the cuda driver of its parent: CUDA does not survive a fork.
+        In a forked child whose parent had loaded the cuda driver. CUDA does not survive a fork.
     """
     name, reason = choose(name)
     strict = strict and name == "host"
@@ -125,7 +125,7 @@ def load(name: str | None = None, *, strict: bool = False) -> Driver:
     with _loaded.lock:
         driver = _loaded.by_name.get(key)
         if driver is None:
-            # A forked child must not use the CUDA context that its parent has made.
+            # A forked child must not use the CUDA context of its parent.
             if name == "cuda" and name in _loaded.inherited:
                 raise ForkedProcessError(
                     "the process that forked this one had used CUDA, which does not survive a fork: start the child with "
@@ -150,7 +150,7 @@ def load(name: str | None = None, *, strict: bool = False) -> Driver:
 def replace(name: str, driver: Driver | None) -> Driver | None:
     """Register a driver under a name for tests; return the former driver.
 
-    After None, the next load makes a new driver.
+    If ``driver`` is None, the next `load` of the name makes a new driver.
     """
     return _loaded.replace(name, driver)
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 Edge = tuple[Any, Any]
-"""An edge of a recorded graph, from one node to another.
+"""An edge of a recorded graph: a pair of nodes.
 
-The second node waits until the first node has ended.
+The second node of the pair waits until the first node has ended.
 """
 
 
 class RecordedGraph(Protocol):
-    """A captured graph, which can be launched repeatedly once it is ready.
+    """A captured graph, which can be launched many times after `instantiate`.
 
     A graph never runs concurrently with itself.
     """
@@ -24,25 +24,25 @@ class RecordedGraph(Protocol):
     def launch(self) -> Callable[[int], None]:
         """Return ``launch(pointer)``, which enqueues the whole graph on a stream.
 
-        The graph counts as one launch. One thread at a time may call it, once the graph is ready.
+        The whole graph counts as one launch. After `instantiate`, one thread at a time may call ``launch``.
         """
 
     def edges(self) -> Sequence[Edge]:
-        """Return the edges as they were captured.
+        """Return the edges that the graph had when its capture ended.
 
-        Nodes compare like the nodes of `Driver.dependencies`.
+        Their nodes are hashable, and equal to the nodes that `Driver.dependencies` returned for the same work.
         """
 
     def allocations(self) -> Sequence[Any]:
         """Return the nodes that allocate memory each time the graph runs.
 
-        Nodes compare like the nodes of `edges`.
+        The nodes are equal to the nodes in `edges`.
         """
 
     def host_copies(self) -> Sequence[int]:
         """Return the addresses that the graph copies host data to.
 
-        The list has only the copies that the driver did not refuse earlier.
+        A driver may refuse such copies already during the capture. These copies are not in the list.
         """
 
     def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
@@ -51,7 +51,7 @@ class RecordedGraph(Protocol):
         If there is nothing to add or remove, the method may return the graph itself.
 
         The driver may add nodes that make launches quicker. Called inside `Driver.relaxed`. Raises `CaptureError` for a graph
-        that cannot be copied, and `MemoryError` like `instantiate`.
+        that cannot be copied, and `MemoryError` if the device has no memory for the copy.
         """
 
     def marked(
@@ -59,13 +59,13 @@ class RecordedGraph(Protocol):
     ) -> "MarkedGraph":
         """Return a graph like `arranged` that also times groups of nodes.
 
-        A group's time is taken when all its nodes have ended. Raises the same errors as `arranged`.
+        The graph takes the time of a group when all nodes of the group have ended. Raises the same errors as `arranged`.
         """
 
     def instantiate(self) -> None:
         """Make the graph ready to be launched; called inside `Driver.relaxed`.
 
-        Raises `MemoryError` where the device has no memory for the graph.
+        Raises `MemoryError` if the device has no memory for the graph.
         """
 
     def upload(self, pointer: int) -> None:
@@ -82,18 +82,18 @@ class RecordedGraph(Protocol):
 
 
 class MarkedGraph(RecordedGraph, Protocol):
-    """A graph that also measures times."""
+    """A graph that also measures when groups of its nodes end."""
 
     def times(self) -> list[float]:
-        """Return each group's time in microseconds since the start of the launch.
+        """Return the microseconds from the launch's start to each group's end.
 
-        The last launch is measured, and it must have ended.
+        These are the times of the graph's last launch, which must have ended.
         """
 
     def cost(self) -> float:
         """Return the microseconds that one time measurement takes.
 
-        The work after a measurement waits for that long.
+        Each measurement delays the work behind it by so long.
         """
 
 
@@ -104,32 +104,33 @@ class RecordingMemory(Protocol):
     def allocator(self) -> Any:
         """Return the allocator for `Driver.swap_allocator`.
 
-        It harms no capture. Freed blocks return to this memory, which serves this recording alone.
+        An allocation by this allocator harms no capture. A freed block returns to this memory, which serves this recording alone.
         """
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken from the device."""
+        """Bytes that this memory has taken from the device."""
 
     @property
     def in_order(self) -> int:
-        """Bytes that the recording would have taken in serial order.
+        """Bytes that the recording would need if its work ran serially.
 
-        Counted since `set_reuse_policy`, as if all recorded work ran one after the other.
+        The count begins at `set_reuse_policy`. Serial work could reuse each freed block at once.
         """
 
     def on_allocate(self, of: Callable[[object], None] | None) -> None:
-        """Pass each newly allocated block to a function; None stops that.
+        """Call ``of(block)`` for each block that is allocated later.
 
-        See `Driver.block_range`.
+        If ``of`` is None, no function is called. `Driver.block_range` tells the addresses of a block.
         """
 
     def set_reuse_policy(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
-        """Let a function decide which freed blocks the next array may reuse.
+        """Let ``may_have`` decide which freed blocks the next array may reuse.
 
-        ``may_have`` receives the addresses where a block begins and ends; None ends the policy. ``known`` receives a stream's
-        pointer. Streams for which it is true share memory, and memory of any other stream stays with that stream. The method
-        returns False if the driver has no such policy. Then the driver goes on to reuse blocks as before.
+        ``may_have`` receives the addresses where a freed block begins and ends. If ``may_have`` is None, the policy ends.
+        ``known`` receives a stream's pointer. All streams for which ``known`` returns True share their freed blocks. The freed
+        blocks of any other stream serve that stream alone. If the driver has no such policy, the method returns False, and the
+        driver goes on to reuse blocks as before.
         """
 
     def holds(self, value: object) -> bool:

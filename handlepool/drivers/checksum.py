@@ -2,9 +2,9 @@
 
 If an array changes, its checksum stays the same only with a probability of 1 in 2^64.
 
-Each driver computes checksums on a stream (`Driver.checksums`). An array is read as words, and each word is mixed with its
-position. The checksum is the sum of all mixed words. The mixing is reversible, so a change inside a single word always changes
-the sum.
+Each driver computes checksums on a stream (`Driver.checksums`). The driver reads an array as words, and mixes each word with its
+position. The checksum is the sum of all mixed words. Different words give different mixed words, so a change inside a single word
+always changes the sum.
 """
 
 import math
@@ -18,20 +18,20 @@ from handlepool.tensors.layout import bytes_at, span
 STEP = 0x9E3779B97F4A7C15
 """Increment from one position to the next, as in splitmix64.
 
-The mixing is also that of splitmix64.
+`_mixed` is the mixing function of splitmix64.
 """
 FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _AT_ONCE = 1 << 18
 """Number of words that NumPy mixes per step.
 
-The bound keeps NumPy's temporary arrays small.
+The number is limited to keep NumPy's temporary arrays small.
 """
 
 
 class Sums(Protocol):
     """Represent checksums that a stream computes.
 
-    The caller that asked for them keeps them until they are ready.
+    The caller of `Driver.checksums` keeps this object until the checksums are ready.
     """
 
     def ready(self) -> bool:
@@ -44,9 +44,9 @@ class Sums(Protocol):
         """
 
     def values(self) -> list[int] | None:
-        """Return a checksum for each array, once they are ready.
+        """Return a checksum for each array.
 
-        Returns None where the checksums could not be computed.
+        Called when the checksums are ready. Returns None if they could not be computed.
         """
 
 
@@ -61,8 +61,8 @@ class Words:
     size : int
         Bytes of a word: 1, 2, 4 or 8.
     axes : tuple of (int, int)
-        Number of words along each axis and the stride in bytes, innermost axis first. Words are adjacent along the first axis.
-        Axes are merged where the array's memory allows it.
+        For each axis, innermost first, the number of words and the stride in bytes. Along the first axis, words are adjacent.
+        Two axes are merged if a single axis can describe the same memory.
     """
 
     start: int
@@ -71,14 +71,14 @@ class Words:
 
     @classmethod
     def of(cls, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> "Words":
-        """Return the words of an array whose first element has an address.
+        """Return the words of an array whose first element is at ``address``.
 
         Strides are in bytes and may be negative.
         """
         if 0 in shape or not itemsize:
             return cls(address, 1, ((0, 1),))
         start, _ = span(address, shape, strides, itemsize)
-        # Where the stride is 0, all elements along the axis share one place, so the axis adds no words.
+        # If the stride of an axis is 0, all elements along the axis are the same memory. So the axis adds no words.
         steps = sorted((abs(step), extent) for extent, step in zip(shape, strides, strict=True) if extent > 1 and step)
         axes = [(itemsize, 1)]
         for step, extent in steps:
@@ -94,11 +94,14 @@ class Words:
 
     @property
     def count(self) -> int:
-        """Words in all."""
+        """The number of all words."""
         return math.prod(extent for extent, _ in self.axes)
 
     def as_numpy(self) -> np.ndarray[Any, Any]:
-        """Return the words of host memory; the last axis is the innermost."""
+        """Return the words of a host array as a NumPy array.
+
+        The last axis is the innermost.
+        """
         shape, strides = (tuple(axis[place] for axis in self.axes[::-1]) for place in (0, 1))
         if 0 in shape:
             return np.empty(shape, f"u{self.size}")
@@ -113,7 +116,7 @@ def of_host(array: np.ndarray[Any, Any]) -> int:
 
 
 def fold(words: np.ndarray[Any, Any]) -> int:
-    """Return the sum of words that are mixed with their places."""
+    """Mix each word with its position, and return the sum."""
     flat, total = words.reshape(-1), 0
     for first in range(0, len(flat), _AT_ONCE):
         part = flat[first : first + _AT_ONCE].astype(np.uint64)

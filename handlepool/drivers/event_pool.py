@@ -1,6 +1,6 @@
 """Reuse the events of one device.
 
-The events order streams that no fork orders, and mark the ends of tasks.
+The package records these events to order two streams outside of forks, and to mark the ends of tasks.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from handlepool.drivers.protocol import Driver
 class Events:
     """Pool the events of one device.
 
-    An event may be recorded again as soon as no thread will wait for its old record.
+    An event is released when no thread will wait for its old record any more. Then it may be recorded again.
 
     Attributes
     ----------
@@ -27,7 +27,7 @@ class Events:
         self._closed = False
 
     def acquire(self) -> Any:
-        """Return an event; called with its device current."""
+        """Return an event of the device, which must be current."""
         try:
             return self.free.pop()
         except IndexError:
@@ -45,25 +45,26 @@ class Events:
         self._note_released()
 
     def _note_released(self) -> None:
-        # The release appends before this check, and `destroy` closes before it drains. So either thread destroys the event.
+        # A thread that releases an event appends the event before this check. `destroy` sets `_closed` before it empties the
+        # list. So either this call or the other thread's call destroys the event.
         if self._closed:
             self.destroy()
 
     def order(self, first: int, then: int) -> None:
-        """Let one stream wait for the current work of another stream.
+        """Let stream ``then`` wait for the present work of stream ``first``.
 
-        Both are pointers of streams of this device, which is current.
+        Both arguments are pointers of streams of this pool's device, which must be current.
         """
         event = self.acquire()
         try:
             self.driver.record_event(event, first)
             self.driver.wait_event(then, event)
         finally:
-            # A wait keeps the record that it was given, so the event can be recorded again at once.
+            # The queued wait is for this record of the event. So the event can be recorded anew at once.
             self.release(event)
 
     def destroy(self) -> bool:
-        """Destroy the free events, and destroy each later event on release.
+        """Destroy the free events. From now on, `release` destroys events.
 
         Returns whether all free events could be destroyed.
         """

@@ -14,7 +14,7 @@ ALIGNMENT = 256
 class OperandCopy:
     """An operand that a launch copies through scratch.
 
-    An input is copied into scratch before the launch. An output is copied out of scratch after it.
+    An input is copied into scratch before the launch. An output is copied out of scratch after the launch.
 
     Attributes
     ----------
@@ -25,15 +25,16 @@ class OperandCopy:
     shape : tuple of int
         Axes of the dense copy, from the outermost to the innermost.
     strides : tuple of int
-        Strides in bytes of the operand's memory along these axes; 0 where the operand repeats.
+        Strides in bytes of the operand's own memory along these axes. If one element serves a whole axis, the stride is 0.
     offset, nbytes : int
-        Offset of the copy in the scratch of copies and its size, in bytes.
+        The copy's offset in the scratch for copies, and the copy's size, in bytes.
     first : int
-        If the operand is only a part of cuDNN's tensor, the bytes from ``offset`` to its first element.
+        The bytes from ``offset`` to the operand's first element. Positive only if the operand is a part of cuDNN's tensor.
     steps : tuple of int
-        If the operand is only a part, its strides in bytes; empty if it is the whole dense tensor.
+        The operand's strides in bytes within cuDNN's tensor, if the operand is a part of that tensor. Empty if the operand is the
+        whole dense tensor.
     zeros : bool
-        Whether each launch sets the rest of cuDNN's tensor to zero, because cuDNN reads it.
+        Whether each launch sets the rest of cuDNN's tensor to zero. cuDNN reads that rest.
     """
 
     operand: int
@@ -58,10 +59,11 @@ class AliasPair:
     reach, others : int
         Size in bytes of the output's memory and of the other operand's memory, gaps included.
     same : int or None
-        The byte distance at which an overlap is allowed, because each element is written where it was read.
+        The other operand's distance in bytes from the output at which an overlap is allowed, because each element is then written
+        where it was read. None if no overlap is allowed.
     meet : callable or None
-        Returns, for the other operand's distance in bytes from the output, whether the pair shares an element. None if a
-        comparison of the byte ranges is enough.
+        Gets the other operand's distance in bytes from the output, and returns whether the two operands share an element. None if
+        a comparison of the byte ranges is enough.
     """
 
     one: int
@@ -79,12 +81,12 @@ def scratch_of(copies: Iterable[OperandCopy]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SavedPlan:
-    """A compiled graph as it is kept in a file.
+    """A compiled graph in the form in which a file keeps it.
 
     Attributes
     ----------
     engine, workspace_size, candidates
-        As in `Executable`, without the scratch of operand copies.
+        As in `Executable`. ``workspace_size`` does not count the scratch for operand copies.
     data : bytes
         The serialised plan, from which the driver restores the graph.
     early : bool or None
@@ -101,9 +103,9 @@ class SavedPlan:
 class Executable(Protocol):
     """A compiled graph, or a kernel of this package, on one device.
 
-    Many threads may launch it, each with a handle and workspace.
+    Many threads may launch the executable at once, each with its own handle and workspace.
 
-    ``untried`` is whether it was made of a `SavedPlan` and has not been launched yet.
+    ``untried`` is True if the executable was made from a `SavedPlan` and has not been launched yet.
     """
 
     name: str
@@ -116,7 +118,7 @@ class Executable(Protocol):
     def save(self) -> SavedPlan | None:
         """Return the data to restore the executable in another process.
 
-        `Driver.compile` takes this data. Return None if the executable cannot be saved.
+        `Driver.compile` takes this data as ``saved``. Return None if the executable cannot be saved.
         """
 
     def launch(
@@ -128,21 +130,19 @@ class Executable(Protocol):
     ) -> None:
         """Enqueue the graph on the handle's stream.
 
-        If an operand does not fit, the method raises before it enqueues anything.
-
-        The caller ensures that shapes, strides and types of the operands equal those of the plan. The method checks properties
-        that may differ from call to call: see `check_operands`.
+        The caller ensures that the operands have the plan's shapes, strides and types. The method checks properties that may
+        differ from call to call: see `check_operands`. If an operand does not fit, the method raises before it enqueues any work.
 
         Parameters
         ----------
         handle : Handle
-            Bound to the stream to run on.
+            A handle that is bound to the stream to run on.
         operands : sequence of array
-            The arrays in the order of ``operands`` that was given to `Driver.compile`.
+            The arrays, in the order of the ``operands`` of `Driver.compile`.
         workspace : int
-            Device pointer to at least ``workspace_size`` bytes; never 0 when that is positive.
+            Device pointer to at least ``workspace_size`` bytes. It may be 0 only if ``workspace_size`` is 0.
         check : callable, optional
-            Called with the operands' addresses before anything is enqueued. Its errors propagate.
+            Called with the operands' addresses before any work is enqueued. If it raises an error, the launch raises that error.
         """
 
     def shortcut(
@@ -157,20 +157,23 @@ class Executable(Protocol):
 
         Return None if the driver has no faster launch than `launch`.
 
-        The function is ``launch(begin, arrays, out, fresh=None)``. It returns the outputs, or ``NOT_CACHED`` where the arrays
-        differ from the arrays it was made for, or must not be launched with. ``begin`` is None, or returns the slot to launch on
-        when it is called with the operands, ``launch`` and the operands' addresses. Outputs are allocated before, or are
-        ``fresh``: an element of the ``count`` tuples that ``launch.allocate(count)`` returned, which may share a block of memory.
+        The function is ``launch(begin, arrays, out, fresh=None)``. It returns the outputs. If the arrays have another geometry
+        than ``inputs`` and ``outputs``, or may not be used in a launch, it returns ``NOT_CACHED``.
+
+        If ``begin`` is None, the launch uses the slot of the current stream. If not, ``begin`` gets the operands, ``launch``, the
+        operands' addresses and their blocks, and returns the slot. Without ``out``, the function allocates the outputs, or uses
+        ``fresh``: one of the ``count`` tuples that ``launch.allocate(count)`` returned. Such tuples may share a block of memory.
 
         Parameters
         ----------
         inputs, outputs : sequence of Layout
-            Layouts of the arrays. The first input's shape is not compared, because the look-up of the function has compared it.
+            Layouts of the arrays. The function does not compare the first input's shape, because the look-up of the function in
+            the cache has compared that shape.
         alias_pairs : sequence of AliasPair, optional
-            The operands that ``out`` must not overlap, as in `Plan`; None for outputs that are to be allocated.
+            The pairs of operands that must not overlap, as in `Plan`. None if the function allocates the outputs.
         single : bool
-            Whether there is one output, not a tuple.
+            Whether the function takes and returns one output, and not a tuple of outputs.
         names : dict
-            ``NOT_CACHED``; ``current_device`` and ``current_stream``;
-            the pool's ``status``, ``find()`` and ``repaired(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(error)``.
+            Objects that the function uses, by name: ``NOT_CACHED``; ``current_device`` and ``current_stream``; the pool's
+            ``status``, ``find()`` and ``repaired(slot)``; ``cache``, its ``tick``, and ``entry``; ``diagnose(error)``.
         """

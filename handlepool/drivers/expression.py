@@ -1,7 +1,7 @@
 """Describe expressions over elements: straight-line code for each driver to evaluate.
 
-A value is a number, in float32, or a truth value. An expression's values are numbered: first the arrays, then the numbers that a
-launch brings, then the steps in their order.
+A value is a float32 number or a truth value. The values of an expression are numbered: first the elements of the arrays, then the
+numbers that each launch passes, then the results of the steps in their order.
 """
 
 import struct
@@ -30,7 +30,7 @@ OPERATIONS: Mapping[str, tuple[tuple[Kind, ...], Kind]] = {
     "logical_not": (("truth",), "truth"),
     "where": (("truth", "number", "number"), "number"),
 }
-"""Kinds of the operands and of the result, by operation.
+"""For each operation, the kinds of its operands and of its result.
 
 ``maximum`` and ``minimum`` of a NaN are NaN. ``round`` rounds halves to even. ``gelu`` uses the exact error function.
 ``as_float16`` and ``as_bfloat16`` round to these types.
@@ -39,16 +39,16 @@ OPERATIONS: Mapping[str, tuple[tuple[Kind, ...], Kind]] = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation.
+    """One operation of an expression.
 
     Attributes
     ----------
     operation : str
         A key of `OPERATIONS`.
     sources : tuple of int
-        Numbers of its operands.
+        The numbers of the values that the operation takes.
     bits : int
-        Of a constant: see `bits_of`.
+        The value of a constant, as `bits_of` returns it.
     """
 
     operation: str
@@ -63,10 +63,10 @@ class Expression:
     Attributes
     ----------
     inputs, numbers : int
-        The count of arrays, and the count of numbers that a launch brings.
+        The count of arrays, and the count of numbers that each launch passes.
     steps : tuple of Step
     result : int
-        The number of the written value.
+        The number of the value that is written to the output.
     """
 
     inputs: int
@@ -86,7 +86,7 @@ class Elementwise:
     ----------
     expression : Expression
     numbers : tuple of int
-        The numbers that launches bring: see `bits_of`.
+        The numbers that each launch passes, as `bits_of` returns them.
     """
 
     expression: Expression
@@ -96,7 +96,8 @@ class Elementwise:
 def bits_of(value: float) -> int:
     """Return a number's float32 bits as a signed integer.
 
-    Bits tell -0.0 from 0.0, and a NaN equals itself. So an expression can be compared, and be a part of a key.
+    The bits of -0.0 and 0.0 differ, and the bits of a NaN equal themselves. So expressions can be compared, and can be parts of a
+    key.
     """
     try:
         packed = struct.pack("f", value)

@@ -1,15 +1,15 @@
-"""Keep freed memory of a recording for later arrays of similar size."""
+"""Keep freed blocks of a recording for later arrays of similar size."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 MOST_TRIED = 4
-"""The maximum number of tried blocks of one size, from each end."""
+"""The maximum of blocks that `take` tries per end of a list."""
 MOST_SIZES = 8
-"""The maximum number of sufficient sizes that are tried."""
+"""The maximum of sufficient sizes that `take` tries."""
 MOST_TIMES = 2
-"""Largest ratio of a reused block's size to the requested size."""
+"""The maximum ratio of a reused block's size to the requested size."""
 
 B = TypeVar("B")
 
@@ -20,7 +20,7 @@ Log = list[tuple[int, int]]
 class SizeClass(list[B]):
     """Hold freed blocks of one size.
 
-    Destructors append blocks in any thread. Both steps of an append are atomic.
+    Destructors append blocks in any thread. An append needs no lock, because each of its two steps is atomic.
     """
 
     def __init__(self, log: Log) -> None:
@@ -34,12 +34,12 @@ class SizeClass(list[B]):
 
 
 class FreedBlocks(Generic[B]):
-    """Blocks of one device, by their sizes."""
+    """Freed blocks of one device, by their sizes."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._of: dict[int, SizeClass[B]] = {}
-        # Each entry is a block's identity with the requested bytes when it was given out, or with 0 when it was freed.
+        # An entry is a block's identity and a number of bytes: the requested bytes if the block was given out, 0 if it was freed.
         self._log: Log = []
 
     def of_size(self, size: int) -> SizeClass[B]:
@@ -51,14 +51,17 @@ class FreedBlocks(Generic[B]):
         return home
 
     def note_given(self, block: B, size: int) -> None:
-        """Return the bytes needed if any array could reuse any freed block.
+        """Note that a block was given out for ``size`` requested bytes.
 
-        The log is replayed in the order in which blocks were given out and freed.
+        `in_order` reads these notes.
         """
         self._log.append((id(block), size))
 
     def in_order(self) -> int:
-        """Return the bytes needed if any array could reuse any freed block."""
+        """Return the bytes needed if any array could reuse any freed block.
+
+        The method repeats the requests and frees of the log in their order, and counts the new blocks.
+        """
         again: FreedBlocks[int] = FreedBlocks()
         total = 0
         live: dict[int, int] = {}
@@ -74,10 +77,10 @@ class FreedBlocks(Generic[B]):
         return total
 
     def take(self, size: int, may_have: Callable[[B], bool]) -> tuple[B, SizeClass[B]] | None:
-        """Return a block and its list, for an array of some size.
+        """Take a block for ``size`` bytes; return the block and its list.
 
-        The block is the smallest that is large enough. Among blocks of the same size, only those blocks freed last and first are
-        tried.
+        The method tries the smallest sufficient sizes first. Of each size, it tries the blocks that were freed last, then the
+        blocks that were freed first. ``may_have`` decides whether a block may be taken. If no block may be taken, return None.
         """
         first = bisect_left(self._sizes, size)
         for found in self._sizes[first : first + MOST_SIZES]:
@@ -96,7 +99,7 @@ class FreedBlocks(Generic[B]):
         return None
 
     def take_all(self) -> Iterator[B]:
-        """Take every block."""
+        """Take every block, one after the other."""
         for home in self._of.values():
             while home:
                 yield home.pop()

@@ -16,7 +16,7 @@ from handlepool.tensors.layout import Layout
 class Add:
     """Sum arrays of one shape, and apply an activation.
 
-    The sum is in float32 and in the order of the arrays. The output may be an input. The sum of no arrays is 0.
+    The kernel adds in float32, in the order of the arrays. The output array may be one of the inputs. The sum of no arrays is 0.
     """
 
     activation: str | None = None
@@ -26,35 +26,35 @@ class Add:
 class Concat:
     """Concatenate arrays of one type along an axis.
 
-    An array that already lies at its place in the output stays there.
+    An input may be the very part of the output that it is copied to.
     """
 
     axis: int
 
     def firsts(self, inputs: Sequence[Layout], output: Layout) -> list[int]:
-        """Return where in the output each array begins, in bytes."""
+        """Return the byte offset in the output at which each input begins."""
         ends = accumulate((x.shape[self.axis] * output.strides[self.axis] for x in inputs), initial=0)
         return [*ends][:-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Reduce each window of (N, C, H, W) to one number.
+    """Reduce each window of images (N, C, H, W) to one number.
 
-    The number is the window's largest element, or its mean, in float32.
+    The number is the window's largest element or the window's mean, computed in float32.
 
     Attributes
     ----------
     kind : {"max", "mean"}
-        "max" treats NaN as the largest element.
+        The window's largest element, or its mean. For "max", NaN is larger than any number.
     window, stride, padding : (int, int)
-        Sizes in pixels along height and width. A padded pixel is never the largest, and is 0 in a mean. No window lies
+        Sizes in pixels along height and width. A padded pixel is never the largest element, and is 0 in a mean. No window lies
         entirely in the padding.
     counted : bool
-        Whether padded pixels count in a mean.
+        Whether the divisor of a mean counts padded pixels.
     ceiling : bool
-        Whether a last window may exceed the padded image. Such a window must begin in the image or before it. Pixels beyond the
-        padded image never count.
+        Whether the last window of a row or column may exceed the padded image. Such a window must begin in the image, or in the
+        padding before the image. Pixels beyond the padded image never count.
     """
 
     kind: Literal["max", "mean"]
@@ -75,8 +75,8 @@ class Windows:
     def _along(self, extent: int, padding: int, window: int, stride: int) -> int:
         room = extent + 2 * padding - window
         if not self.ceiling or room < 0:
-            # A last window may exceed the padded image, but it must not begin behind the image.
             return room // stride + 1
+        # The last window may exceed the padded image, but it must not begin behind the image.
         return min(-(-room // stride), (extent + padding - 1) // stride) + 1
 
 
@@ -84,8 +84,8 @@ class Windows:
 class Depthwise:
     """Convolve each channel of images with its own filter, in float32.
 
-    The filters are (C, 1, R, S) without gaps, or a single filter repeated for all channels. An optional bias (C,) is added, and
-    an optional activation is applied.
+    The filters are an array (C, 1, R, S) without gaps, or a single filter that is repeated for all channels. The kernel adds an
+    optional bias (C,), and applies an optional activation.
 
     Attributes
     ----------
@@ -102,26 +102,27 @@ class Depthwise:
 
 
 MOST_TAPS = 49
-"""Largest number of taps in a filter of `Depthwise`."""
+"""The maximum number of elements in a filter of `Depthwise`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Normalise:
     """Normalise rows of an array, in float32.
 
-    Operands are x, then a weight and a bias where there are such, then the result. A weight has the extents of ``axes``, or, with
-    ``groups``, one element for each channel.
+    Operands are x, then the weight and the bias if there are any, then the result. Weight and bias have the extents of ``axes``.
+    If ``groups`` is given, they have one element for each channel.
 
     Attributes
     ----------
     kind : {"mean", "square", "softmax"}
-        "mean" subtracts the mean and divides by the standard deviation, "square" divides by the root of the mean square.
+        "mean" subtracts the mean and divides by the standard deviation. "square" divides by the root of the mean square.
+        "softmax" makes the elements of a row positive, with the sum 1.
     axes : tuple of int
-        Axes of a row, in ascending order. With ``groups`` these are all behind the channels.
+        Axes of a row, in ascending order. If ``groups`` is given, they are all axes behind the channels.
     groups : int or None
-        Groups of channels, of axis 1. A row then also has the channels of its group.
+        The number of groups that the channels, which are axis 1, are divided into. A row then also has the channels of one group.
     eps : float
-        Is added to the variance or to the mean square.
+        A number that is added to the variance or to the mean square.
     weighted, biased : bool
         Whether there is a weight, and whether there is a bias.
     """
@@ -138,13 +139,13 @@ class Normalise:
 class Affine:
     """Normalise channels by given means and variances, in float32.
 
-    Then come a weight, a bias and an activation, as far as there are such. Operands are x, the means and variances (C,), the
-    weight and the bias, then the result.
+    The kernel then multiplies by the weight, adds the bias and applies the activation, if there are any. Operands are x, the
+    means and variances (C,), the weight and the bias if there are any, then the result.
 
     Attributes
     ----------
     eps : float
-        Is added to the variance.
+        A number that is added to the variance.
     weighted, biased : bool
         Whether there is a weight, and whether there is a bias.
     activation : str or None
@@ -158,17 +159,17 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Put elements around an array of any type.
+    """Put elements around an array of any type, or cut elements off.
 
     Attributes
     ----------
     before : tuple of int
-        Number of elements added before the first element of each axis. A negative number leaves out elements of x. The output's
-        shape determines the number of elements added at the end.
+        The number of elements to add before the first element of each axis. A negative number cuts elements of x off. The
+        output's shape determines the number of elements to add at the end.
     mode : {"constant", "reflect", "replicate"}
         "reflect" does not repeat the outermost element.
     bits : int
-        The constant, as the bytes of one element in the machine's order.
+        The constant: the bytes of one element, as an integer in the machine's byte order.
     """
 
     before: tuple[int, ...]
@@ -197,8 +198,8 @@ class Resample:
     scale : (float, float)
         Input pixels per output pixel, along height and width, in float32.
     corners : bool
-        Whether the centres of the corner pixels of both images coincide. Otherwise the outer edges of the corner pixels
-        coincide.
+        If true, the centres of the corner pixels of the input and of the output coincide. If false, the outer edges of the corner
+        pixels coincide.
     """
 
     mode: Literal["nearest", "bilinear"]
@@ -223,10 +224,10 @@ class Squeeze:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Compute a layer of the means of images, in float32.
+    """Compute a dense layer of the channels' means over images, in float32.
 
-    Operands are the images, whose size alone counts, the sums of `Squeeze`, the weights (S, C) and the bias (S,), without gaps,
-    then the result: float32 of the shape (N, S).
+    Operands are the images, the sums of `Squeeze`, the weights (S, C) and the bias (S,), then the result, which is float32 of the
+    shape (N, S). Of the images, only the size is used. Weights and bias have no gaps.
 
     Attributes
     ----------
@@ -240,7 +241,7 @@ class Layer:
 class Excite:
     """Scale the channels of images by gates, in float32.
 
-    Two layers compute the gates from the channels' means.
+    Two dense layers compute the gates from the channels' means.
 
     Operands are the images, the sums of `Squeeze`, the first layer's weights (S, C) and bias (S,), the second layer's weights
     (C, S) and bias (C,), then the result. The result of `Layer` may take the place of the sums and of the first layer. Weights
@@ -249,11 +250,11 @@ class Excite:
     Attributes
     ----------
     gate : {"sigmoid", "hardsigmoid"}
-        Of the second layer.
+        The activation of the second layer.
     layered : bool
-        Whether the first layer's result is given.
+        Whether the result of `Layer` is given in place of the sums and of the first layer.
     activation : str or None
-        Of the first layer.
+        The activation of the first layer.
     """
 
     gate: Literal["sigmoid", "hardsigmoid"]
@@ -262,7 +263,7 @@ class Excite:
 
 
 MOST_EXCITED, MOST_SQUEEZED = 8192, 1024
-"""The maximum of channels, and of numbers between layers, in `Excite`."""
+"""The maximum of channels, and of the first layer's outputs, in `Excite`."""
 NetworkKernel = Normalise | Affine | Pad | Shuffle | Resample | Squeeze | Layer | Excite
 """Kernels of normalisations, and of copies to other places or sizes."""
 Kernel = Add | Concat | Windows | Depthwise | Elementwise | NetworkKernel

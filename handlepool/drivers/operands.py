@@ -12,8 +12,8 @@ from handlepool.tensors.layout import View
 TENSOR_ALIGNMENT = 16
 """Alignment in bytes of every tensor's address.
 
-This package's kernels assume it, and so does cuDNN unless a graph declares another alignment. A misaligned access destroys the
-CUDA context, so every later call of the process fails.
+This package's kernels assume this alignment, and so does cuDNN unless a graph declares another alignment. A misaligned access
+destroys the CUDA context, so every later CUDA call of the process fails.
 """
 
 
@@ -28,7 +28,7 @@ def operand_name(index: int, inputs: int = sys.maxsize, outs: int = 0) -> str:
 
 
 ASARRAY = "pool.driver.asarray"
-"""Function that messages advise for making an array of the driver's."""
+"""The function that messages name for making an array of the driver."""
 
 
 def taken(driver: Driver) -> str:
@@ -44,19 +44,19 @@ def check_operands(
     operand: Callable[[int], str] = operand_name,
     copied: Collection[int] = (),
 ) -> None:
-    """Raise for the first array that a graph cannot take.
+    """Raise for the first array of ``operands`` that a launch cannot take.
 
-    The graph is on a device, and ``operand`` returns an operand's name for messages. A launch copies the operands at the places
-    in ``copied``, so their arrays may begin at any element.
+    The graph ``name`` was planned for ``device``. ``operand`` returns the name of an operand for messages. A launch copies the
+    operands whose places are in ``copied``, so these arrays may begin at any element.
 
     Raises
     ------
     ArrayTypeError
-        For an object that is no array of the driver's.
+        For an object that is no array of the driver.
     DeviceMismatchError
-        For an array on another device.
+        For an array on another device than ``device``.
     ArgumentError
-        For an array that is misaligned.
+        For an array whose address is misaligned.
     """
     for index, array in enumerate(operands):
         kinds: Any = (*driver.array_types, View)
@@ -74,6 +74,6 @@ def check_operands(
         alignment = array.dtype.itemsize if index in copied else TENSOR_ALIGNMENT
         if array.size and (address := driver.array_pointer(array) % alignment):
             raise ArgumentError(
-                f"{name}: {operand(index)}, of shape {array.shape}, begins {address} bytes past a multiple of "
-                f"{alignment}, which no launch takes; pass a copy; for an output, pass another array, and copy from that"
+                f"{name}: {operand(index)}, of shape {array.shape}, begins {address} bytes past a multiple of {alignment}, and a "
+                f"launch needs such a multiple; pass a copy; for an output, pass another array, and copy from that"
             )

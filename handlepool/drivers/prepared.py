@@ -1,6 +1,6 @@
-"""Define the copies of a prepared call.
+"""Define the copies of a prepared call of a program.
 
-The copies go into a program's inputs and out of its outputs.
+A call copies the caller's arrays into the program's inputs, replays the program, and copies the program's outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +11,10 @@ from handlepool.tensors.layout import one_run
 Run = Callable[..., Sequence[Any]]
 """Enqueue a call: ``run(arrays, pointer, launch, begin=None)``.
 
-The pointer is of the stream. It is the current stream where a copy is no single run of bytes. ``begin`` is called after the
-allocations and before the first copy. The value are new arrays, of the current stream's memory."""
+``arrays`` are the caller's arrays, and ``pointer`` is the pointer of the stream. If a copy is not a single run of bytes, this
+stream must be the current stream. ``begin`` is called after the allocations and before the first copy. The function returns new
+arrays,
+from the current stream's memory."""
 
 
 class Copies(NamedTuple):
@@ -21,13 +23,13 @@ class Copies(NamedTuple):
     Attributes
     ----------
     inputs : sequence of array
-        The program's own input arrays, which a call writes. The caller's arrays have the same layouts.
+        The program's own input arrays. A call copies the caller's arrays, which have the same layouts, into them.
     outputs : sequence of array
-        The program's own output arrays, each once. A call returns copies.
+        The program's own output arrays, each once. A call returns copies of them.
     steps : sequence of tuple
-        Strides in bytes of each copy.
+        For each output, the strides in bytes of its copy.
     back : sequence of int
-        Places of inputs that are copied back into the caller's arrays.
+        Indices of the inputs that a call copies back into the caller's arrays after the launch.
     """
 
     inputs: Sequence[Any]
@@ -36,7 +38,7 @@ class Copies(NamedTuple):
     back: Sequence[int] = ()
 
     def runs(self) -> tuple[list[bool], list[bool]]:
-        """Tell which inputs and outputs are copied as a run of bytes."""
+        """Return for inputs and outputs whether each copy is one run."""
         lies = [(each, each.strides) for each in self.inputs], zip(self.outputs, self.steps, strict=True)
         bring, take = ([one_run(each.shape, each.strides, steps, each.dtype.itemsize) for each, steps in some] for some in lies)
         return bring, take
@@ -55,7 +57,7 @@ def prepared(driver: Any, copies: Copies) -> Run:
     def run(
         arrays: Sequence[Any], pointer: int, launch: Callable[[], object], begin: Callable[[], object] | None = None
     ) -> Sequence[Any]:
-        # All allocations come first, so that a failure leaves the program unchanged.
+        # All allocations come first, so that a failed allocation leaves the program's arrays unchanged.
         with driver.relaxed():
             made = [driver.empty(each.shape, steps, each.dtype) for each, steps in zip(copies.outputs, copies.steps, strict=True)]
         if begin is not None:

@@ -9,7 +9,7 @@ PER_THREAD_STREAM = 2
 class Stream(Protocol):
     """Represent the array library's stream object.
 
-    It can have weak references and additional attributes. Objects with the same pointer are equal.
+    A stream object allows weak references and additional attributes. Two stream objects with the same pointer are equal.
     """
 
     ptr: int
@@ -19,9 +19,9 @@ class Stream(Protocol):
 
 
 class Handle(Protocol):
-    """Represent a cuDNN handle object, as `cudnn.Handle`.
+    """Represent a cuDNN handle object, such as a `cudnn.Handle`.
 
-    `stream` is the pointer of the bound stream, or None once the handle was destroyed.
+    `stream` is the pointer of the bound stream, or None after the handle was destroyed.
     """
 
     backend_handle: int | None

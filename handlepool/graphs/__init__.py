@@ -1,1 +1,1 @@
-"""Graph functions: from a Python function to a plan that is launched."""
+"""Turn Python functions into cuDNN graphs, and compile and launch these."""

@@ -1,6 +1,6 @@
 """Type annotations of arrays, graph tensors and calls of graph functions.
 
-The module runs nothing.
+The module only defines names for annotations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ class Array(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extents."""
+        """The extent of each axis."""
 
     @property
     def dtype(self) -> Any:
@@ -43,11 +43,12 @@ if TYPE_CHECKING:
     Outs = TypeVar("Outs", bound=Array | Sequence[Array])
 
     class ArrayCall(partial[Any], Generic[P, R_co]):
-        """The callable over arrays of a function ``P -> R``.
+        """Type the callable over arrays of a graph function ``P -> R``.
 
-        P are the parameters after the graph, and R is the result. A new array has the type of the first array. The type is Any
-        where the function does not return its outputs. For mypy, the type is also Any where the function takes any number of
-        tensors. With ``out=``, type checkers do not check the other arguments, because Python's types cannot express that call.
+        P are the parameters after the graph, and R is the result. An output that the call allocates has the type of the first
+        array. The result's type is Any if the function does not return its outputs. For mypy, it is also Any if the function
+        takes any number of tensors. If a call has ``out=``, type checkers do not check the other arguments, because Python's
+        types cannot express that call.
         """
 
         @overload
@@ -60,7 +61,8 @@ if TYPE_CHECKING:
         ) -> tuple[ArrayT, ...]: ...
         @overload
         def __call__(self: "ArrayCall[P, Mapping[str, Any] | None]", *args: P.args, **options: P.kwargs) -> Any: ...
-        # Python's types cannot express any number of tensors, so the overloads spell out at most seven.
+        # Python's types cannot express "any number of tensors". A function that takes eight positional arguments counts as such a
+        # function, and its result is Any.
         @overload
         def __call__(
             self: "ArrayCall[Concatenate[Any, Any, Any, Any, Any, Any, Any, Any, ...], Any]", *args: P.args, **options: P.kwargs

@@ -1,6 +1,6 @@
 """Convert arrays of other libraries to the driver's form for one call.
 
-See `handlepool.foreign` for the call.
+`handlepool.foreign.torch` converts torch tensors.
 """
 
 import sys
@@ -29,7 +29,8 @@ from handlepool.tensors.layout import HOST, Layout, Piece, View
 class ForeignCall(GraphCall):
     """A `GraphCall` with arrays of other libraries.
 
-    New outputs get the kind of the first array, if need be after the launch.
+    The outputs that the call allocates become arrays of the first array's library. If need be, they are converted after the
+    launch has been enqueued.
     """
 
     __slots__ = ("_call", "_converted", "callers", "stream")
@@ -41,23 +42,26 @@ class ForeignCall(GraphCall):
         self.stream, self.callers = converted.stream, converted.callers
 
     def submit(self, slot: Slot) -> Any:
-        """Launch in order with the callers and with branches; return the outputs.
+        """Launch the call in order with the streams `callers`; return the outputs.
 
-        The launch happens at the place of the call.
+        `GraphCall.submit` orders the call among branches and nodes.
         """
         converted = self._converted
         pointer = slot.pointer
-        # The callers' earlier work may still write the arrays, so the launch waits for that work.
+        # Earlier work on these streams may still write the arrays, so the launch waits for that work.
         for caller in converted.callers:
             order(converted.pool, converted.device, caller, pointer)
         self._call.submit(slot)
-        # Work that the callers launch later may read the outputs, so that work waits for the launch.
+        # Later work on these streams may read the outputs, so that work waits for the launch.
         for caller in converted.callers:
             order(converted.pool, converted.device, pointer, caller)
         return self._finish(slot)
 
     def launch(self, slot: Slot) -> Any:
-        """Enqueue on the slot's stream, which is in order; return the outputs."""
+        """Enqueue the call on the slot's stream; return the outputs.
+
+        The stream already waits for all work that the call depends on.
+        """
         self._call.launch(slot)
         return self._finish(slot)
 
@@ -71,7 +75,8 @@ class ForeignCall(GraphCall):
             self._keep_until_run(slot)
         if converted.wrap is None or not converted.made:
             return self.result
-        # The library makes its stream wait for the current stream. So make the stream that writes the outputs current.
+        # To convert an output, the array's library makes its own stream wait for the current stream. So the stream that writes
+        # the outputs must be the current stream.
         driver = converted.pool.driver
         previous = driver.current_stream()
         if previous.ptr == slot.pointer:
@@ -87,9 +92,10 @@ class ForeignCall(GraphCall):
         converted = self._converted
         if thread.recording is not None:
             thread.recording.keep(converted.kept)
-        # The legacy stream cannot be captured. On a capturing stream, an event would become a part of the capture.
+        # Keep the arrays until an event on the stream has passed. On a capturing stream the event would become a part of the
+        # capture, so no event is recorded. The legacy stream cannot be captured, so CUDA is not asked.
         elif slot.pointer == LEGACY_STREAM or not converted.pool.driver.capture_id(slot.pointer):
-            # Release earlier arrays first, so that kept memory does not grow from call to call.
+            # Release arrays of earlier calls first, so that kept memory does not grow from call to call.
             if deferred:
                 deferred.run()
             defer(_Kept(converted.pool, converted.device, slot.pointer, converted.kept).release)
@@ -100,13 +106,13 @@ def _wrapped(wrap: Callable[[Any], Any], made: object) -> Any:
         return tuple([_wrapped(wrap, array) for array in made])
     try:
         return wrap(made)
-    # The library may lack the type or the layout. Then the caller gets the driver's array.
+    # The library may not have the array's data type or its strides. Then the caller gets the driver's array.
     except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
         return made
 
 
 class _Kept:
-    """Arrays that a stream may still read."""
+    """Keep arrays until a stream has passed the call that reads them."""
 
     def __init__(self, pool: PoolInternals, device: int, pointer: int, arrays: list[Any]) -> None:
         self._arrays = arrays
@@ -117,7 +123,7 @@ class _Kept:
 
     def release(self) -> bool:
         pool = self._pool
-        # In a forked child, or after a lost context, nothing may be destroyed.
+        # After a fork of the process or a lost context, no CUDA object may be destroyed, so keep the arrays for ever.
         if pool.status.untouchable:
             abandon(self)
             return True
@@ -128,7 +134,7 @@ class _Kept:
                 if passed:
                     pool.device(self._device).edges.release(self._event)
                 return passed
-        # The event query raises if queued work failed, for example.
+        # The query of the event raises if queued work failed, for example. Then the arrays stay kept.
         except Exception:
             return False
 
@@ -137,7 +143,7 @@ class _Kept:
 _IMMUTABLE = ("jax", "jaxlib")
 
 
-MASKED = "its mask would be lost; pass x.filled(...), or its data and its mask"
+MASKED = "its mask would be lost; pass x.filled(...), or the data and the mask as two arrays"
 
 
 class ConvertedArguments:
@@ -149,27 +155,28 @@ class ConvertedArguments:
         Name of the graph function, for messages.
     pool : PoolInternals
     arrays : tuple of array
-        The inputs, of any kind, also mixed.
+        The inputs. They may be arrays of different libraries.
     outs : tuple of array, optional
-        The arrays to write, of any kind.
+        The arrays to write. They may be arrays of different libraries.
     operand : str, optional
-        Name of the only array in messages, if it is not the first argument.
+        Name of a single array in messages. Without a name, messages call the arrays by their positions.
 
     Attributes
     ----------
     arrays, outs : tuple
         Arrays in the driver's form.
     stream : int or None
-        Pointer of the stream to run on, if it is not the array library's current stream.
+        Pointer of the stream to launch on. None means the current stream of the driver's array library.
     callers : list of int
-        Pointers of other streams that use the arrays. The launch waits for their earlier work, and their later work waits for the
-        launch.
+        Pointers of other streams that use the arrays. The launch waits for the earlier work of these streams, and their later
+        work waits for the launch.
     kept : list
-        Memory that this object keeps until the GPU has passed the call.
+        Views that must stay alive until the GPU has passed the call.
     made : list
         New outputs, in the driver's form or as torch tensors.
     wrap : callable or None
-        Converts an output from the driver's form to the first array's kind.
+        Converts an output from the driver's form to an array of the first array's library. None if no conversion is needed, or
+        if the library has no function for it.
 
     Raises
     ------
@@ -224,7 +231,7 @@ class ConvertedArguments:
                     theirs = torch.current_stream(self.device)
             else:
                 rest = True
-        # During a recording, torch's stream takes no part: the replay is ordered by its own stream.
+        # In a recording, the call does not wait for torch's stream: each replay waits for the stream that it is launched on.
         if theirs is not None and theirs != here and thread.recording is None:
             self.callers.append(theirs)
             # In a branch or a task, the launch stays on the current stream, which is the side stream.
@@ -238,7 +245,7 @@ class ConvertedArguments:
         self._first = first = arrays[0] if arrays else None
         self._torch = torch
         if isinstance(first, tensor):
-            # The graph may write to the recording's memory again at a replay, so torch must adopt that memory.
+            # A replay writes the recording's memory again. So the output stays in that memory, and torch gets a tensor over it.
             if thread.recording is not None:
                 self.wrap, self._torch = torch.adopt_recorded, None
         else:
@@ -259,8 +266,8 @@ class ConvertedArguments:
                 strict and (has_protocol(array, "__dlpack__") or has_protocol(array, "__array_interface__"))
             ):
                 raise ArrayTypeError(
-                    f"{self._name}: {self._called(place)}, a {kind_of(array)}: it is in host memory, and this "
-                    f"{self.pool.driver.name} driver takes {taken(self.pool.driver)}; copy it there first, as with {ASARRAY}"
+                    f"{self._name}: {self._called(place)}, a {kind_of(array)}: it is in host memory, and the "
+                    f"{self.pool.driver.name} driver takes {taken(self.pool.driver)}; convert the array first, as with {ASARRAY}"
                 )
             if has_protocol(array, "__dlpack__"):
                 operands[place] = self._adopt(place, lambda array: from_dlpack(array, stream), array)
@@ -273,7 +280,8 @@ class ConvertedArguments:
                     f"{self._name}: {self._called(place)} is a {kind_of(array)}; the {self.pool.driver.name} driver takes "
                     f"{taken(self.pool.driver)}, torch tensors, and arrays with __dlpack__ or __cuda_array_interface__"
                 )
-            # An operand of the host driver keeps its arrays alive by itself.
+            # A view may lose its memory before the launch has run, so keep the view. The host driver adopts a view as an array of
+            # its own type, which stays alive by itself.
             if type(operands[place]) is View:
                 self.kept.append(operands[place])
 
@@ -294,7 +302,7 @@ class ConvertedArguments:
         if type(operand) is View and operand.device_id != self.device:
             raise DeviceMismatchError(
                 f"{self._name}: {self._called(place)}, a {kind_of(array)}, is on device {operand.device_id} and the current "
-                f"device is {self.device}; make device {operand.device_id} current, or copy the array"
+                f"device is {self.device}; make device {operand.device_id} current, or copy the array to device {self.device}"
             )
         return operand
 
@@ -315,12 +323,15 @@ class ConvertedArguments:
     def prepare(
         self, prepare: Callable[..., GraphCall], out: object, options: dict[str, Any], settings: Settings = ()
     ) -> ForeignCall:
-        """Return a call with these arrays; ``prepare`` is `GraphFunction.prepare`."""
+        """Return the call over the converted arrays.
+
+        ``prepare`` is `GraphFunction.prepare`, which finds the plan.
+        """
         if out is None and self.wrap is not None and thread.recording is not None and self.pool.driver.name == "host":
             raise CaptureError(
                 f"{self._name}: {self._called(0)}, a {kind_of(self._first)}, cannot be recorded on the host driver, "
-                f"because the output would be a {kind_of(self._first)} as well and would need its values before anything "
-                f"has run. Pass the driver's own arrays, as {ASARRAY} makes them, or record torch tensors on a GPU"
+                f"because the output would be a {kind_of(self._first)} as well, which needs its values before the recording "
+                f"runs. Pass the driver's own arrays, as {ASARRAY} makes them, or record torch tensors on a GPU"
             )
         call = prepare(self.pool, self.arrays, self.outs or None, options, settings, self)
         if out is None:
@@ -329,47 +340,50 @@ class ConvertedArguments:
         return ForeignCall(self, call, out)
 
     def call(self, call: GraphCall, written: Iterable[int]) -> ForeignCall:
-        """Make a call that returns a tuple of the new outputs.
+        """Wrap ``call`` so that it returns a tuple of the new outputs.
 
-        ``written`` holds the places of the given arrays that the call writes.
+        ``written`` holds the places of the arrays that ``call`` writes, among ``arrays`` and ``outs``.
         """
         self._write(written)
         return ForeignCall(self, call, tuple(self.made))
 
     def _write(self, places: Iterable[int]) -> None:
-        """Prepare arrays for a write, and refuse arrays that cannot be written."""
+        """Prepare the arrays at ``places`` for a write.
+
+        The method refuses an array that cannot be written.
+        """
         operands = self.arrays + self.outs
         for place in places:
             array, operand = self._given[place], operands[place]
             if _is_tensor(array):
-                # Autograd must know of the write.
+                # Torch's autograd must know that the call changes this tensor.
                 integration().written(array)
                 continue
             if getattr(operand, "readonly", False) or type(array).__module__.partition(".")[0] in _IMMUTABLE:
                 raise ArgumentError(
-                    f"{self._name}: {self._called(place)}, a {kind_of(array)}, is an output and cannot be written; pass another "
-                    f"array, or leave it out"
+                    f"{self._name}: {self._called(place)}, a {kind_of(array)}, is an output and cannot be written; pass a "
+                    f"writable array, or leave this output out"
                 )
 
 
 def convert(name: str, pool: PoolInternals, arrays: tuple[Any, ...]) -> ConvertedArguments | None:
-    """Return the converted arrays of a call.
+    """Convert the arrays of a call.
 
-    The result is None if all arrays are the driver's own.
+    The result is None if all ``arrays`` are of the driver's own types.
     """
     natives = pool.driver.array_types
     return None if all(type(array) in natives for array in arrays) else ConvertedArguments(name, pool, arrays)
 
 
 def layout_of(name: str, pool: PoolInternals, operand: str, array: DeviceArray) -> Layout:
-    """Return the layout of an array of any kind, for `GraphFunction.plan_for`.
+    """Return the layout of ``array``, for `GraphFunction.plan_for`.
 
-    Any object with a shape, strides and a type counts. ``operand`` is the array's name in messages.
+    ``array`` is an array of any library, or another object with a shape, strides and a type. ``operand`` is its name in messages.
 
     Raises
     ------
     ArrayTypeError, DeviceMismatchError, ArgumentError
-        As for a call.
+        If a call with ``array`` would raise the error.
     """
     native = isinstance(array, pool.driver.array_types)
     if not native and is_array(array):
@@ -407,16 +421,16 @@ def _is_tensor(array: object) -> bool:
 
 
 def _wrapper(array: object) -> Callable[[Any], Any] | None:
-    """Return a function that converts the driver's arrays to another array's kind.
+    """Return a function that converts the driver's arrays to ``array``'s library.
 
-    The result is None if that array's library has no such function.
+    The result is None if the library has no such function.
     """
     root = type(array).__module__.partition(".")[0]
     if root.startswith("numba"):
         as_cuda_array = getattr(sys.modules.get("numba.cuda"), "as_cuda_array", None)
-        # The pool has ordered the streams, so Numba need not synchronise.
+        # The pool has already ordered the streams of the array, so Numba need not synchronise.
         return None if as_cuda_array is None else lambda made: as_cuda_array(made, sync=False)
-    # Prefer the array API's namespace, and fall back to the library's top module.
+    # Look for ``from_dlpack`` in the array API's namespace, or else in the library's top module.
     namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else sys.modules.get(root)
     return getattr(namespace, "from_dlpack", None)
 
@@ -424,5 +438,5 @@ def _wrapper(array: object) -> Callable[[Any], Any] | None:
 def _from_host_array(array: DeviceArray) -> View:
     values = np.asarray(array)
     address, readonly = values.__array_interface__["data"]
-    # The view keeps both objects alive, because the memory may belong to either object.
+    # The memory may belong to ``values`` or to ``array``, so the view keeps both alive.
     return View(address, values.shape, values.strides, values.dtype, HOST, readonly, (values, array))

@@ -1,6 +1,7 @@
-"""Let an operation's other forms be measured and chosen.
+"""Describe the forms of an operation, for a tuning to choose from.
 
-An operation may run as one plan, or as a plan followed by further launches. These forms of the operation compute the same.
+A form of an operation is a way to launch it: as one plan, or as a plan followed by further launches. All forms compute the same
+result.
 """
 
 from collections.abc import Hashable, Sequence
@@ -11,12 +12,12 @@ from handlepool.tensors.layout import Layout
 
 
 class Site(Protocol):
-    """An operation with one geometry of its arrays, which has several forms.
+    """An operation over arrays of one geometry, which has several forms.
 
     Attributes
     ----------
     form : object
-        The form in use.
+        The form in which calls launch the operation now.
     inputs, outs : tuple of Layout
         Layouts of the operation's arrays, and of ``out=`` if the caller gave it.
     """
@@ -26,16 +27,16 @@ class Site(Protocol):
     outs: tuple[Layout, ...]
 
     def forms(self) -> Sequence[Hashable]:
-        """Return all forms, also forms that `prepare` may refuse."""
+        """Return all forms, even forms that `prepare` may refuse."""
 
     def title(self, form: Any) -> str:
-        """Return a form as text."""
+        """Return a text that describes ``form``, for reports."""
 
     def prepare(self, form: Any, arrays: tuple[Any, ...], out: Any) -> GraphCall:
-        """Return the call in a form.
+        """Return the call that launches the operation in ``form``.
 
-        Raises `GraphNotSupportedError` for a form that is not known to be right, or that cuDNN has no plan for.
+        Raises `GraphNotSupportedError` if ``form`` is not known to give right results, or if cuDNN has no plan for it.
         """
 
     def choose(self, form: Any) -> None:
-        """Take a form for all later calls."""
+        """Launch the operation in ``form`` at all later calls."""

@@ -1,6 +1,6 @@
-"""Compare a new plan with the host driver's evaluator in float64.
+"""Compare a new plan's outputs with the host driver's evaluator in float64.
 
-A pool compares its new plans if it was made with ``check=True``.
+A pool compares each new plan if the pool was made with ``check=True``.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from handlepool.tensors.layout import HOST, View
 TOLERANCE = {"float64": 1e-6, "float32": 1e-2, "float16": 3e-2, "bfloat16": 1e-1}
 """Largest allowed error, as a fraction of the largest result, by type.
 
-The coarsest type of the operands decides. cuDNN may compute float32 as TF32.
+The coarsest type of the operands decides. The value for float32 is large because cuDNN may compute float32 as TF32.
 """
 COARSE = 0.3
 """Largest allowed error for the types of 8 bits."""
@@ -30,10 +30,9 @@ _JUMPS = ("ceil", "floor", "mod", "cmp", "logical", "binary_select")
 def compare(pool: PoolInternals, plan: Plan, graph: FrontendGraph, operands: Sequence[Any]) -> None:
     """Launch a plan once on random data and compare its outputs.
 
-    The launch runs on the current stream, and this function waits for that stream. The evaluator computes the graph as the
-    function asked for it. The comparison therefore also covers the copies that bring operands into another form. Nothing is
-    compared during a capture, because a wait would break the capture. Nothing is compared for a graph that the evaluator does
-    not know.
+    The launch runs on the current stream, and this function waits for that stream. The evaluator computes ``graph``, and the plan
+    may copy operands into another form. So the comparison also covers these copies. Nothing is compared during a capture,
+    because a wait would break the capture. Nothing is compared for a graph that the evaluator does not know.
 
     Parameters
     ----------
@@ -41,7 +40,7 @@ def compare(pool: PoolInternals, plan: Plan, graph: FrontendGraph, operands: Seq
     plan : Plan
         The new plan, on the current device.
     graph : cudnn.pygraph
-        The graph as asked for, before its operands were brought into a form.
+        The graph as the graph function built it, before `conform` declared its operands in other forms.
     operands : sequence of graph tensor
         Inputs, then outputs.
 
@@ -80,7 +79,8 @@ def compare(pool: PoolInternals, plan: Plan, graph: FrontendGraph, operands: Seq
         plan.executable.launch(handle, arrays, slot.reserve(plan.workspace_size))
     evaluation.run(exact, np.zeros(evaluation.workspace_size, np.uint8))
     tolerance = max(TOLERANCE.get(str(layout.dtype), COARSE) for layout in plan.inputs + plan.outputs)
-    # A rounding error can move an element across a jump, so a few elements may differ there.
+    # Functions such as ceil and mod jump at some inputs. A rounding error can move an input across a jump, so a few elements of
+    # the output may differ.
     jumps = any(str(node.params.get("mode", "")).startswith(_JUMPS) for node in graph.nodes)
     for place in range(inputs, len(operands)):
         got = driver.asnumpy(kept[place]).astype(np.float64)
@@ -88,7 +88,7 @@ def compare(pool: PoolInternals, plan: Plan, graph: FrontendGraph, operands: Seq
         result = as_strided(got, wanted.shape, wanted.strides)
         # Infinite and undefined results have no error to measure.
         known = np.isfinite(wanted)
-        # The bound of 1 keeps tiny results from demanding a tiny error.
+        # The error is relative to the largest result, but to at least 1. So tiny results do not demand a tiny error.
         largest = max(1.0, float(np.abs(wanted[known]).max(initial=0)))
         wrong = known & ~(np.abs(result - wanted) <= tolerance * largest)
         if wrong.sum() > wrong.size * 0.02 * jumps:

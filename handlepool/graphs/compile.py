@@ -34,10 +34,10 @@ from handlepool.tensors.layout import Layout
 
 MOST_REASONS = 4
 UNKEPT = (
-    "its graph has a part that no text identifies, as a callback or an array of fractions, or an engine that cannot be written; "
-    "give its operations plain numbers, or plan it at its first use"
+    "its graph has a part that no text identifies, such as a callback or an array of fractions, or its engine cannot be saved; "
+    "give the graph's operations plain numbers, or let the first call build the plan"
 )
-"""Reason that keeps a plan out of a plan directory."""
+"""Reason that a plan directory cannot keep a plan, with the fix."""
 _ENGINE = re.compile(r'^\{"engineId":(\d+)')
 _REASON = re.compile(r"Reason:\s*(.+)$")
 _PLAN = re.compile(r"^\s*\[\d+\]\s+(\S+?):\s+(.+)$")
@@ -56,12 +56,12 @@ def refusal(name: str, graph: FrontendGraph, operands: list[Any], error: GraphNo
 def shorten(answer: str) -> str:
     """Shorten cuDNN's answer to its first line and the distinct reasons.
 
-    Each reason names the engines or plans that gave it. The first reason among the lines of an engine is the cause. The later
-    lines only report where cuDNN passed the cause on.
+    Each reason comes after the names of the engines or plans that gave it. For each engine only the first reason counts: it is
+    the cause, and the later lines of that engine only report where cuDNN passed the cause on.
     """
     head, *lines = [line.strip() for line in answer.splitlines() if line.strip()] or [""]
     reasons: dict[str, list[str]] = {}
-    # The engine that the current lines belong to; None before the first engine, and "" after an engine's first reason.
+    # The engine of the current line: None before the first engine, and "" after the engine's first reason.
     engine: str | None = None
     for line in lines:
         if found := _ENGINE.search(line):
@@ -89,9 +89,9 @@ DEFAULTS = {"intermediate_dtype": np.dtype(np.float32), "compute_dtype": np.dtyp
 
 
 class Builder(Protocol):
-    """The device that plans are built for.
+    """Build plans for one device.
 
-    It is a device of a pool (`OnDevice`), or a described device.
+    `OnDevice` builds for a device of a pool, and `DescribedDevice` for a device that only its properties describe.
 
     Attributes
     ----------
@@ -123,9 +123,9 @@ class Builder(Protocol):
 
 
 class OnDevice:
-    """The current device as a `Builder`.
+    """Build plans for the current device.
 
-    The device's builder handle plans the graphs.
+    The device's builder handle, a handle for building alone, plans the graphs.
     """
 
     def __init__(self, slots: DeviceSlots, driver: Driver) -> None:
@@ -136,14 +136,15 @@ class OnDevice:
         self._stream = driver.current_stream(slots.device)
 
     def new_graph(self, **settings: object) -> Any:
-        """Return the driver's empty graph."""
+        """Return an empty graph, which the driver makes."""
         return self._driver.new_graph(**settings)
 
     def _own(self) -> Handle | None:
         """Return this thread's handle of its current stream, or None.
 
-        Reading a saved plan needs a handle, and the plan needs no handle afterwards. To create another handle would take 2 ms. A
-        finalizer that launches meanwhile finds this handle bound to another stream, and binds the handle again.
+        cuDNN needs a handle to read a saved plan, and the plan needs no handle afterwards. To create another handle would take
+        2 ms. If a finalizer launches with this handle during the read, it finds the handle bound to another stream, and binds the
+        handle again.
         """
         slot = slot_on_stream(self._stream)
         mine = slot is not None and slot.owner is self._slots.status and slot.device == self.device and slot.intact
@@ -152,11 +153,11 @@ class OnDevice:
     def compile(
         self, graph: FrontendGraph, operands: Sequence[Any], *, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> Executable:
-        """Have the driver compile, without harm to a capture."""
+        """Have the driver compile ``graph``; no capture ends (guarantee 9)."""
         handles = self._slots.handles
         with handles.building(), self._driver.relaxed():
-            # This thread's handle is enough for reading a saved plan. Any other build needs the builder handle. If that exists
-            # already, it serves for reading as well.
+            # A new plan needs the builder handle. A saved plan can be read with this thread's handle. If the builder handle
+            # exists already, it reads saved plans as well.
             own = None if settings.get("saved") is None or handles.builder else self._own()
             handle = own or handles.for_building()
             return self._driver.compile(graph, operands, handle=handle, copies=copies, **settings)
@@ -170,7 +171,7 @@ class OnDevice:
             return self._driver.kernel(Add(), (output,), name=name, titles=(title,))
 
     def plan_environment(self) -> str:
-        """Return the driver's environment."""
+        """Return the environment that the driver's plans depend on."""
         return self._driver.plan_environment()
 
 
@@ -186,21 +187,22 @@ def build(
 ) -> Plan:
     """Build one plan, or load it from a plan directory.
 
-    ``index`` chooses among cuDNN's candidates. ``choose`` is the plan's function for the choice of another plan. ``compare`` gets
-    the plan, the graph as asked for, and the real tensors of that graph. It raises if the plan is wrong. A plan that ``files``
-    have is loaded, except with ``index`` or ``anew``.
+    ``index`` is the index of cuDNN's candidate to build. Without ``index``, the driver chooses. `Plan.select` and similar methods
+    call ``choose`` to replace the plan. ``compare`` gets the plan, the graph before `conform` changed it, and the real tensors of
+    that graph. ``compare`` raises if the plan's results are wrong. If the directory ``files`` has the plan, the plan is loaded,
+    unless ``index`` or ``anew`` is given.
     """
     name = recipe.name
     if recipe.check is not None:
         recipe.check(request.layouts, request.outs, **request.options)
     recipe.signature.check_options(name, request.options)
-    # The rightmost settings win: the request's, then the decorator's, then the defaults.
+    # Settings of the request override settings of the decorator, and both override the defaults.
     settings = DEFAULTS | dict(recipe.settings) | dict(normalise(dict(request.settings)))
     own = {"name": name} | {key: value for key, value in settings.items() if key in GRAPH_SETTINGS}
     drafted = draft(recipe, request, lambda: builder.new_graph(**own))
     graph, outputs = drafted.graph, drafted.outputs
     inputs, given = drafted.operands()
-    # A scalar is declared as one element along one axis.
+    # A tensor must have an axis, so a scalar array is declared with one axis of extent 1. Below, `_layout` drops this axis again.
     scalar = all(not layout.shape for layout in request.layouts)
     try:
         shapes = _measure(name, drafted, inputs, given, scalar, settings)
@@ -220,7 +222,7 @@ def build(
             _choose=choose,
             asked=(recipe.function, recipe.settings, request),
         )
-        # No driver gets an extent of 0, so a graph with an empty array has a plan of its own.
+        # Drivers take no extent of 0. So a graph with an empty array gets an executable from `without_empty`.
         if any(0 in tensor.dim for tensor in operands):
             return made(without_empty(graph, len(inputs), layouts, name, titles, partial(builder.zeros, name)), in_place=())
         copies = conform(
@@ -241,8 +243,8 @@ def build(
                 raise GraphNotSupportedError(
                     f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}; raise workspace_limit"
                 )
-            # Copies begin behind the plan's own scratch, at a multiple of the alignment. So the limit for the plan itself is
-            # rounded down to a multiple.
+            # In the scratch, the copies come after the plan's own part, at a multiple of the alignment. So the limit for the
+            # plan's own part is rounded down to such a multiple.
             asked["workspace_limit"] = (limit - taken) // ALIGNMENT * ALIGNMENT if taken else limit
         make = partial(builder.compile, graph, operands, copies=copies, name=name, titles=titles)
         key = "" if files is None else plan_key(graph, operands, asked, builder.plan_environment())
@@ -257,11 +259,12 @@ def build(
             executable = make(**asked)
     except GraphNotSupportedError as error:
         raise refusal(name, graph, [*inputs, *outputs], error) from error
-    # Only a graph of pointwise nodes reads each input element for the output element at the same place alone.
+    # If all nodes are pointwise, each output element depends only on the input elements at the same place. Only then may the
+    # output be the same array as an input.
     pointwise = all(node.node_type.name == "POINTWISE" for node in graph.nodes)
     in_place = at_their_places(drafted.taken(), layouts) if pointwise else ()
     plan = made(executable, in_place=in_place, copies=copies, key=key)
-    # Ask now, because the comparison launches the plan, and a launched plan does not count as untried any more.
+    # A plan from the plan directory is untried until its first launch. Ask now, because the comparison launches the plan.
     loaded = executable.untried
     if compare is not None:
         # `conform` has changed the first graph, so draft the graph again.
@@ -269,7 +272,7 @@ def build(
         inputs, given = original.operands()
         _measure(name, original, inputs, given, scalar, settings)
         compare(plan, original.graph, [*inputs, *original.outputs])
-    # A plan from the directory need not be saved again.
+    # A plan that was loaded from the directory need not be saved again.
     if index is None and not loaded:
         save(plan, files)
     return plan
@@ -283,14 +286,14 @@ def build_for(
     options: dict[str, Any],
     files: PlanDirectory,
 ) -> Plan:
-    """Build a plan for a described device, into a plan directory.
+    """Build a plan for a described device, and save it in ``files``.
 
     Raises
     ------
     ArgumentError
         If the directory cannot keep the plan, or if cuDNN refuses the properties.
     """
-    # The module loads the frontend, which a call on the current device may not need here.
+    # Import `planning` only here: it loads cuDNN's frontend, which a call on the current device may not need.
     from handlepool.drivers.cuda.planning import DescribedDevice
 
     name = recipe.name
@@ -301,7 +304,8 @@ def build_for(
     plan = build(recipe, request, DescribedDevice(device), None, files=files)
     if not plan.candidates:
         raise ArgumentError(
-            f"{name}.compile(device=...) was given an empty array, for which cuDNN plans nothing; a call with it needs no plan"
+            f"{name}.compile(device=...) was given an empty array, for which cuDNN plans nothing; leave this call out, because "
+            f"a call with an empty array needs no plan"
         )
     if not plan.key or plan.executable.save() is None:
         raise ArgumentError(f"{name}.compile(device=...) cannot keep its plan: {UNKEPT}")
@@ -318,9 +322,9 @@ def _measure(
 ) -> dict[int, Shape]:
     """Give every tensor of a graph a shape; return the shapes.
 
-    An output takes the strides of its array, if it was given an array.
+    If the caller gave an array for an output, the output takes the array's strides.
     """
-    # A graph made without a type leaves tensors untyped. So the first array gives them their type.
+    # Without the setting ``io_dtype``, real tensors without a type get the type of the first array.
     io_dtype = frontend.data_type(settings.get("io_dtype") or frontend.numpy_dtype(inputs[0].data_type))
     drafted.graph.context.io_data_type = io_dtype
     shapes = infer(drafted.graph, drafted.outputs, io_dtype=io_dtype)
@@ -332,9 +336,9 @@ def _measure(
 
 
 def save(plan: Plan, files: PlanDirectory | None) -> None:
-    """Keep a plan in a plan directory.
+    """Save ``plan`` in the plan directory ``files``, if there is one.
 
-    The plan replaces the graph's earlier plan there.
+    In the directory, the plan replaces an earlier plan of the same graph.
     """
     if files is not None and plan.key and (saved := plan.executable.save()) is not None:
         files.save(plan.key, saved)
@@ -343,8 +347,9 @@ def save(plan: Plan, files: PlanDirectory | None) -> None:
 def _multiplies_float32(graph: FrontendGraph) -> bool:
     """Return whether a graph has a product of float32 matrices.
 
-    On an H200 with cuDNN 9.19, every plan of four such products had an error of 3e-4, even without the note TENSOR_CORE. For a
-    fifth product, with one row, the plans without that note were exact. No property tells such products apart.
+    On an H200 with cuDNN 9.19, every plan of four such products had an error of 3e-4, even plans without cuDNN's note
+    TENSOR_CORE. For a fifth product, with one row, the plans without that note were exact. No property of a product tells whether
+    its plans are exact.
     """
     single = frontend.data_type("float32")
     products = [node for node in graph.nodes if node.node_type.name == "MATMUL"]
@@ -359,11 +364,12 @@ def _layout(tensor: FrontendTensor, scalar: bool) -> Layout:
 def _number(operands: list[Any]) -> None:
     """Make uids ascend in the order of the operands.
 
-    The raw entry takes its pointers in the order of the uids. Uids that a caller set stay if they ascend already.
+    The cuda driver's fast launch passes cuDNN an array of pointers. cuDNN assigns the pointers to the uids in ascending order.
+    Uids that ascend already stay as they are.
     """
     uids = [tensor.uid for tensor in operands]
     if uids != sorted(uids):
-        # This offset lies beyond every uid that the frontend gave in this graph.
+        # The new uids must differ from all uids in the graph, so they begin far above the operands' uids.
         first = max(uids) + 1_000_000
         for number, tensor in enumerate(operands):
             tensor.set_uid(first + number)

@@ -1,11 +1,11 @@
 """Plan calls with empty arrays.
 
-No driver then gets an extent of 0. Every launch follows the same rules:
+The pool handles such calls, so that no driver gets an extent of 0. These rules hold for every call:
 
 - A result without elements launches nothing.
 - A sum over no elements is 0, as in torch. So a convolution, a gradient or a matrix product over an empty axis writes zeros.
 - An empty array contributes nothing to a concatenation.
-- The pool refuses any other empty array whose result has elements.
+- Any other call with an empty array is refused if its result has elements.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from handlepool.tensors.inference import title
 from handlepool.tensors.layout import Layout
 
 _SUMS = ("CONV_FPROP", "CONV_DGRAD", "CONV_WGRAD", "MATMUL")
-"""Kinds of nodes that give zeros for a sum over no elements."""
+"""Kinds of nodes that give 0 if they sum over no elements."""
 _TYPES = ("float16", "bfloat16", "float32")
 """Types that the kernel can fill with zeros, by NumPy's names."""
 
@@ -58,11 +58,14 @@ class WithoutEmpty:
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """Launch the operands with elements; see `handlepool.drivers.executable.Executable.launch`."""
+        """Launch the inner executable with the operands that have elements.
+
+        See `handlepool.drivers.executable.Executable.launch`.
+        """
         if self._inner is None:
             return
 
-        # The plan's check expects an address for each operand, so an empty operand gets address 0.
+        # ``check`` expects an address for each operand of the plan, so give an empty operand the address 0.
         def check_all(addresses: Sequence[int]) -> None:
             every = [0] * len(operands)
             for place, address in zip(self._places, addresses, strict=False):
@@ -73,10 +76,10 @@ class WithoutEmpty:
         self._inner.launch(handle, [operands[place] for place in self._places], workspace, None if check is None else check_all)
 
     def shortcut(self, *_: object) -> None:
-        """Return None: such a plan has no quick launch."""
+        """Return None, because this executable has no shortcut."""
 
     def save(self) -> None:
-        """Return None: planning takes no time."""
+        """Return None: such an executable takes no planning to make."""
 
 
 def without_empty(
@@ -106,7 +109,7 @@ def without_empty(
     Raises
     ------
     GraphNotSupportedError
-        For a result with elements that is more than a single sum over no elements.
+        If the result has elements, and is not that of a single sum over no elements.
     """
     if not any(layout.size for layout in outputs):
         return WithoutEmpty(name, titles)
@@ -114,8 +117,8 @@ def without_empty(
     # A later node may turn the zeros of a sum into other values, so only a single sum is certain to give zeros.
     if len(nodes) > 1 or nodes[0].node_type.name not in _SUMS or outputs[0].dtype.name not in _TYPES:
         raise GraphNotSupportedError(
-            f"an array is empty, but the result of {title(nodes[-1])} has shape {outputs[0].shape}, and only a single "
-            f"convolution or matrix product in {', '.join(_TYPES)} takes an empty array then. Make that node a graph "
-            "function of its own"
+            f"an array is empty and the result of {title(nodes[-1])} has elements, in shape {outputs[0].shape}: only a single "
+            f"convolution or matrix product in {', '.join(_TYPES)} takes such an array. Make the node with the empty array a "
+            "graph function of its own"
         )
     return WithoutEmpty(name, titles, zeros(outputs[0], titles[inputs]), (inputs,))

@@ -21,13 +21,16 @@ from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Layout, as_dtype
 
 MOST_STEPS = 2000
-"""Limit of operations in one function: a compiler takes seconds for more."""
+"""The maximum number of operations in a function.
+
+A compiler takes seconds for more operations.
+"""
 FLOATING = ("float16", "bfloat16", "float32")
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32")
 TYPES = (*FLOATING, *INTEGERS, "bool")
-"""Types of the arrays that a function takes, by NumPy's names."""
+"""Types of the arrays that an elementwise function takes, by NumPy's names."""
 NUMBER = "number"
-"""The type of a value made only of Python's numbers."""
+"""The kind of a traced value that is computed from numbers alone."""
 
 
 class Traced:
@@ -66,7 +69,7 @@ class Traced:
         return f"<a traced value of {self.trace.name}, {self.dtype} of shape {self.shape}>"
 
     def astype(self, dtype: object) -> Traced:
-        """Round to a floating type, or compare with 0 for truth values."""
+        """Round to a floating type, or for bool compare with 0."""
         try:
             name = as_dtype(dtype).name
         except ArrayTypeError:
@@ -165,18 +168,18 @@ class Traced:
         """Trace a ufunc of NumPy's or SciPy's by its name."""
         if method != "__call__":
             raise TraceError(
-                f"{self.trace.name}: numpy.{ufunc.__name__}.{method} combines elements, and a kernel over elements keeps them "
-                f"apart; call it outside of the function"
+                f"{self.trace.name}: numpy.{ufunc.__name__}.{method} combines elements, and a kernel over elements computes each "
+                f"element alone; call numpy.{ufunc.__name__}.{method} outside of the function"
             )
         return self._known("numpy", ufunc.__name__, inputs, options)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        """Trace NumPy's function of this name."""
+        """Trace a call of NumPy's ``function``, by its name."""
         return self._known("numpy", function.__name__, args, options)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
-        """Trace torch's function of this name."""
+        """Trace a call of torch's ``function``, by its name."""
         options = options or {}
         traced: Traced = next(value for value in (*args, *options.values()) if isinstance(value, Traced))
         given = {name: value for name, value in options.items() if name != "inplace" or value}
@@ -189,7 +192,8 @@ class Traced:
         named = {_OPTION_NAMES.get(option, option): value for option, value in options.items()}
         if named and function is not clip:
             raise TraceError(
-                f"{self.trace.name}: {library}.{name} was given {', '.join(options)}=, which no kernel takes; leave it out"
+                f"{self.trace.name}: {library}.{name} was given {', '.join(options)}=, which no kernel takes; call "
+                f"{library}.{name} without this keyword"
             )
         return function(*args, **named)
 
@@ -207,28 +211,28 @@ class Traced:
 
     def __bool__(self) -> bool:
         raise TraceError(
-            f"{self.trace.name}: `if`, `and`, `not` or a chain of comparisons asks for the truth of a traced value, and the "
-            f"function is called once for all elements; use where(condition, a, b), &, | and ~"
+            f"{self.trace.name}: `if`, `and`, `not` or a chain of comparisons asks whether a traced value is true, but the value "
+            f"stands for all elements; use where(condition, a, b), &, | and ~"
         )
 
     def _refuse_number(self, *_: object) -> Any:
         raise TraceError(
-            f"{self.trace.name}: float(x), int(x) or a function of Python's math asks for the number of a traced value, and the "
-            f"function is called once for all elements; use functions over elements, as numpy.exp(x)"
+            f"{self.trace.name}: float(x), int(x) or a function of Python's math asks for the number of a traced value, but this "
+            f"value stands for all elements; use functions over elements, such as numpy.exp(x)"
         )
 
     __float__ = __int__ = __index__ = __complex__ = __round__ = __floor__ = __ceil__ = __trunc__ = _refuse_number
 
     def _refuse_part(self, *_: object) -> Any:
         raise TraceError(
-            f"{self.trace.name}: an index, a loop or len() asks for parts of a traced value, which stands for one element; "
-            f"pass the parts of an array as arguments"
+            f"{self.trace.name}: an index, a loop or len() asks for parts of a traced value, which has none, because it stands "
+            f"for single elements; pass each part of an array as an argument of its own"
         )
 
     __getitem__ = __setitem__ = __iter__ = __len__ = __contains__ = _refuse_part
 
     def _refuse_operator(self, *_: object) -> Any:
-        raise self._unknown("an operator among //, %, @, << and >>")
+        raise self._unknown("an operator such as //, %, @, << or >>")
 
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refuse_operator
     __matmul__ = __rmatmul__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refuse_operator
@@ -236,7 +240,9 @@ class Traced:
 
 @dataclass
 class Trace:
-    """Collect the operations of one call of a function, each once.
+    """Collect the operations of one call of a function.
+
+    An operation that the function repeats on the same values is collected once.
 
     Attributes
     ----------
@@ -273,7 +279,9 @@ class Trace:
         if name == "bool":
             return self._as_truth(value)
         if name not in FLOATING:
-            raise TraceError(f"{self.name}: astype({shown(asked)}); it takes {', '.join(FLOATING)} and bool")
+            raise TraceError(
+                f"{self.name}: astype({shown(asked)}) of a traced value is not supported; pass {', '.join(FLOATING)} or bool"
+            )
         number = self._as_number(value)
         # Kernels compute in float32, so a change to float32 needs no step.
         if name != "float32":
@@ -301,8 +309,8 @@ class Trace:
         unused = [title for place, title in enumerate(titles) if place not in needed]
         if unused:
             raise TraceError(
-                f"{self.name}: the result does not depend on {', '.join(unused)}, but a launch would wait for it; take it "
-                "out of the function"
+                f"{self.name}: the result does not depend on {', '.join(unused)}, but each launch would wait for such an array; "
+                "remove the unused parameter from the function"
             )
         # Without the unneeded steps, the remaining steps get consecutive numbers.
         kept = [place for place in range(len(self._steps)) if first + place in needed]
@@ -328,7 +336,7 @@ class Trace:
         if value.trace is not self:
             raise TraceError(
                 f"{self.name} uses a traced value of an earlier call of {value.trace.name}, which stands for no element "
-                "any more; pass an argument"
+                "any more; pass an array as an argument instead"
             )
         return value
 
@@ -355,8 +363,8 @@ class Trace:
         compares = OPERATIONS[operation][1] == "truth"
         if not compares and all(operand.kind == "bool" for operand in numbers):
             raise TraceError(
-                f"{self.name}: {operation} of truth values only, where libraries differ; combine them by &, | and ^, or "
-                "convert them by astype('float32')"
+                f"{self.name}: {operation} was given only truth values, for which libraries give different results; combine "
+                "truth values by &, | and ^, or convert them by astype('float32')"
             )
 
     def _shape(self, operation: str, operands: Sequence[Traced]) -> tuple[int, ...]:
@@ -375,11 +383,11 @@ def as_number(what: str, value: object) -> float:
         try:
             return float(value)
         except OverflowError:
-            # A Python integer can exceed the range of a float. It then counts as infinite.
+            # A Python integer beyond the range of a float counts as infinite.
             return float("inf") if value > 0 else float("-inf")
     if isinstance(value, (complex, np.complexfloating)):
         raise TraceError(
-            f"{what} was given {shown(value)}, and numbers are real here; compute the real and the imaginary part separately"
+            f"{what} was given {shown(value)}, but takes real numbers only; compute the real and the imaginary part separately"
         )
     raise TraceError(
         f"{what} was given {shown(value)}, a {kind_of(value)}; it takes traced values and numbers, so pass arrays as arguments"
@@ -398,16 +406,16 @@ def broadcast(what: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         return np.broadcast_shapes(*shapes)
     except ValueError:
         raise ArgumentError(
-            f"{what} of the shapes {' and '.join(map(str, shapes))}, which do not broadcast; extents must be equal or 1, counted "
-            f"from the last axis"
+            f"{what} was given the shapes {' and '.join(map(str, shapes))}, which do not broadcast; counted from the last axis, "
+            f"extents must be equal or 1"
         ) from None
 
 
 def promoted(kinds: Sequence[str]) -> str:
-    """Return the type of a result, from the types of its values.
+    """Return the kind of a result, from the kinds of its operands.
 
-    A single floating type decides. Two different floating types give float32. Without a floating type, the result is float32 if
-    an array takes part, and `NUMBER` otherwise.
+    If the operands have one floating type, the result has that type. If they have two different floating types, the result is
+    float32. If they have no floating type, the result is float32 if an array is among the operands, and `NUMBER` otherwise.
     """
     floating = {kind for kind in kinds if kind in FLOATING}
     if floating:
@@ -426,7 +434,7 @@ def trace(
         Name for messages.
     function : callable
     arguments : sequence of Layout or None
-        The layout of each positional array. None stands for a number that a launch brings.
+        The layout of each positional array. None stands for a number, whose value each launch passes.
     options : dict
         The keyword arguments.
 
@@ -461,7 +469,7 @@ def trace(
         value = function(*values, **options)
     except HandlePoolError:
         raise
-    # CuPy's functions raise TypeError, for example, because they take only arrays.
+    # CuPy's functions, for example, take only arrays and raise a TypeError for a traced value.
     except TypeError as error:
         raise TraceError(f"{name}: {error}. {_known_functions()}") from error
     expression, result = made.expression(value, titles)
@@ -478,13 +486,13 @@ def _known_functions() -> str:
 
 
 def apply(operation: str, *values: object) -> Any:
-    """Trace an operation on values, among them a traced value."""
+    """Trace an operation on ``values``, of which one must be traced."""
     for value in values:
         if isinstance(value, Traced):
             return value.trace.apply(operation, values)
     raise TraceError(
-        f"{operation} of {', '.join(map(shown, values))} without a traced value: use Python's own functions for "
-        "numbers, as math.exp(0.5)"
+        f"{operation} was given {', '.join(map(shown, values))}, of which none is a traced value: use Python's own functions "
+        "for numbers, such as math.exp(0.5)"
     )
 
 
@@ -492,7 +500,7 @@ def _combined(operation: str, sign: str, *values: object) -> Any:
     for value in values:
         if not (isinstance(value, (bool, np.bool_)) or (isinstance(value, Traced) and value.kind == "bool")):
             trace = next(each.trace for each in values if isinstance(each, Traced))
-            raise TraceError(f"{trace.name}: {sign} was given {shown(value)}; it takes truth values, as comparisons give them")
+            raise TraceError(f"{trace.name}: {sign} was given {shown(value)}; pass truth values, such as a comparison returns")
     return apply(operation, *values)
 
 
@@ -502,12 +510,15 @@ def pow(x: DeviceArray, y: object) -> Any:
 
 
 def where(condition: object, x: DeviceArray, y: object) -> Any:
-    """Return x where a condition holds or is not 0, else y."""
+    """Return x where ``condition`` is true or not 0, and y elsewhere."""
     return apply("where", condition, x, y)
 
 
 def clip(x: DeviceArray, min: object = None, max: object = None) -> Any:
-    """Return x between two bounds; the upper one counts where they cross."""
+    """Return x limited to the bounds ``min`` and ``max``.
+
+    Where ``min`` is greater than ``max``, the result is ``max``.
+    """
     least = x if min is None else apply("maximum", x, min)
     return least if max is None else apply("minimum", least, max)
 
@@ -528,17 +539,17 @@ def reciprocal(x: DeviceArray) -> Any:
 
 
 def isnan(x: DeviceArray) -> Any:
-    """Return where x is no number."""
+    """Return whether x is NaN, for each element."""
     return apply("not_equal", x, x)
 
 
 def isinf(x: DeviceArray) -> Any:
-    """Return where x is infinite."""
+    """Return whether x is infinite, for each element."""
     return apply("equal", apply("abs", x), float("inf"))
 
 
 def isfinite(x: DeviceArray) -> Any:
-    """Return where x is a finite number."""
+    """Return whether x is a finite number, for each element."""
     return apply("less", apply("abs", x), float("inf"))
 
 
@@ -558,7 +569,7 @@ def silu(x: DeviceArray) -> Any:
 
 
 def hardsigmoid(x: DeviceArray) -> Any:
-    """Return x / 6 + 1 / 2 between 0 and 1."""
+    """Return x / 6 + 1 / 2, limited to 0 and 1."""
     return apply("multiply", clip(apply("add", x, 3.0), 0.0, 6.0), 1 / 6)
 
 
@@ -596,5 +607,5 @@ OTHER_NAMES |= {
     "gt": "greater",
     "ge": "greater_equal",
 }
-"""Functions of the vocabulary by other names of NumPy, SciPy and torch."""
+"""Names in `VOCABULARY`, by the other names of NumPy, SciPy and torch."""
 _OPTION_NAMES = {"a_min": "min", "a_max": "max"}

@@ -5,24 +5,25 @@ cuDNN accepts graphs that it computes wrongly. The kernels of some graphs even e
 ``benchmarks/geometries.py`` compares up to eight plans for each of some thousand graphs with float64. The tables are in
 ``benchmarks/results/geometries``. They give these rules for each kind of graph:
 
-- *Pointwise nodes alone* are right over two axes without gaps, declared as (M, N, 1, 1) with N innermost. An operand fills both
-  axes, repeats along one axis, or is one element. So the axes are merged to two, in the order of the first output's memory.
+- cuDNN computes *pointwise nodes alone* rightly over two axes without gaps, declared as (M, N, 1, 1) with N innermost. An operand
+  fills both axes, repeats along one axis, or is one element. So the axes are merged to two, in the order of the first output's
+  memory.
 - *A convolution alone*, or a gradient, takes images and filters without gaps, contiguous or channels-last in any mixture. It
   also takes images that are channels-last with gaps. Followed by a bias alone, it takes operands without gaps. Followed by more
   nodes, it takes channels-last operands without gaps. Addends then fill the output, or have one element for each channel, or
-  one element. Followed by a bias and relu, contiguous operands are right as well. Padding is the same on both sides. A loss has
-  the whole shape that the image leads to. In a transposed convolution, the last rows or columns of a loss may be missing. Then
-  zeros are appended.
-- *A matrix product* has three axes. Its factors are contiguous or transposed. Without nodes after it, the same holds
-  for its output, and gaps are allowed. With more nodes after it, the other operands are contiguous. Addends fill the output,
-  repeat along the batch, or are a row, a column, or one element.
+  one element. Followed by a bias and relu, the convolution also takes contiguous operands. Padding is the same on both sides. The
+  loss of a gradient has the whole shape of the convolution's result. In a transposed convolution, the last rows or columns of
+  the loss may be missing. Then zeros are appended.
+- *A matrix product* has three axes. Its factors are contiguous or transposed. If no node follows the product, its output may be
+  transposed as well, and gaps are allowed. If nodes follow, the other operands are contiguous. Addends fill the output, repeat
+  along the batch, or are a row, a column, or one element.
 - *Attention* takes queries, keys, values and outputs (N, H, L, E) whose last axis is innermost. The other axes are in the order
   N, H, L or N, L, H, gaps allowed. cuDNN's documentation names these layouts. A bias is contiguous and has the scores' whole
   shape.
-- *Reductions* alone showed no error without gaps, contiguous or channels-last. Reductions among other nodes, reshape, transpose
-  and concatenate were not measured. The module refuses these graphs on both drivers, because a GPU may compute them wrongly.
-  Nodes that the host driver cannot compute (`docs/nodes.md`) were not measured either. Their operands are brought into the form
-  for reductions.
+- *Reductions* alone showed no error over operands without gaps, contiguous or channels-last. Reductions among other nodes,
+  reshape, transpose and concatenate were not measured. The module refuses graphs with these nodes on both drivers, because a GPU
+  may compute them wrongly. Nodes that the host driver cannot compute (`docs/nodes.md`) were not measured either. They are not
+  refused, and their operands are brought into the form for reductions.
 
 For an operand in another form, a launch makes a copy on its own stream: an input is copied into scratch before the plan runs,
 and an output is copied out of scratch afterwards. An operand of more than `operand_forms.MOST_COPIED` bytes is refused instead.
@@ -55,12 +56,13 @@ _UNMEASURED = ("RESHAPE", "TRANSPOSE", "CONCATENATE")
 BEHIND_A_SUM = (None, "relu")
 """Activations measured after a convolution and an addend, in one plan.
 
-The addend is as large as the output.
+The measured addends are as large as the output.
 """
 BEHIND_A_PRODUCT = (None, "relu", "sigmoid", "gelu", "swish")
 """Activations measured after a matrix product.
 
-No measurement covers tanh far from zero, which an engine for convolutions computes wrongly.
+Tanh is missing. An engine for convolutions computes tanh far from zero wrongly, and no measurement of products covers such
+values.
 """
 
 
@@ -73,9 +75,7 @@ def conform(
     copying: bool = True,
     misaligned: Iterable[int] = (),
 ) -> tuple[OperandCopy, ...]:
-    """Declare a graph's operands in right forms, and return the needed copies.
-
-    cuDNN is known to compute the declared forms rightly.
+    """Declare operands in forms that cuDNN computes rightly; return the copies.
 
     Parameters
     ----------
@@ -92,7 +92,8 @@ def conform(
     copying : bool
         Whether operands may be copied.
     misaligned : iterable of int
-        Places of the vectors that do not begin at a multiple of 16 bytes, which no launch takes. They are copied in any case.
+        Places of the vectors that do not begin at a multiple of 16 bytes. cuDNN takes no such vector, so each of them is copied,
+        even with ``copying=False``.
 
     Returns
     -------
@@ -108,8 +109,8 @@ def conform(
     for node in graph.nodes:
         if node.node_type.name in _UNMEASURED:
             raise GraphNotSupportedError(
-                f"{title(node)}: cuDNN's result was not measured there, so it may be wrong; compute that part with the "
-                "arrays, before the call or after it"
+                f"{title(node)}: cuDNN's result of such a node was not measured, so the result may be wrong; compute this step "
+                "with the array library, before the call or after it"
             )
         if node.node_type.name == "REDUCTION" and len(graph.nodes) > 1:
             raise GraphNotSupportedError(
@@ -124,8 +125,8 @@ def conform(
     elif kind in CONVOLUTIONS or kind == "MATMUL":
         if any(tensor.is_virtual for tensor in nodes[0].inputs.values()):
             raise GraphNotSupportedError(
-                f"something comes before {title(nodes[0])}, which cuDNN has plans for in few cases; make it a graph function of "
-                f"its own"
+                f"another node comes before {title(nodes[0])}, and cuDNN has plans for few such graphs; make {title(nodes[0])} a "
+                f"graph function of its own"
             )
         (_matmul if kind == "MATMUL" else _convolution)(forms, nodes[0])
     elif kind == "SDPA" and {*nodes[0].inputs} <= {"q", "k", "v", "bias"} and len(graph.nodes) == 1:
@@ -133,7 +134,7 @@ def conform(
     else:
         for place in range(len(operands)):
             forms.require(place, ("contiguous", "channels-last"))
-    # A vector in a right form has no gaps, so one axis describes it.
+    # A vector that needs no copy for its form has no gaps, so one axis describes the copy.
     for place in set(misaligned) - {copy.operand for copy in forms.copies}:
         forms.copy(place, (math.prod(forms.given[place][0]),), (1,), always=True)
     return tuple(forms.copies)
@@ -148,8 +149,8 @@ def _pointwise(forms: OperandForms) -> None:
     for place in range(forms.inputs, len(shapes)):
         if shapes[place] != full:
             raise GraphNotSupportedError(
-                f"{forms.called(place)} has shape {shapes[place]}, and other outputs of the graph have {full}, but a "
-                "graph of pointwise operations has outputs of one shape. Split it into two graph functions"
+                f"{forms.called(place)} has shape {shapes[place]} and the whole graph has shape {full}, but all outputs of a "
+                "graph of pointwise operations must have the same shape. Split the graph into two graph functions"
             )
     order = axis_order(full, forms.operands[forms.inputs].stride)
     axes = [axis for axis in order if full[axis] > 1]
@@ -168,7 +169,7 @@ def _pointwise(forms: OperandForms) -> None:
         chosen = [parts(place, split) for place in range(len(steps))]
         return sum(math.prod(shape) * size for (shape, _, fits), size in zip(chosen, sizes, strict=True) if not fits)
 
-    # Choose the split of the axes whose copies take the fewest bytes.
+    # The axes are split into rows and columns. Choose the split at which the copies take the fewest bytes.
     split = min(range(len(axes) + 1), key=cost)
     fills = []
     for place, each in enumerate(steps):
@@ -186,7 +187,8 @@ def _pointwise(forms: OperandForms) -> None:
         for place in range(len(fills)):
             forms.copy(place, (1,) if place >= forms.inputs else (8,), (0,), elements=8)
     elif all(rows == its for rows, its in fills) or columns in (1, size):
-        # Rows of this length suit vector loads and the kernel's tiles, if the size has such a divisor.
+        # No operand repeats along just one of the two axes, so any row length is possible. The largest power of two up to 256
+        # suits vector loads and the kernels' tiles.
         fills = [(rows or its,) * 2 for rows, its in fills]
         columns = math.gcd(size, 256)
         if columns < 8:
@@ -197,24 +199,24 @@ def _pointwise(forms: OperandForms) -> None:
 def _operands_to_expand(forms: OperandForms, steps: Sequence[Sequence[int]]) -> set[int]:
     """Return the operands that need a copy to the whole extent.
 
-    Each node then has an input of the whole extent. If all inputs of a node repeat along some axis, cuDNN has no plan, or
-    computes a later node wrongly.
+    With these copies, each node has an input of the whole extent. If all inputs of a node repeated along some axis, cuDNN would
+    have no plan, or would compute a later node wrongly.
     """
     whole: set[int] = set()
     for node in forms.graph.nodes:
         places = [forms.places.get(tensor.uid) for tensor in node.inputs.values() if not tensor.is_pass_by_value]
         given = [place for place in places if place is not None]
         if len(given) == len(places) and not any(place in whole or all(steps[place]) for place in given):
-            # One input of the whole extent is enough for cuDNN. The first input is noted here, and is copied later.
+            # One input of the whole extent is enough for cuDNN. So note the first input, which the caller copies.
             whole.update(given[:1])
     return whole
 
 
 def _dense_axes(steps: Sequence[int], extents: Sequence[int], split: int) -> tuple[list[int], list[int], bool]:
-    """Return an operand's non-repeated extents and steps for a split.
+    """Return an operand's extents and steps on the sides of a split.
 
-    The operand keeps a side of the split if it does not repeat along all axes of that side. The last result says whether the kept
-    axes are dense.
+    ``split`` is the number of axes on the first side. A side is left out if the operand repeats along all axes of that side. The
+    last result says whether the remaining axes are dense.
     """
     shape: list[int] = []
     along: list[int] = []
@@ -267,13 +269,13 @@ def _convolution(forms: OperandForms, node: FrontendNode) -> None:
         return
     if node.node_type.name != "CONV_FPROP":
         raise GraphNotSupportedError(
-            f"a node follows {title(node)}, and cuDNN is not known to compute both rightly; make {title(node)} a "
+            f"a node follows {title(node)}, and cuDNN is not known to compute both nodes rightly; make {title(node)} a "
             "graph function of its own"
         )
     result = forms.operands[forms.inputs :]
     full = tuple(result[0].dim)
     used_again(forms, node, full)
-    # For an output of one pixel, contiguous and channels-last are the same.
+    # For an output of one pixel, contiguous and channels-last are the same, so the rules for contiguous operands do not apply.
     single = len(result) == 1 and max(full[2:]) > 1
     modes = [other.params.get("mode") for other in behind]
     added = [place for place in extras if place < forms.inputs]
@@ -315,10 +317,10 @@ def _add_spatial_axis(forms: OperandForms, node: FrontendNode) -> None:
 def _symmetrise_padding(forms: OperandForms, node: FrontendNode) -> None:
     """Pad equally on both sides, and extend the output accordingly.
 
-    Unequal padding was not measured. The padding grows in whole steps until it covers the larger side. The wanted output is
-    then a part of the computed output.
+    Unequal padding was not measured. So both sides get the padding before the image, increased by whole strides until it covers
+    the padding after the image. The wanted output is then a part of the computed output.
     """
-    # `post_padding` is then None as well: `infer` has checked both.
+    # If `pre_padding` is None, `post_padding` is None as well, because `infer` has checked that they come together.
     if node.params.get("pre_padding") is None:
         return
     first, second = (forms.shapes[tensor.uid] for tensor in list(node.inputs.values())[:2])
@@ -330,12 +332,12 @@ def _symmetrise_padding(forms: OperandForms, node: FrontendNode) -> None:
     added = [t for place, t in enumerate(forms.operands[: forms.inputs]) if t.uid not in core]
     fits = all(tuple(t.dim) in (full, (1,) * len(full)) or is_per_channel(t, full) for t in added)
     if node.node_type.name != "CONV_FPROP" or not fits or used_again(forms, node, full):
-        remedy = "pad the images before, as numpy.pad does, and give the same padding on both sides"
+        remedy = "pad the images before the call, as numpy.pad does, and give the same padding on both sides"
         if node.node_type.name == "CONV_DGRAD":
-            remedy = "ask for the gradient of the padded images, with padding=0, and take the part that is theirs"
+            remedy = "compute the gradient of the padded images with padding=0, and cut the padding off"
         raise GraphNotSupportedError(
-            f"{title(node)}: a padding of {how.before} before and {how.after} after was not measured, so it is not known to be "
-            f"right here; {remedy}"
+            f"{title(node)}: a padding of {how.before} before and {how.after} after was not measured for such a graph, so the "
+            f"result may be wrong; {remedy}"
         )
     steps = list(zip(how.before, how.after, how.stride, strict=True))
     more = [max(0, -((low - high) // step)) for low, high, step in steps]
@@ -354,8 +356,8 @@ def _symmetrise_padding(forms: OperandForms, node: FrontendNode) -> None:
 def _complete_loss(forms: OperandForms, node: FrontendNode) -> None:
     """Append zeros to a loss that lacks rows or columns.
 
-    The image leads to a result with these rows or columns; see `Convolution.transposes`. cuDNN was measured only with losses of
-    the whole result.
+    A convolution of the image gives a result with these rows or columns; see `Convolution.transposes`. cuDNN was measured only
+    with losses of that whole shape.
     """
     if node.node_type.name != "CONV_DGRAD":
         return
@@ -379,10 +381,10 @@ def _matmul(forms: OperandForms, node: FrontendNode) -> None:
     full = tuple(forms.operands[forms.inputs].dim)
     alone = len(forms.graph.nodes) == 1
     again = used_again(forms, node, full)
-    # cuDNN computes the nodes after a single element per pair wrongly.
+    # If each product of two matrices is a single element, cuDNN computes the nodes after the product wrongly.
     if not alone and full[1:] == (1, 1):
         raise GraphNotSupportedError(
-            f"{title(node)} makes one element of each pair, and cuDNN computes any following node wrongly; make "
+            f"{title(node)} makes a single element of each pair of matrices, and cuDNN computes any following node wrongly; make "
             f"{title(node)} a graph function of its own"
         )
     # A factor that a later node takes as well must also have the form that the later node needs.
@@ -404,7 +406,8 @@ def _matmul(forms: OperandForms, node: FrontendNode) -> None:
 def _one_matrix(forms: OperandForms, node: FrontendNode) -> None:
     """Merge the rows of all batches into one matrix product.
 
-    This needs a second factor that all batches share, and no gaps between the batches. Otherwise the tensors stay as they are.
+    All batches must share the second factor, and there must be no gaps between the batches. Otherwise the tensors stay as they
+    are.
     """
     full = tuple(forms.operands[forms.inputs].dim)
     rows = []
@@ -412,7 +415,7 @@ def _one_matrix(forms: OperandForms, node: FrontendNode) -> None:
         dim = tuple(tensor.dim)
         if tensor.uid != node.inputs["B"].uid and dim[:-1] == full[:-1]:
             axes = [(extent, step) for extent, step in zip(dim, tensor.stride[:-1], strict=False) if extent > 1]
-            # Gaps between the batches keep their rows from becoming the rows of a single product.
+            # With gaps between the batches, their rows do not lie at one step, so they are not rows of a single matrix.
             if any(step != extent * inner for (_, step), (extent, inner) in pairwise(axes)):
                 return
             rows.append((tensor, axes[-1][1] if axes else dim[-1]))
@@ -428,8 +431,8 @@ def _one_matrix(forms: OperandForms, node: FrontendNode) -> None:
 def _three_axes(forms: OperandForms, node: FrontendNode) -> None:
     """Declare every tensor with exactly one batch axis.
 
-    cuDNN has no plans for tensors with no batch axis or with two. A factor that repeats along some batch axes only is copied to
-    the whole batch. An addend that does so is copied to the whole output, because the measured forms of addends require that.
+    cuDNN has no plans for tensors with no batch axis or with two batch axes. A factor that repeats along some batch axes but not
+    all is copied to the whole batch. Such an addend is copied to the whole output, because only then its form was measured.
     """
     batches = [tuple(tensor.dim)[:-2] for tensor in forms.operands]
     batch, matrix = tuple(map(max, *batches)), tuple(forms.operands[forms.inputs].dim)[-2:]
@@ -466,7 +469,7 @@ def _attention(forms: OperandForms, node: Any) -> None:
         if tensor is not bias:
             orders = (3, 2, 1, 0), (3, 1, 2, 0)
             axes = [[(tensor.dim[axis], tensor.stride[axis]) for axis in order] for order in orders]
-            # Rows begin at multiples of 16 bytes, as the kernels load them.
+            # cuDNN's kernels load 16 bytes at a time, so each row must begin at a multiple of 16 bytes.
             aligned = all(step % 8 == 0 for extent, step in axes[0][1:] if extent > 1)
             if not aligned or not any(map(is_nested, axes)):
                 forms.require(place, ("contiguous",))

@@ -46,7 +46,7 @@ from handlepool.tensors.layout import Layout
 MOST_VARIANTS = 64
 """The maximum number of a function's variants that keep their plans.
 
-A variant has settings of its own.
+A variant is the function with other settings, made by `GraphFunction.options`.
 """
 
 
@@ -72,11 +72,11 @@ class GraphFunction(ArrayCall[P, R_co]):
     Notes
     -----
     A call takes one array for each tensor parameter, or for each entry of ``inputs=``, in that order. The keyword
-    ``out`` is the array for the output, or a tuple of arrays for all outputs. Their strides decide the layout of the outputs.
-    The arrays share no element with each other or with an input. There is one exception: for a graph of pointwise nodes with one
-    output, ``out`` may be the same array as an input. The other keywords are the function's own options. They are static,
-    hashable, and a part of the plan's key. The call launches on the current stream. It returns ``out``, or new arrays, ready on
-    that stream.
+    ``out`` is the array for the output, or a tuple of arrays for all outputs. The strides of these arrays decide the layout of
+    the outputs. An array of ``out`` must share no element with an input or with another output. There is one exception: for a
+    graph of pointwise nodes with one output, ``out`` may be the same array as an input. The other keywords are the function's own
+    options. They are static, hashable, and a part of the plan's key. The call launches on the current stream. It returns ``out``,
+    or new arrays, ready on that stream.
 
     A call raises `ArgumentError`, `ArrayTypeError` or `DeviceMismatchError` for arguments that it cannot take. It raises these
     errors before any launch. It raises `GraphNotSupportedError` if cuDNN has no plan.
@@ -136,12 +136,15 @@ class GraphFunction(ArrayCall[P, R_co]):
     # Calls
 
     def run(self, arrays: MutableMapping[Any, Any], /, **options: object) -> MutableMapping[Any, Any]:
-        """Launch on the current stream with arrays by reference, outputs among them.
+        """Launch on the current stream, with arrays named by references.
+
+        Outputs may be among the arrays.
 
         Parameters
         ----------
         arrays : dict
-            Arrays by reference (see `graph`): an array for each input, and for each output that the caller provides.
+            Each key is a reference (see `graph`), and the value is the array for that tensor. Every input needs an array. The
+            call allocates each output that has no array.
         **options
             As in a call.
 
@@ -154,8 +157,8 @@ class GraphFunction(ArrayCall[P, R_co]):
         Raises
         ------
         ArgumentError
-            For a reference that fits no tensor or several, two arrays for one tensor, or an input without an array. Also every
-            error of a call.
+            If a reference fits no tensor or several tensors, if a tensor has two arrays, or if an input has no array. `run` also
+            raises every error of a call.
         """
         pool = current_pool()
         try:
@@ -189,20 +192,21 @@ class GraphFunction(ArrayCall[P, R_co]):
         converted: ConvertedArguments | None = None,
         key: tuple[Any, ...] | None = None,
     ) -> GraphCall:
-        """Find or build the plan, and allocate the missing outputs.
+        """Return a call, with its plan and its outputs.
 
-        The outputs are allocated on the current stream. With ``key``, the key of the options, a `hit` finds the plan from now on.
+        The method finds or builds the plan. Without ``out``, the method allocates the outputs on the current stream. ``key`` is
+        the option key. With ``key``, later calls find the plan by a `hit`.
         """
         try:
             outs = () if out is None else tuple(out) if isinstance(out, (tuple, list)) else (out,)
             if out is not None and not outs:
                 raise ArgumentError(
-                    f"{self._name}: out={shown(out)} holds no array; pass one for each output, or None for new ones"
+                    f"{self._name}: out={shown(out)} holds no array; pass an array for each output, or None for new arrays"
                 )
             natives = pool.driver.array_types
             if converted is None and any(type(array) not in natives for array in arrays + outs):
                 return ConvertedArguments(self._name, pool, arrays, outs).prepare(self.prepare, out, options, settings)
-            # A `hit` compares only the driver's own arrays, and needs a key that identifies the options.
+            # A `hit` takes only the driver's own arrays, and needs a key that identifies the options. Else make no shortcut.
             if key is not None and (converted or not identifies(key, options)):
                 key = None
             plan = self.plan(pool, arrays, outs, options, settings, option_key=key)
@@ -236,7 +240,7 @@ class GraphFunction(ArrayCall[P, R_co]):
     ) -> Plan:
         """Return the plan for these arrays, and build it if needed.
 
-        With ``option_key``, a `hit` finds the plan from now on.
+        With ``option_key``, later calls find the plan by a `hit`.
         """
         driver = pool.driver
         device = driver.current_device()
@@ -251,11 +255,11 @@ class GraphFunction(ArrayCall[P, R_co]):
                 copied := misaligned_vectors(driver, arrays) if references is None else (),
             )
             plan = cast("Plan | None", pool.plans.get(device, key))
-        # An object without a shape is no array. The check raises the clear error.
+        # An object without a shape is no array. `check_arrays` raises a clear error for it.
         except AttributeError:
             check_arrays(self._name, driver, device, arrays, outs)
             raise
-        # A value without a hash cannot be in a key. The checks raise the clear error.
+        # A value without a hash cannot be in a key. The checks below raise a clear error for it.
         except TypeError:
             self._recipe.check_static(options, references is not None)
             normalise(dict(settings))
@@ -396,7 +400,8 @@ class GraphFunction(ArrayCall[P, R_co]):
 
     def _build(self, pool: PoolInternals, device: int, key: Any, arrays: Any, outs: Any, options: dict[str, Any]) -> Plan:
         *_, settings, references, copied = key
-        # Keep layouts instead of arrays: a plan that can be built again must hold no caller's memory.
+        # The plan keeps this request, so that the plan can be built again. So the request has layouts instead of arrays, which
+        # would keep the caller's memory alive.
         request = Request(tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)), references, dict(options), settings, copied)
         recipe = self._recipe
         against = partial(compare, pool) if pool.checked else None
@@ -415,7 +420,7 @@ class GraphFunction(ArrayCall[P, R_co]):
                     save(plan, files)
             return plan
 
-        # Run the deferred work before taking locks: a handle for building may need the room that this work frees.
+        # Run the deferred work before taking locks: a new builder handle may need the memory that this work frees.
         deferred.run_all()
         builder = OnDevice(pool.device(device), pool.driver)
         make = partial(build, recipe, request, builder, choose, compare=against, files=files)
@@ -426,7 +431,7 @@ class GraphFunction(ArrayCall[P, R_co]):
     def options(self, **settings: Unpack[Given]) -> GraphFunction[P, R_co]:
         """Return this function with other settings.
 
-        The same settings give the same object, so that its plans are found again.
+        The same settings give the same object, so that later calls find its plans again.
 
         Parameters
         ----------
@@ -463,7 +468,7 @@ class GraphFunction(ArrayCall[P, R_co]):
     def __reduce__(self) -> Any:
         """Pickle by name, as Python pickles functions.
 
-        A variant by `options` is pickled as the function of that name with the variant's settings.
+        A variant that `options` made is pickled as the original function's name and the variant's settings.
         """
         name = str(getattr(self, "__qualname__", self._name))
         try:
@@ -486,16 +491,16 @@ class GraphFunction(ArrayCall[P, R_co]):
         return self
 
     def cache_clear(self) -> None:
-        """Forget the plans of this function and of its variants by `options`.
+        """Forget the plans of this function and of all its variants.
 
-        Plans in use live on with their users.
+        A plan lives on while a program or other code still holds it.
         """
         mine = self.variants
         current_pool().plans.discard(lambda key: isinstance(key, tuple) and getattr(key[0], "variants", None) is mine)
 
 
 def _as_branch(function: GraphFunction[..., Any], branch: BranchPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Launch a call as the branch of a fork."""
+    """Launch a call of ``function`` as ``branch`` of a fork."""
     options, out, key = kwargs, None, ()
     if kwargs:
         options = dict(kwargs)
@@ -511,8 +516,8 @@ setattr(GraphFunction, LAUNCHES, _as_branch)
 
 
 def _variant(function: GraphFunction[..., Any], settings: Settings) -> GraphFunction[..., Any]:
-    """Return a function with exactly these settings."""
-    # A setting that is None gets its default, so settings of the found function do not carry over.
+    """Return the variant of ``function`` with exactly ``settings``."""
+    # Set every other setting to None, its default, so that no setting of ``function`` carries over to the variant.
     chosen: dict[str, Any] = dict.fromkeys(Given.__annotations__) | dict(settings)
     return function.options(**chosen)
 
@@ -532,7 +537,8 @@ def graph(
 def graph(
     *, inputs: None = None, outputs: object = None, **settings: Unpack[Given]
 ) -> Callable[[Callable[Concatenate[Graph, P], R]], GraphFunction[P, R]]: ...
-# Only ``inputs`` decides the number of arrays, so the type leaves the number open.
+# With ``inputs``, the length of that list is the number of arrays. Type checkers do not know the length, so the type leaves the
+# number open.
 @overload
 def graph(
     function: Callable[Concatenate[Graph, ...], R], *, inputs: object, outputs: object = None, **settings: Unpack[Given]
@@ -551,7 +557,7 @@ def graph(function: Callable[..., Any] | None = None, *, inputs: Any = None, out
     and scratch, from any thread.
 
     f returns the graph tensor to output, or a tuple of graph tensors, or a mapping with the references ``"inputs"`` and
-    ``"outputs"``. It returns nothing if ``outputs`` names the outputs, or if f marks them with ``set_output(True)``. f may
+    ``"outputs"``. f returns nothing if ``outputs`` names the outputs, or if f marks them with ``set_output(True)``. f may
     declare tensors itself with ``g.tensor(name=…, dim=…, stride=…)``. ``inputs`` or `GraphFunction.run` gives the arrays for
     these tensors, and the arrays must match the declarations.
 
@@ -581,7 +587,7 @@ def graph(function: Callable[..., Any] | None = None, *, inputs: Any = None, out
     Raises
     ------
     ArgumentError, ArrayTypeError
-        For settings that are unknown, or that have a value that is not allowed.
+        If a setting is unknown, or has a value that is not allowed.
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""Our own kernels as functions of arrays.
+"""Call this package's own kernels as functions of arrays.
 
-The pool plans, launches, orders and records them as it does graph functions.
+The pool plans, launches, orders and records these functions in the same way as graph functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class KernelFunction(GraphFunction[..., Any]):
     name : str
         Name for messages.
     options : callable, optional
-        Checks the values given to `call`, and returns them by name, as they enter the key of a plan.
+        ``options(*values)`` checks the ``values`` of `call`, and returns them by name. The names and values enter the plan's key.
     """
 
     def __init__(self, describe: Callable[..., Described], name: str, options: Callable[..., dict[str, Any]] = dict) -> None:
@@ -54,9 +54,9 @@ class KernelFunction(GraphFunction[..., Any]):
         self._options = options
 
     def call(self, arrays: tuple[Any, ...], out: object, pool: HandlePool | None, values: tuple[Any, ...]) -> Any:
-        """Launch with the arguments of the public function.
+        """Launch the kernel with the arguments of the public function.
 
-        ``values`` are the arguments of ``options``.
+        ``values`` are the public function's options, in the order in which the callable ``options`` takes them.
         """
         types = tuple(map(type, values))
         # Without sequences, the values and their types already form a key, at less cost.
@@ -68,7 +68,7 @@ class KernelFunction(GraphFunction[..., Any]):
         return run_known(self._name, pool, (self,), arrays, out, key, prepare)
 
     def _prepared(self, pool: PoolInternals, arrays: tuple[Any, ...], out: Any, values: tuple[Any, ...], key: Any) -> GraphCall:
-        # The key does not show the type of a tuple subclass, so such a value must not enter a shortcut.
+        # The key does not show the types inside a value of a subclass of tuple. So a call with such a value gets no shortcut.
         told = all(type(value) is tuple or not isinstance(value, tuple) for value in values)
         return self.prepare(pool, arrays, out, self._options(*values), key=key if told else None)
 
@@ -79,14 +79,17 @@ class KernelFunction(GraphFunction[..., Any]):
         def build() -> Plan:
             if len(inputs) >= MOST_OPERANDS:
                 raise ArgumentError(
-                    f"{name}: {len(inputs)} arrays; one call takes at most {MOST_OPERANDS - 1}. Call it for the first "
+                    f"{name}: {len(inputs)} arrays; one call takes at most {MOST_OPERANDS - 1}. Call {name} for the first "
                     f"{MOST_OPERANDS - 1} arrays, then for that result and the remaining arrays"
                 )
             if len(given) > 1:
-                raise ArgumentError(f"{name}: out= holds {len(given)} arrays, but the function has one output")
+                raise ArgumentError(f"{name}: out= holds {len(given)} arrays, but the function has one output; pass one array")
             kernel, output = self._describe(inputs, **options)
             if misaligned and isinstance(kernel, Depthwise):
-                raise GraphNotSupportedError(f"{name}: the bias begins where the kernel of our own does not take it")
+                raise GraphNotSupportedError(
+                    f"{name}: the bias does not begin at a multiple of 16 bytes, as this package's kernel requires; pass a copy "
+                    f"of the bias"
+                )
             check_arrays(name, driver, device, arrays, outs, vectors=False)
             for out in given:
                 check_out(name, output, out)
@@ -101,7 +104,9 @@ class KernelFunction(GraphFunction[..., Any]):
             else:
                 full = [place for place, layout in enumerate(operands) if layout.size]
                 if len(full) < len(operands) and not isinstance(kernel, Concat):
-                    raise GraphNotSupportedError(f"{name}: an array is empty, which the kernel of our own does not take")
+                    raise GraphNotSupportedError(
+                        f"{name}: an array is empty, and this package's kernel takes none; pass arrays that have elements"
+                    )
                 with pool.device(device).handles.build_lock, driver.relaxed():
                     executable = driver.kernel(
                         kernel, [operands[place] for place in full], name=name, titles=[titles[place] for place in full]
@@ -114,15 +119,17 @@ class KernelFunction(GraphFunction[..., Any]):
 
 
 def _in_place(kernel: Kernel, inputs: tuple[Layout, ...], output: Layout) -> tuple[int | None, ...]:
-    """Return the offsets at which inputs may lie in the output.
+    """Return `Plan.in_place`: the offsets at which inputs may lie in the output.
 
-    An elementwise input may cover the whole output. An input of a concatenation may lie at its destination.
+    An input of an elementwise kernel may cover the whole output. An input of a concatenation may lie in the output at the place
+    to which it is copied.
     """
     if isinstance(kernel, (Add, Elementwise)):
         return at_their_places(inputs, (output,))
     if isinstance(kernel, Normalise | Affine | Excite):
-        # The threads that write a row read the whole row first. Every row reads the parameters, so these may not overlap.
-        # Gates depend on the images only through sums that another launch made.
+        # The threads that write a row read the whole row first, so the first input may be the output. Every row reads the
+        # parameters, so these may not overlap with the output. The gates of `Excite` come from sums over the images, which an
+        # earlier launch made, so the images may be overwritten.
         return (*at_their_places(inputs[:1], (output,)), *(None for _ in inputs[1:]))
     # A depthwise convolution reads the neighbours of an element, so its output may not overlap with an input.
     if not isinstance(kernel, Concat):
@@ -143,22 +150,22 @@ def check_strides(title: str, layout: Layout) -> None:
     itemsize = layout.dtype.itemsize
     if any((stride < 0 or stride % itemsize) and extent > 1 for extent, stride in zip(layout.shape, layout.strides, strict=True)):
         raise ArgumentError(
-            f"{title} has the strides {layout.strides} bytes for elements of {itemsize} bytes: strides that are negative or fall "
-            f"between elements are not taken; pass a contiguous copy"
+            f"{title} has the strides {layout.strides} bytes for elements of {itemsize} bytes: the kernel takes no strides that "
+            f"are negative or fall between elements; pass a contiguous copy"
         )
 
 
 def dense(shape: tuple[int, ...], dtype: np.dtype[Any], order: Sequence[int] | None = None) -> Layout:
     """Return the layout of a new array without gaps.
 
-    ``order`` names its axes from the outermost to the innermost. The default is row-major.
+    ``order`` lists the array's axes from the outermost to the innermost. The default is row-major.
     """
     return Layout(shape, tuple(stride * dtype.itemsize for stride in dense_strides(shape, order)), dtype)
 
 
 def lying_as(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a new array, ordered as another array.
+    """Return the layout of a new array, ordered as ``layout``.
 
-    The new array is contiguous or channels-last, as the other array of equal rank is.
+    ``shape`` has the rank of ``layout``. The new array is contiguous or channels-last, as an array with ``layout`` is.
     """
     return dense(shape, layout.dtype, axis_order(layout.shape, layout.strides))

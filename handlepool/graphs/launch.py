@@ -12,9 +12,9 @@ from handlepool.drivers.operands import TENSOR_ALIGNMENT, check_operands, operan
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, HandlePoolError, SignatureError
 from handlepool.graphs.plan import Plan
-from handlepool.order.accesses import Operands
 from handlepool.order.call import Call
 from handlepool.order.places import begin_for, lanes_for, run
+from handlepool.order.uses import Operands
 from handlepool.pool.context import LAUNCHES, NOT_CACHED, Begin, active, recordings, thread
 from handlepool.pool.default import chosen_pool, current_pool
 from handlepool.pool.internals import PoolInternals
@@ -37,8 +37,8 @@ def hit(
     function : GraphFunction
     pool : PoolInternals
     begin : callable, optional
-        Gets the operands before the launch, and returns the slot to launch on. Without it, the launch uses this thread's slot on
-        the current stream.
+        Gets the operands before the launch, and returns the slot to launch on. Without ``begin``, the launch uses this thread's
+        slot on the current stream.
     arrays : tuple of array
     out : array or tuple of array, optional
     key : tuple
@@ -46,12 +46,12 @@ def hit(
     """
     try:
         attempts = pool.plans.shortcuts[function, key, arrays[0].shape]
-    # The key is new, there are no arrays, or a value has no hash.
+    # No shortcut is found if the key is new, if the call has no arrays, or if an option has no hash.
     except (AttributeError, IndexError, KeyError, TypeError):
         return NOT_CACHED
-    # A plain launch skips all the checks for regions and recordings: this path is hot.
+    # `active` is empty if no thread has an open region or recording. Then this hot path makes no further checks.
     if active:
-        # Another thread may be recording, so ask this thread's own state.
+        # `recordings` counts the recordings of all threads, so ask this thread's own state as well.
         if recordings and (thread.recording or thread.rehearsal or thread.launched):
             return NOT_CACHED if begin is not None else _hit_node(pool, attempts, arrays, out)
         if begin is None:
@@ -66,7 +66,7 @@ def hit(
 def _hit_node(pool: PoolInternals, attempts: Sequence[Shortcut], arrays: tuple[Any, ...], out: object) -> Any:
     """Launch as a node of this thread's recording, or return `NOT_CACHED`.
 
-    The result is `NOT_CACHED` if the call is no node, or if the thread counts plans.
+    The result is `NOT_CACHED` if the call is no node, or if ``thread.launched`` must get each launched plan.
     """
     driver = pool.driver
     lanes = lanes_for(pool, driver.current_stream(pool.current_device()).ptr)
@@ -94,7 +94,9 @@ def run_known(
     key: tuple[Any, ...],
     prepare: "Callable[[PoolInternals], GraphCall]",
 ) -> Any:
-    """Launch the plan for an operation's arguments, where the operation is called.
+    """Launch an operation by a shortcut, or else by a prepared call.
+
+    The launch belongs to the fork that called the operation, if there is one, or else to the current stream.
 
     Parameters
     ----------
@@ -103,11 +105,12 @@ def run_known(
     pool : HandlePool, optional
         The operation's own argument ``pool``.
     functions : sequence of GraphFunction
-        Functions that may own the plan, for a `hit`. Empty if the arguments do not tell quickly which function does.
+        Graph functions that may own the plan. Their shortcuts are tried first. Empty if the arguments do not tell quickly which
+        function owns the plan.
     arrays, out, key
         As in `hit`.
     prepare : callable
-        Returns the call, if there was no hit.
+        Gets the pool and returns the call. It is called only if no shortcut took the arguments.
     """
     branch, begin = None, None
     branches = thread.branches
@@ -143,14 +146,14 @@ def run_known(
 def launches(function: F) -> F:
     """Mark an operation that a fork may call directly.
 
-    The function must end in `run_known`, and run no Python code of the user before.
+    ``function`` must end in `run_known`, and must run none of the user's Python code before that call.
     """
     setattr(function, LAUNCHES, function)
     return function
 
 
 class _Prepared:
-    """A stand-in for a fork that prepares a call without launching it."""
+    """Stand in for a branch, to get a call without a launch."""
 
     begin = None
 
@@ -158,12 +161,12 @@ class _Prepared:
         self.pool = pool
 
     def run(self, call: "GraphCall", kept: object) -> "GraphCall":
-        """Return the call."""
+        """Return ``call`` instead of launching it."""
         return call
 
 
 def prepared(function: Callable[..., Any], pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "GraphCall":
-    """Return the call that an operation would launch."""
+    """Return the call that the operation ``function`` would launch."""
     branches = thread.branches
     outer = len(branches)
     try:
@@ -177,14 +180,15 @@ def prepared(function: Callable[..., Any], pool: PoolInternals, args: tuple[Any,
 
 
 def launch_new(pool: PoolInternals, call: "GraphCall") -> Any:
-    """Launch a call on the current stream, or on its own stream."""
+    """Launch ``call`` on ``call.stream``, or else on the current stream."""
     return call.submit(pool.slot(call.stream))
 
 
 def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...], entry: Entry[Plan]) -> Shortcut | None:
-    """Make a function that launches a plan for arrays like these.
+    """Make the function that launches ``entry.plan`` at later hits.
 
-    `hit` finds the function.
+    The function launches if its arguments have the geometry of ``arrays`` and ``outs``. Otherwise the function returns
+    `NOT_CACHED`.
     """
     plan, driver = entry.plan, pool.driver
     inputs, outputs = [Layout.of(array) for array in arrays], [Layout.of(out) for out in outs] or list(plan.outputs)
@@ -208,7 +212,10 @@ def shortcut(pool: PoolInternals, arrays: tuple[Any, ...], outs: tuple[Any, ...]
 
 
 def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], given: bool) -> Shortcut:
-    """Return the launch that `Executable.shortcut` describes, for any driver."""
+    """Return a shortcut in plain Python, for an executable that makes none.
+
+    The shortcut behaves as `Executable.shortcut` describes.
+    """
     plan, natives, empty = entry.plan, pool.driver.array_types, pool.driver.empty
     copied = [copy.operand for copy in plan.copies]
     vectors = [place for place, layout in enumerate(plan.inputs) if layout.ndim == 1 and place not in copied]
@@ -225,15 +232,15 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
             for array, known in zip(arrays + outs, geometry, strict=True):
                 if type(array) not in natives or (array.shape, array.strides, array.dtype) != known:
                     return NOT_CACHED
-        # The call has another number of arrays.
+        # `zip` raises if the call has another number of arrays than the plan.
         except ValueError:
             return NOT_CACHED
         if vectors and any(pointer(arrays[place]) % TENSOR_ALIGNMENT for place in vectors):
-            # Another plan copies such vectors.
+            # This plan takes only aligned vectors. A call with misaligned vectors has another plan, which copies them.
             return NOT_CACHED
         made = outs or fresh or new_outputs(pool, plan.outputs, empty)
         operands = arrays + made
-        # Mark the plan as used, as a look-up in the cache would.
+        # This path does not look the plan up in the cache, so mark the plan as recently used.
         if plans.recent is not entry:
             plans.use(entry)
         if begin is None:
@@ -250,7 +257,7 @@ def _shortcut(pool: PoolInternals, entry: Entry[Plan], layouts: list[Layout], gi
 def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...], given: bool, *, told: bool = False) -> None:
     """Enqueue a plan on a slot's stream.
 
-    ``given`` says that the caller gave the outputs, which may overlap with other operands. ``told`` says that a current
+    ``given`` says that the caller gave the outputs, which may overlap with other operands. ``told`` says that the thread's
     recording already knows of the launch.
     """
     try:
@@ -269,7 +276,7 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
         return
     except Exception as error:
         pool.status.diagnose(error)
-        # Only a plan from the plan directory at its first launch is built anew.
+        # A plan from the plan directory may fail at its first launch, and is then built anew. Any other error goes to the caller.
         if not plan.executable.untried or isinstance(error, HandlePoolError):
             raise
         _log.warning("%s: a plan of the plan directory failed at its first launch, and is built anew: %s", plan.name, error)
@@ -279,18 +286,18 @@ def launch(pool: PoolInternals, plan: Plan, slot: Slot, operands: tuple[Any, ...
 
 
 def pieces_of_operands(driver: Driver, plan: Plan, operands: Sequence[Any]) -> list[Piece]:
-    """Return the memory of a plan's arrays, the inputs first."""
+    """Return the memory of each operand of a plan, inputs first."""
     layouts = plan.inputs + plan.outputs
     return [layout.piece(driver.array_pointer(array)) for layout, array in zip(layouts, operands, strict=True)]
 
 
 def pieces_of_arrays(driver: Driver, arrays: Sequence[Any]) -> list[Piece]:
-    """Return the memory of arrays."""
+    """Return the memory of each array."""
     return [Layout.of(array).piece(driver.array_pointer(array)) for array in arrays]
 
 
 def new_outputs(pool: PoolInternals, layouts: Sequence[Layout], empty: Callable[..., Any]) -> tuple[Any, ...]:
-    """Allocate outputs on the current stream."""
+    """Allocate an output for each layout, on the current stream."""
     try:
         return tuple([empty(layout.shape, layout.strides, layout.dtype) for layout in layouts])
     except Exception as error:
@@ -299,22 +306,22 @@ def new_outputs(pool: PoolInternals, layouts: Sequence[Layout], empty: Callable[
 
 
 class GraphCall(Call):
-    """A call of a graph function with allocated outputs.
+    """A call of a graph function, ready to launch on a slot.
 
-    The call is launched on a slot.
+    Its plan is built, and its outputs are allocated.
 
     Attributes
     ----------
     plan : Plan
-        The plan to launch. It comes first if `then` added calls.
+        The plan to launch. Calls that `then` added are launched after it.
     operands : tuple of array
         Inputs and outputs of all launches.
     result : array or tuple of array
         Return value of `launch`.
     stream : int or None
-        Pointer of the stream to run on, if it is not the array library's current stream.
+        Pointer of the stream to launch on. None means the current stream of the driver's array library.
     callers : sequence of int
-        Pointers of the streams that the call is ordered with. See `handlepool.graphs.arrays`.
+        Pointers of other streams that use the arrays; see `handlepool.graphs.arrays.ConvertedArguments`.
     """
 
     __slots__ = ("_given", "_more", "_own", "_pieces", "_pool", "operands", "plan", "result")
@@ -332,16 +339,17 @@ class GraphCall(Call):
         self.result = result
 
     def submit(self, slot: Slot) -> Any:
-        """Launch in order with the callers and with branches; return the outputs.
+        """Put the call in order and launch it; return the outputs.
 
-        The launch happens at the place of the call.
+        Outside of regions and recordings, the call is launched at once. Inside a region, the books order the call. Inside a
+        recording, the call becomes a node.
         """
         return run(self._pool, self, slot) if self.plan.launches else self.launch(slot)
 
     def launch(self, slot: Slot) -> Any:
-        """Enqueue on the slot's stream, which is in order; return the outputs.
+        """Enqueue the call on the slot's stream; return the outputs.
 
-        A result without elements launches nothing.
+        The stream already waits for all work that the call depends on. If no output has elements, nothing is launched.
         """
         if not self.plan.launches:
             if thread.recording is not None:
@@ -384,7 +392,7 @@ class GraphCall(Call):
 
     @property
     def allocated(self) -> bool:
-        """Whether the outputs are new."""
+        """Whether the outputs are new arrays, not arrays that the caller gave."""
         return not self._given
 
     def pieces(self) -> tuple[list[Piece], list[Piece]]:
@@ -401,7 +409,10 @@ class GraphCall(Call):
         return pieces
 
     def then(self, call: "GraphCall") -> None:
-        """Add a call that writes this call's result in place."""
+        """Add a call that is launched after this call.
+
+        The added call writes this call's result in place.
+        """
         self._more += (call,)
         self._pieces = None
         self.operands += call.operands
@@ -425,7 +436,7 @@ def misplaced(function: Callable[..., Any], extra: Sequence[Any]) -> SignatureEr
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     meant = next(name for name in (("bias", "out") if holds_values(extra[0]) else keywords) if name in keywords)
     return SignatureError(
-        f"{function.__name__} takes {taken} by position, and was given {shown(extra[0])} after that: {meant} is a keyword, as in "
+        f"{function.__name__} takes {taken} by position, and was given {shown(extra[0])} after them: {meant} is a keyword, as in "
         f"{function.__name__}({taken}, {meant}=...). The keywords are {', '.join(keywords)}"
     )
 
@@ -435,9 +446,9 @@ def check_arrays(
 ) -> None:
     """Check the arguments of a call.
 
-    A hit needs no check, because it takes only arguments that equal checked arguments in geometry. `plan_for` has checked a
-    `Layout` before. Vectors may begin at any element, because a plan copies a vector that it cannot take in place. With
-    ``vectors=False``, a vector must be aligned.
+    A hit needs no check, because its arguments have the geometry of arguments that were checked before. A `Layout` needs no
+    check, because it comes from `plan_for`, which has checked it. With ``vectors=True``, vectors may begin at any element,
+    because the plan copies misaligned vectors. With ``vectors=False``, vectors must be aligned.
     """
     if not arrays:
         raise ArgumentError(f"{name} was called without arrays; pass its arrays")
@@ -450,7 +461,7 @@ def check_arrays(
 def misaligned_vectors(driver: Driver, arrays: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the places of vectors that are not aligned for a launch.
 
-    Such a call has a plan of its own, which copies these vectors.
+    A call with such vectors has a plan of its own, which copies them.
     """
     return tuple(
         [

@@ -1,6 +1,6 @@
-"""Hold the operands of a graph during the choice of their forms.
+"""Hold the operands of a graph while `handlepool.graphs.forms` chooses forms.
 
-The module also tells the forms apart.
+The module also tells in which form a tensor lies.
 """
 
 import math
@@ -14,13 +14,13 @@ from handlepool.tensors.graph_types import FrontendGraph, FrontendNode, Frontend
 from handlepool.tensors.inference import Shape, dense_strides, title
 
 MOST_COPIED = 16 << 20
-"""The maximum number of bytes of an operand that a launch copies."""
+"""The maximum size in bytes of an operand that each launch copies."""
 CONVOLUTIONS = {"CONV_FPROP": ("image", "weight"), "CONV_DGRAD": ("loss", "filter"), "CONV_WGRAD": ("image", "loss")}
-"""Kinds of convolutions, with the ports of their factors."""
+"""For each kind of convolution node, the ports of its two factors."""
 
 
 class OperandForms:
-    """Hold a graph's operands during the choice of their forms."""
+    """Hold a graph's operands, and the copies that are planned for them."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class OperandForms:
         """
 
     def virtual(self) -> list[Any]:
-        """Return the tensors between nodes."""
+        """Return the tensors between nodes, which are no operands."""
         made = [tensor for node in self.graph.nodes for tensor in node.outputs.values() if tensor is not None]
         return [tensor for tensor in made if tensor.uid not in self.places]
 
     def reshape(self, change: Callable[[Shape], Shape]) -> None:
-        """Change the shapes of all tensors by a function."""
+        """Replace the shape of each tensor by ``change(shape)``."""
         self.shapes = {uid: change(shape) for uid, shape in self.shapes.items()}
 
     def copy(
@@ -74,9 +74,9 @@ class OperandForms:
         """Plan a copy of an operand.
 
         ``steps`` are the steps of the operand's memory along the axes of the copy, in elements. ``elements`` is the number of
-        elements of the copy. ``part`` is the operand's offset in the copy, and its steps there. Both are needed only if the
-        operand does not fill the copy densely. ``larger`` is the shape that the operand is repeated to, for messages. ``zeros``
-        is as in `OperandCopy`.
+        elements of the copy. ``part`` is the operand's offset and its steps in the copy. ``elements`` and ``part`` are needed
+        only if the operand does not fill the copy densely. With ``always``, the operand is copied even where copies are not
+        allowed. ``larger`` is the shape that the operand is repeated to, for messages. ``zeros`` is as in `OperandCopy`.
         """
         assert all(each.operand != place for each in self.copies), "a copy reads the caller's memory, never another copy"
         tensor = self.operands[place]
@@ -88,24 +88,24 @@ class OperandForms:
                 f"{self.called(place)}, of shape {dim} with strides {steps} elements, lies in no form that cuDNN is known to "
                 f"compute rightly here"
             )
-            remedy = "write to another array and copy that" if place >= self.inputs else "pass a copy of it"
+            remedy = "write to another array and copy that array" if place >= self.inputs else "pass a copy of the array"
             remedy = f"{remedy}, {self._advice(larger)}"
             if place in self.parts:
                 what = (
                     f"{self.called(place)}: a padding that differs from side to side was not measured, so a launch computes a "
                     f"larger output with equal padding, of shape {tuple(tensor.dim)}"
                 )
-                remedy = "pad the images before, as numpy.pad does"
+                remedy = "pad the images before the call, as numpy.pad does"
                 if zeros:
                     what = (
-                        f"{self.called(place)}, of shape {dim}, lacks rows or columns of {tuple(tensor.dim)}, the result that "
-                        f"images of this size lead to"
+                        f"{self.called(place)}, of shape {dim}, lacks rows or columns of {tuple(tensor.dim)}, the shape of the "
+                        f"result for images of this size"
                     )
-                    remedy = "append zeros to it, as numpy.pad does"
+                    remedy = "append zeros to the array, as numpy.pad does"
             if not (self.copying or always):
                 raise GraphNotSupportedError(what)
             raise ArgumentError(
-                f"{what}. At each call it would take a copy of {nbytes:,} bytes, more than {MOST_COPIED:,}: {remedy}"
+                f"{what}. Each call would make a copy of {nbytes:,} bytes, more than the limit of {MOST_COPIED:,}: {remedy}"
             )
         strides = tuple(int(step) * itemsize for step in steps)
         first, within = part[0] * itemsize, tuple(int(step) * itemsize for step in part[1])
@@ -115,7 +115,7 @@ class OperandForms:
 
     def _advice(self, larger: Shape) -> str:
         kinds = {node.node_type.name for node in self.graph.nodes}
-        # Recommend the form in which no graph of this kind needs a copy.
+        # Recommend a form that needs no copy in any graph of this kind.
         if kinds & CONVOLUTIONS.keys():
             form = "channels-last without gaps"
         elif "MATMUL" in kinds:
@@ -125,9 +125,9 @@ class OperandForms:
         return f"{form}, repeated to the shape {larger}" if larger else form
 
     def require(self, place: int, forms: Sequence[str]) -> None:
-        """Accept an operand as given, or copy it to the last form.
+        """Accept an operand in one of ``forms``, or plan a copy.
 
-        The operand takes the first of the forms that fits. A vector input is copied even where copies are not allowed.
+        The copy has the last of ``forms``. A vector input is copied even where copies are not allowed.
         """
         tensor = self.operands[place]
         dim, steps = tuple(tensor.dim), tuple(tensor.stride)
@@ -146,7 +146,7 @@ class OperandForms:
             [shape[axis] for axis in order],
             [steps[axis] if shape[axis] > 1 else 0 for axis in order],
             math.prod(dim),
-            # A vector input may be copied in any case.
+            # A vector input may be copied even where copies are not allowed.
             place < self.inputs and sum(extent > 1 for extent in dim) < 2,
             (first, [dense[axis] for axis in order]) if begin else (0, ()),
             zeros=place in self.completed,
@@ -154,23 +154,23 @@ class OperandForms:
         tensor.set_stride(list(dense))
 
     def expand(self, place: int, shape: Sequence[int], form: str, factor: bool = False) -> None:
-        """Copy an operand to a larger shape, repeated.
+        """Plan a copy of an operand, repeated to the larger ``shape``.
 
-        The shape is that of the output, or of a factor of a product.
+        ``shape`` is the shape of the output. With ``factor``, it is the whole shape of a factor of a product.
         """
         tensor = self.operands[place]
         order = order_of(form, len(shape))
         steps = [step if extent > 1 else 0 for extent, step in zip(tensor.dim, tensor.stride, strict=True)]
-        # Messages name a shape that the caller knows: the output's as given, except for a factor.
+        # A message names a shape that the caller knows: the output's shape before any change, except for a factor.
         larger = tuple(shape) if factor else self.given[self.inputs][0]
         self.copy(place, [shape[axis] for axis in order], [steps[axis] for axis in order], larger=larger)
         tensor.set_dim(list(shape)).set_stride(list(dense_strides(shape, order)))
 
 
 def used_again(forms: OperandForms, node: FrontendNode, full: Shape) -> set[int]:
-    """Return the uids of inputs that a later node takes as well.
+    """Return the uids of ``node``'s inputs that a later node takes.
 
-    The function raises if such an input would repeat there.
+    The function raises if such an input has another shape than ``full``, because the later node would repeat its values.
     """
     behind = {tensor.uid for other in forms.graph.nodes if other is not node for tensor in other.inputs.values()}
     again = {tensor.uid for tensor in node.inputs.values()} & behind
@@ -184,11 +184,11 @@ def used_again(forms: OperandForms, node: FrontendNode, full: Shape) -> set[int]
 
 
 def declare(tensor: FrontendTensor, dim: list[int], stride: list[int]) -> None:
-    """Give a tensor another shape.
+    """Give a tensor another shape and other strides.
 
-    An unassigned shape stays a guess of the frontend, and cuDNN does not get the guess.
+    A shape between nodes may be unassigned: a guess of the frontend, which cuDNN does not get. It stays unassigned.
     """
-    # The setters mark a property as assigned, and cuDNN gets assigned properties.
+    # The setters mark a property as assigned, and cuDNN gets all assigned properties. So an unassigned property gets no setter.
     if tensor.dim_assigned or not tensor.is_virtual:
         tensor.set_dim(dim)
     else:

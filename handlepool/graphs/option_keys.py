@@ -1,17 +1,17 @@
 """Make keys of a call's options.
 
-The values 1, True and 1.0 are equal and have one hash, but may mean different things. So a key contains types.
+The values 1, True and 1.0 are equal and have one hash, but may mean different things. So a key contains the values' types.
 """
 
 from typing import Any
 
 _PLAIN_OPTIONS = (int, bool, str, type(None))
-"""Types of most options."""
+"""Types of values that contain no other values."""
 
 
 def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
-    """Return a key that identifies options."""
-    # Most options are plain values, whose types are one comparison. Tuples need the types of their entries as well.
+    """Return a key that identifies a call's options."""
+    # For plain values the key has the type of each value. For tuples the key needs the types of their entries as well.
     types = tuple(map(type, options.values()))
     return (*options.items(), *types) if tuple not in types else (*options, *typed_key((*options.values(),)))
 
@@ -19,7 +19,7 @@ def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
 def of_integers(values: tuple[Any, ...]) -> bool:
     """Return whether a tuple holds only Python integers, also when nested.
 
-    Such a tuple needs no types in a key, because no equal value of another type exists.
+    Such a tuple needs no types in a key, because an equal tuple of other types, such as (True,), has its types in the key.
     """
     for value in values:
         if type(value) is int:
@@ -42,7 +42,7 @@ def typed_key(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def kind_of_option(value: object) -> Any:
-    """Return a key that differs for equal options of other types."""
+    """Return a key of an option's type, and of its entries' types."""
     kind = type(value)
     return (kind, typed_key(value)) if isinstance(value, tuple) and not of_integers(value) else kind
 
@@ -50,7 +50,7 @@ def kind_of_option(value: object) -> Any:
 def identifies(key: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """Return whether an option key has a hash, and identifies its options.
 
-    A key does not identify an option of a subclass of tuple, because it does not show the types of the entries.
+    A key does not identify an option of a subclass of tuple, because the key does not show the types of the option's entries.
     """
     try:
         hash(key)

@@ -38,9 +38,9 @@ class Plan:
     single : bool
         Whether the function returned one tensor instead of a tuple of tensors.
     in_place : tuple of int or None
-        For each input, the offset in bytes from the start of the output at which the input may begin. The offset holds for a
-        single output whose elements each depend only on that input's element at the same place. None means that
-        the input may share no element with the output. An empty tuple means the same for every input.
+        For each input, the offset in bytes from the start of the output at which the input may begin. An offset exists only if
+        there is a single output, and if each of its elements depends only on that input's element at the same place. None means
+        that the input may share no element with the output. An empty tuple means None for every input.
     keys : tuple of str or int
         References of the outputs in `GraphFunction.run`.
     places : tuple of int
@@ -90,9 +90,9 @@ class Plan:
     def check_aliases(self, addresses: Sequence[int]) -> None:
         """Raise if an output shares an element with another operand.
 
-        The reason is that a launch may write an element before it has read the same memory as an input. Two slices of one block
-        that share no element pass. A single output may be the same array as an input if each output element depends only on the
-        input element at the same place.
+        A launch may write such an element before it has read the same memory as an input. Two slices of one block that share no
+        element pass the check. A single output may be the same array as an input if each output element depends only on the input
+        element at the same place.
 
         Parameters
         ----------
@@ -101,13 +101,13 @@ class Plan:
         """
         for pair in self.alias_pairs:
             start, begin = addresses[pair.one], addresses[pair.other]
-            # Spans that do not overlap share no element. An input at its allowed offset passes as well.
+            # Two spans of memory that do not overlap share no element. An input at its allowed offset passes as well.
             if begin >= start + pair.reach or start >= begin + pair.others or begin - start == pair.same:
                 continue
             # Overlapping spans may interleave without a shared element.
             if pair.meet is None or pair.meet(begin - start):
                 what = f"argument {pair.other}" if pair.other < len(self.inputs) else "another output"
-                raise ArgumentError(f"out= of {self.name} shares memory with {what}; pass an array of its own")
+                raise ArgumentError(f"out= of {self.name} shares memory with {what}; pass an array with memory of its own")
 
     @property
     def engine(self) -> str:
@@ -135,9 +135,9 @@ class Plan:
         return str(self._graph)
 
     def select(self, index: int) -> "Plan":
-        """Build another proposed plan, and use it from now on.
+        """Build another proposed plan, and use the new plan from now on.
 
-        Calls with these arguments get the new plan.
+        Calls that launched this plan launch the new plan.
 
         Parameters
         ----------
@@ -154,12 +154,12 @@ class Plan:
         ArgumentError
             For an index out of range.
         GraphNotSupportedError
-            If cuDNN cannot build the plan, or a setting excludes it. These arguments then keep their plan.
+            If cuDNN cannot build the plan, or a setting excludes it. Calls then go on with this plan.
         """
         return self._other(index, True)
 
     def build(self, index: int) -> "Plan":
-        """Build another proposed plan, and leave the plan in use unchanged.
+        """Build another proposed plan, but do not use it for calls.
 
         Parameters
         ----------
@@ -179,9 +179,9 @@ class Plan:
         return self._other(index, False)
 
     def keep(self) -> None:
-        """Use this plan, as `build` returned it, from now on.
+        """Use this plan, which `build` returned, from now on.
 
-        Calls with these arguments get this plan. The effect is that of `select`, without a second build.
+        Calls with the arguments of this plan launch it. The effect is that of `select`, without a second build.
 
         Raises
         ------
@@ -200,8 +200,8 @@ class Plan:
     def _other(self, index: int, keep: bool) -> "Plan":
         if not self.candidates:
             raise ArgumentError(
-                f"{self.name}: plan {shown(index)} of none: an array is empty, and cuDNN computes nothing; select a plan for "
-                f"arrays with elements"
+                f"{self.name}: plan {shown(index)} of none: an array is empty, and cuDNN proposes no plans for it; select a plan "
+                f"for arrays with elements"
             )
         # A value that is no integer becomes -1, which is out of range.
         number = as_integer(index, -1)
@@ -213,7 +213,7 @@ class Plan:
     def built_anew(self) -> "Plan":
         """Replace a saved plan that failed by a newly built plan.
 
-        These arguments get the new plan from now on.
+        Calls that launched the saved plan launch the new plan.
 
         Returns
         -------
@@ -234,9 +234,9 @@ class Plan:
 
 
 def at_their_places(inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[int | None, ...]:
-    """Return `Plan.in_place` for elements that depend only on their own place.
+    """Return `Plan.in_place` for a function over elements.
 
-    Each element of the output depends on the input elements at the same place alone.
+    Each element of the output must depend only on the input elements at the same place.
     """
     # With several outputs, a launch may read an input again after it wrote another output.
     if len(outputs) != 1:

@@ -1,4 +1,4 @@
-"""Keys that identify a plan beyond its process.
+"""Make keys that identify a plan in every process.
 
 A key covers the graph, the settings, and the environment that the plan was made for.
 """
@@ -33,7 +33,8 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], p
     operands : sequence of graph tensor
         Operands in the order of a launch.
     settings : mapping
-        Settings for the driver. The index of the candidate makes no difference: the key belongs to the plan in use.
+        Settings for the driver. The key leaves ``plan_index`` out, because it is the key of the graph's plan in use, whichever
+        candidate that is.
     plan_environment : str
         The result of `handlepool.drivers.protocol.Driver.plan_environment`.
     """
@@ -44,7 +45,7 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], p
         if id(tensor) not in places:
             index = places[id(tensor)] = len(tensors)
             tensors.append([])
-            # The tensor already has its number here, because the ragged offset is a tensor and takes the next number.
+            # The tensor got its number above, so that its ragged offset, which is a tensor as well, gets the next number.
             behind = tensor.ragged_offset
             told = [value for name, value in vars(tensor).items() if name not in _NO_MATTER and name != "ragged_offset"]
             tensors[index] = [*told, None if behind is None else place(behind)]
@@ -64,7 +65,7 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], p
         ],
         "tensors": tensors,
         "types": [*vars(graph.context).values()],
-        # The graph-building function set these by methods of the graph. The frontend shows them only in private attributes.
+        # The graph function may set these values by methods of the graph. The frontend has them only in private attributes.
         "excluded": [sorted(map(str, graph._barred_names)), graph._workspace_limit, graph._note_filters],  # noqa: SLF001
         "settings": {name: value for name, value in settings.items() if name != "plan_index"},
     }
@@ -79,7 +80,7 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], p
 def _exactly(value: object) -> Any:
     """Return a JSON form of a value that JSON does not know.
 
-    The form differs for every two different values.
+    Two different values never have the same form.
     """
     if isinstance(value, Enum):
         return str(value)

@@ -25,9 +25,9 @@ COMPILE_SETTINGS = ("workspace_limit", "allow_tf32", "deterministic", "heuristic
 HEURISTICS = ("A", "B", "FALLBACK", "OPENSOURCE")
 
 Settings = tuple[tuple[str, Any], ...]
-"""Settings sorted by name.
+"""Pairs of a setting's name and value, sorted by name.
 
-A setting that is missing or None has its default.
+A setting that is missing has its default.
 """
 
 
@@ -45,14 +45,14 @@ class Given(TypedDict, total=False):
 
 
 def normalise(settings: Mapping[str, Any]) -> Settings:
-    """Check settings, and return the given settings, sorted and hashable.
+    """Check settings, and return them sorted and hashable.
 
-    A setting that is None counts as not given.
+    The result leaves out settings that are None.
 
     Raises
     ------
     ArgumentError
-        For an unknown name or a value that no build could succeed with.
+        For an unknown name, or for a value with which every build would fail.
     ArrayTypeError
         For a type that cuDNN does not have.
     """
@@ -83,7 +83,9 @@ def _modes(name: str, value: Any) -> tuple[str, ...]:
     except TypeError:
         modes = ()
     if not modes or not all(isinstance(mode, str) and mode in HEURISTICS for mode in modes):
-        raise ArgumentError(f"{name}={shown(value)}; it must be one or more of {', '.join(HEURISTICS)}, in the order to ask them")
+        raise ArgumentError(
+            f"{name}={shown(value)}; it must be one or more of {', '.join(HEURISTICS)}, in the order in which cuDNN tries them"
+        )
     return modes
 
 
@@ -109,7 +111,7 @@ class Signature:
     Attributes
     ----------
     required, optional : tuple of str
-        Positional parameters, in order: required without a default, optional with a default.
+        Positional parameters, in order. The required parameters have no default, and the optional parameters have a default.
     variadic : str or None
         The name of ``*tensors``.
     keywords, needed : frozenset of str
@@ -135,18 +137,18 @@ class Signature:
             For an object that cannot be called with a graph.
         """
         if not callable(function):
-            raise ArgumentError(f"{shown(function)} is no function; decorate one that takes a graph and graph tensors")
+            raise ArgumentError(f"{shown(function)} is no function; decorate a function that takes a graph and graph tensors")
         try:
             parameters = list(inspect.signature(function).parameters.values())
-        # Some functions written in C have no signature.
+        # `inspect.signature` fails for some functions written in C.
         except (TypeError, ValueError):
-            # Such a function counts as taking any arrays and options.
+            # Assume that a function without a signature takes any number of arrays, and any options.
             return cls((), (), "tensor", frozenset(), frozenset(), True)
         kinds = inspect.Parameter
         positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
         variadic = next((p.name for p in parameters if p.kind is kinds.VAR_POSITIONAL), None)
         if not positional and variadic is None:
-            raise ArgumentError(f"{shown(function)} takes no graph; its first parameter is the graph, as in f(g, x, w)")
+            raise ArgumentError(f"{shown(function)} takes no graph; its first parameter must be the graph, as in f(g, x, w)")
         if positional and positional[0].name == "self":
             raise ArgumentError(
                 f"{shown(function)} takes self, but a graph function is no method and takes the graph first, as in f(g, "
@@ -167,7 +169,7 @@ class Signature:
         takes = [*self.optional, *sorted(self.keywords)]
         unknown = [option for option in options if option not in (*self.required, *takes)]
         if unknown and not self.open:
-            chosen = ". Its pool is the default one, which set_default_pool sets, or that of the branch it is called in"
+            chosen = ". Inside a branch it uses the pool of the branch, and elsewhere the pool that set_default_pool sets"
             raise ArgumentError(
                 f"{name} has no option {', '.join(sorted(unknown))}; it has {', '.join(takes) or 'none'}"
                 f"{chosen if 'pool' in unknown else ''}"
@@ -198,7 +200,8 @@ class Signature:
         """
         if self.variadic is not None:
             raise ArgumentError(
-                f"{name} takes *{self.variadic}, and no reference gives their number: name its parameters, or call it in order"
+                f"{name} takes *{self.variadic}, and references do not tell how many tensors these are: give {name} a parameter "
+                f"for each tensor, or pass its arrays in order"
             )
         named = [reference for reference in references if isinstance(reference, str)]
         return [p for p in (*self.required, *self.optional) if p not in options and (p in self.required or p in named)]
@@ -245,20 +248,22 @@ class Recipe:
                     order = [entry if isinstance(entry, str) else shown(entry) for entry in self.inputs]
                 if option in signature.keywords or not (order or by_reference):
                     raise ArgumentError(
-                        f"{name} was given {option}={shown(value)}: an option is no array, but a part of the plan's key; pass a "
-                        f"number, a text or a tuple"
+                        f"{name} was given {option}={shown(value)}: an option is a part of the plan's key, and cannot be an "
+                        f"array; pass a number, a text or a tuple"
                     )
                 if by_reference:
-                    raise ArgumentError(f"{name}.run was given {option}= by keyword; arrays go into its dictionary, by reference")
-                which = f"{option} is parameter {order.index(option) + 1} of" if option in order else "they are"
+                    raise ArgumentError(
+                        f"{name}.run was given {option}= by keyword; put arrays into its dictionary, by reference"
+                    )
+                which = f"{option} is parameter {order.index(option) + 1} of" if option in order else "the arrays are"
                 raise ArgumentError(f"{name} was given {option}= by keyword: arrays are positional; {which} {', '.join(order)}")
-            # Raise the clear error here, before the plan cache raises a TypeError.
+            # Raise a clear error here. Otherwise the plan cache would raise a TypeError.
             try:
                 hash(value)
             except TypeError:
                 raise ArgumentError(
                     f"{name} was given {option}={shown(value)}, which cannot be hashed; options are a part of the plan's key, so "
-                    f"pass a tuple for a list"
+                    f"pass a tuple instead of a list"
                 ) from None
 
 
@@ -271,7 +276,7 @@ def as_references(what: str, references: object) -> References | None:
         return None
     entries = tuple(map(_plain, references)) if isinstance(references, (list, tuple)) else (_plain(references),)
     if not entries:
-        raise ArgumentError(f"{what}= is empty; name the {what}, or leave it out")
+        raise ArgumentError(f"{what}= is empty; name the {what}, or leave {what}= out")
     # A graph tensor may define ``==``, so compare such references by identity.
     if len({id(entry) if not isinstance(entry, (str, int)) else entry for entry in entries}) < len(entries):
         raise ArgumentError(f"{what}={shown(list(entries))} names a tensor twice; name each tensor once")
@@ -280,7 +285,7 @@ def as_references(what: str, references: object) -> References | None:
 
 def _plain(reference: object) -> Any:
     try:
-        # An integer is a uid.
+        # An integer, of Python or another library, is a uid.
         return reference if holds_values(reference) else as_integer(reference)
     except TypeError:
         return reference

@@ -1,8 +1,8 @@
-"""References: the ways of naming a tensor of a graph.
+"""Find the tensor of a graph that a reference names.
 
-A reference is a tensor object, its uid, a name or ``node::port``. The name is the tensor's own, or the parameter that declared
-the tensor. The port is the frontend's own name, the keyword of the method that made the node, or a position among the node's
-inputs. A name that fits two tensors raises an error.
+A reference is a tensor object, its uid, a name or ``node::port``. A name is the tensor's own name, or the parameter that
+declared the tensor. A port is the frontend's name for it, the keyword of the method that made the node, or a position among the
+node's inputs. A name that fits two tensors raises an error.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,9 +24,10 @@ KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "scale": ("input", "scale"),
     "binary_select": ("input0", "input1", "mask"),
 }
-"""Keywords of the tensors in the frontend's pointwise methods, by mode.
+"""Keywords of the tensor arguments of the frontend's pointwise methods.
 
-Any other mode has ("input",), and a gradient has ("loss", "input"). Their nodes have the ports IN_0, IN_1 and IN_2.
+The keys are the modes of the nodes. Any other mode has ("input",), and the mode of a gradient has ("loss", "input"). In a node,
+the ports of these tensors are IN_0, IN_1 and IN_2.
 """
 
 
@@ -41,14 +42,15 @@ def made_by_nodes(graph: FrontendGraph) -> dict[int, Any]:
 
 
 class References:
-    """Finds the tensors of one graph.
+    """Find the tensors of one graph by references.
 
     Parameters
     ----------
     graph : cudnn.pygraph
         The graph with all its nodes.
     parameters : mapping of str to graph tensor
-        Tensors by the parameter that declared them. The parameter stays valid after the function sets another name.
+        Tensors by the parameter that declared them. If the function gives such a tensor another name, the parameter's name
+        stays a reference to the tensor.
     """
 
     def __init__(self, graph: Any, parameters: Mapping[str, Any]) -> None:
@@ -68,7 +70,7 @@ class References:
         if is_tensor(reference):
             if id(reference) in self._tensors:
                 return reference
-            # The tensor belongs to another build of the same function, so look for its name here.
+            # The tensor belongs to the graph of an earlier call of the same function, so look for its name in this graph.
             found = self._named(reference.name)
         elif isinstance(reference, str):
             found = self._named(reference)
@@ -86,12 +88,15 @@ class References:
         called = shown(reference.name if is_tensor(reference) else reference)
         if not found:
             raise ArgumentError(f"no tensor of the graph is {called}. {self.listing()}")
-        raise ArgumentError(f"{called} means {len(found)} tensors of the graph; name one by its uid or object. {self.listing()}")
+        raise ArgumentError(
+            f"{called} means {len(found)} tensors of the graph; refer to one tensor by its uid or object. {self.listing()}"
+        )
 
     def name(self, tensor: FrontendTensor) -> str:
         """Return the tensor's own name, or ``node::port`` for an unnamed output."""
         for node, port, made in self._ports(inputs=False):
-            # The frontend names an output after its node, with a text that resembles the port. The function set no such name.
+            # A name that begins with the node's name comes from the frontend, and not from the function. It may differ from
+            # ``node::port`` in the port.
             if made is tensor and (not tensor.name or tensor.name.startswith(f"{node.name}::")):
                 return f"{node.name}::{port}"
         return str(tensor.name)

@@ -1,6 +1,6 @@
 """Time plans on side streams, alone and side by side.
 
-The candidates take turns. A graph launches each candidate many times.
+The candidates take turns. In a turn, a CUDA graph launches a candidate many times.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,23 +22,24 @@ from handlepool.pool.pool import HandlePool
 from handlepool.pool.slot import Slot, bind_to_thread, unbind
 
 ROUNDS = 9
-"""Samples of each candidate, taken in turns. The median counts."""
+"""The number of samples of each candidate, of which the median counts."""
 MOST_LAUNCHES = 16
-"""The maximum number of launches of each state in a sample."""
+"""The maximum number of launches that each state makes in a sample."""
 ENOUGH = 500.0
 """The microseconds that one state's launches in a sample should take."""
 TOO_SLOW = 4
-"""The factor over the quickest plan that makes a plan too slow.
+"""The factor over the quickest time that makes a plan too slow.
 
-A plan that is too slow is not timed further. If there are more states than this factor, their number is the factor. Launches of
-the quickest plan one after the other would finish sooner than a plan beyond the factor.
+A plan that is too slow is not timed further. If there are more states than this factor, the number of states is the factor.
+With a plan beyond the factor, all states side by side take longer than the quickest plan launched for one state after the
+other.
 """
 SCREENING = 3
 """The number of samples after which candidates far behind are dropped."""
 FAR_BEHIND = 1.5
-"""Factor over the quickest median for a candidate to be far behind.
+"""The factor over the quickest median that puts a candidate far behind.
 
-Such a candidate gets no more samples.
+A candidate that is far behind gets no more samples.
 """
 
 
@@ -91,12 +92,12 @@ class PlanCandidate:
 
 @dataclass(slots=True)
 class _Trial:
-    """A candidate during its timing; times in microseconds."""
+    """A candidate while it is timed; all times are in microseconds."""
 
     index: int
     plan: Plan
     estimate: float = 0.0
-    # The graph of one state alone, and with several states also the graph of all states side by side.
+    # The graph that launches on one state alone. With several states, also the graph that launches on all states side by side.
     graphs: list[RecordedGraph] = field(default_factory=list)
     samples: list[list[float]] = field(default_factory=list)
 
@@ -133,8 +134,8 @@ def side_slots(pool: PoolInternals, what: str, count: int) -> Iterator[list[Slot
             if slot is None:
                 plural = "s" * (count > 1)
                 raise StateBusyError(
-                    f"{what} needs {count} side stream{plural}, and {len(slots)} are free: use it outside of forks, and with "
-                    f"executors that have fewer workers"
+                    f"{what} needs {count} side stream{plural}, and {len(slots)} are free: call it outside of forks, and give "
+                    f"executors fewer workers"
                 )
             slots.append(slot)
             bind_to_thread(pool.repaired(slot))
@@ -158,7 +159,7 @@ class TimingRig:
     slots : list of Slot
         Side slots from `side_slots`.
     operands : list of tuple of array
-        For each slot, the inputs and outputs of its launches. The device must have computed their values already.
+        For each slot, the inputs and outputs of its launches. The GPU must have finished all writes to these arrays.
     concurrent : bool
         Whether to time all slots side by side as well, and not only one slot alone.
     """
@@ -174,7 +175,7 @@ class TimingRig:
         self._launches = 1
         self._skipped: list[PlanCandidate] = []
         self._graphs: list[RecordedGraph] = []
-        # Events before and after the timed launches.
+        # The first event comes before the timed launches, and the second event comes after them.
         self._events: list[Any] = []
         self._start = monotonic()
         self.building = 0.0  # seconds
@@ -201,7 +202,7 @@ class TimingRig:
 
         Return every candidate in cuDNN's order, with times or the reason for no times, and the timed plans by index. ``most``
         limits the number of candidates. ``until`` is the time (`monotonic`) after which no candidate is tried. Neither limit
-        holds before the plan in use was tried.
+        applies until the plan in use was tried.
         """
         self._make_events()
         trials = self._built(plan, most, until)
@@ -216,7 +217,7 @@ class TimingRig:
 
     def _make_events(self) -> None:
         while len(self._events) < 2:
-            # Only events made for timing can tell the time between them.
+            # CUDA tells the time between two events only if both were created for timing.
             self._events.append(self._driver.create_event(timing=True))
 
     def _sample(self, trials: list[_Trial]) -> None:
@@ -237,33 +238,33 @@ class TimingRig:
     def _built(self, plan: Plan, most: int | None, until: float) -> list[_Trial]:
         trials: list[_Trial] = []
         if plan.candidates < 2:
-            # A kernel of our own cannot be built again.
+            # A plan of this package's kernels cannot be built again by index, so time the plan itself.
             return [_Trial(0, plan)]
         for index in range(plan.candidates):
             why = "the time was up" if monotonic() > until else ""
             if most is not None and index >= most:
-                why = f"it is behind the first {most}"
+                why = f"it comes after the first {most} plans"
             if why and any(trial.plan.engine == plan.engine for trial in trials):
-                self._skipped.append(PlanCandidate(index, skipped=f"not tried, since {why}"))
+                self._skipped.append(PlanCandidate(index, skipped=f"not tried, because {why}"))
                 continue
             try:
                 trials.append(_Trial(index, plan.build(index)))
             except GraphNotSupportedError as error:
                 answer = shorten(str(error.__cause__ or error))
-                self._skipped.append(PlanCandidate(index, skipped=f"excluded by a setting, or not to be built: {answer}"))
+                self._skipped.append(PlanCandidate(index, skipped=f"excluded by a setting, or cuDNN cannot build it: {answer}"))
         return trials
 
     def _reserved(self, trials: list[_Trial]) -> list[_Trial]:
-        """Return the trials whose scratch fits on every stream at a time."""
+        """Return the trials whose scratch fits on all streams at once."""
 
         def reserve(trial: _Trial) -> None:
             for slot in self._slots:
                 slot.reserve(trial.plan.workspace_size)
 
-        # Reserve in ascending order, so that a plan without room leaves room for all smaller plans.
+        # Reserve the smallest scratch first. So a plan whose scratch finds no room leaves the room of all smaller plans.
         trials = self._tried(sorted(trials, key=lambda trial: trial.plan.workspace_size), reserve)
         most = max((trial.plan.workspace_size for trial in trials), default=0)
-        # Take the addresses only now, because scratch that grows moves.
+        # Note the addresses only now: a slot's scratch gets another address when it grows.
         self._spaces = [slot.reserve(most) for slot in self._slots]
         return sorted(trials, key=lambda trial: trial.index)
 
@@ -289,7 +290,7 @@ class TimingRig:
                 attempt(trial)
             except OutOfMemoryError:
                 size, count = trial.plan.workspace_size, len(self._slots)
-                self._skipped.append(trial.result(f"no room for {size:,} bytes of scratch on {count} streams at a time"))
+                self._skipped.append(trial.result(f"no room for {size:,} bytes of scratch on each of {count} streams"))
             except Exception as error:
                 self._pool.status.diagnose(error)
                 if isinstance(error, HandlePoolError):
@@ -309,12 +310,12 @@ class TimingRig:
     def _warm(self, trial: _Trial) -> None:
         """Launch on every stream, and estimate the time of a launch.
 
-        The first launch loads the kernels. The estimate includes the host's time.
+        The first launch loads the kernels, so it is not timed. The estimate includes the time that the host takes to launch.
         """
         for number, slot in enumerate(self._slots):
             self._launch(trial.plan, number)
             self._driver.synchronize_stream(slot.pointer)
-        # The least of three times is the least disturbed time.
+        # Other work on the GPU can only lengthen a time, so the shortest of three times is the best estimate.
         trial.estimate = min(self._time(self._launch, trial.plan, 0) for _ in range(3))
 
     def _capture_all(self, trial: _Trial) -> None:
@@ -324,12 +325,13 @@ class TimingRig:
     def _capture(self, plan: Plan, count: int) -> RecordedGraph:
         """Return a graph with a chain of launches for each slot.
 
-        The first ``count`` slots take part. Their chains run side by side.
+        The first ``count`` slots take part, and their chains run side by side.
         """
         driver, (first, *others) = self._driver, self._slots[:count]
         driver.begin_capture(first.pointer)
         try:
-            # The wait for the first stream brings the other streams into the capture.
+            # So far only the first stream is captured. A wait for an event of this stream brings another stream into the
+            # capture.
             driver.record_event(first.start_event, first.pointer)
             for slot in others:
                 driver.wait_event(slot.pointer, first.start_event)
@@ -352,9 +354,9 @@ class TimingRig:
         return graph
 
     def _time(self, run: Callable[..., object], *args: object) -> float:
-        """Return the microseconds of a call on the first stream.
+        """Return the microseconds that a call takes on the first stream.
 
-        The same call runs on the stream before, so that the timed call is queued behind it.
+        ``run`` is called twice, and the second call is timed. The host queues the second call while the first call runs.
         """
         driver, (start, end) = self._driver, self._events
         run(*args)

@@ -1,8 +1,8 @@
-"""Run a graph function on an empty graph, and identify its arrays.
+"""Run a graph function on an empty graph; find each array's tensor.
 
-The module finds the tensor of each array. The parameter of an array given by reference is known only after the function has
-run. But the function cannot run before its tensors have a geometry. So the function runs with a guessed assignment of the
-arrays. It runs again if the references disagree.
+A reference to a tensor can be resolved only after the function has run. But the function cannot run before its parameters have
+the geometry of their arrays. So the function first runs with a guessed assignment of arrays to parameters. It runs again if the
+references show another assignment.
 """
 
 import math
@@ -38,9 +38,9 @@ def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
 
 
 def element_strides(title: str, layout: Layout) -> list[int]:
-    """Return strides in elements.
+    """Return an array's strides in elements.
 
-    Strides of axes of extent 1 carry no information, so they become the strides of a dense array.
+    On an axis of extent 1 any stride means the same, so the function returns a dense array's stride.
     """
     shape, itemsize = layout.shape, layout.dtype.itemsize
     if any((stride < 0 or stride % itemsize) and extent > 1 for extent, stride in zip(shape, layout.strides, strict=True)):
@@ -55,7 +55,7 @@ def element_strides(title: str, layout: Layout) -> list[int]:
     if (span := 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))) > MOST_ELEMENTS:
         raise ArgumentError(
             f"{title} of shape {shape} has strides of {strides} elements and spans {span:,}, gaps included; cuDNN's tensors span "
-            f"at most {MOST_ELEMENTS:,}: pass parts of it, or a copy without gaps"
+            f"at most {MOST_ELEMENTS:,}: pass parts of the array, or a copy without gaps"
         )
     return strides
 
@@ -78,19 +78,26 @@ def match(tensor: FrontendTensor, layout: Layout, title: str) -> None:
     """
     strides = element_strides(title, layout)
     if tuple(tensor.dim) != layout.shape:
-        raise ArgumentError(f"{title} is of shape {layout.shape}; tensor {tensor.name!r} was declared with {tuple(tensor.dim)}")
+        raise ArgumentError(
+            f"{title} is of shape {layout.shape}; tensor {tensor.name!r} was declared with {tuple(tensor.dim)}, so pass an array "
+            f"of that shape"
+        )
     if not tensor.stride_assigned:
         tensor.set_stride(strides)
     # Axes of extent 1 may have any stride.
     elif any(extent > 1 and a != b for extent, a, b in zip(layout.shape, strides, tensor.stride, strict=True)):
         raise ArgumentError(
-            f"{title} has strides {tuple(strides)} elements; tensor {tensor.name!r} was declared with {tuple(tensor.stride)}"
+            f"{title} has strides {tuple(strides)} elements; tensor {tensor.name!r} was declared with {tuple(tensor.stride)}, so "
+            f"pass an array with these strides"
         )
     kind = frontend.data_type(layout.dtype)
     if tensor.data_type is None:
         tensor.set_data_type(kind)
     elif tensor.data_type != kind:
-        raise ArrayTypeError(f"{title} is {layout.dtype}; tensor {tensor.name!r} was declared as {tensor.data_type.name}")
+        raise ArrayTypeError(
+            f"{title} is {layout.dtype}; tensor {tensor.name!r} was declared as {tensor.data_type.name}, so pass an array of "
+            f"that type"
+        )
 
 
 def check_redeclared(tensor: FrontendTensor, layout: Layout, title: str) -> None:
@@ -104,7 +111,10 @@ def check_redeclared(tensor: FrontendTensor, layout: Layout, title: str) -> None
         For another number of elements, more memory than the array has, or another type.
     """
     if tensor.data_type != frontend.data_type(layout.dtype):
-        raise ArrayTypeError(f"{title} is {layout.dtype}, and the function set its tensor's type to {tensor.data_type.name}")
+        raise ArrayTypeError(
+            f"{title} is {layout.dtype}, and the function set its tensor's type to {tensor.data_type.name}; pass an array of "
+            f"that type"
+        )
     shape, strides = tuple(tensor.dim), tuple(tensor.stride)
     if shape == layout.shape and strides == tuple(element_strides(title, layout)):
         return
@@ -112,19 +122,20 @@ def check_redeclared(tensor: FrontendTensor, layout: Layout, title: str) -> None
     if math.prod(shape) != layout.size or min(strides) < 0 or end > max(layout.reach, layout.dtype.itemsize):
         raise ArgumentError(
             f"{title} is of shape {layout.shape}, and the function declared its tensor with shape {shape} and strides {strides} "
-            f"(in elements), which are other elements; give the tensor other axes over the same elements, or pass another array"
+            f"(in elements), which are not the array's elements; declare the tensor over the array's elements, or pass another "
+            f"array"
         )
 
 
 def check_out(name: str, layout: Layout, out: Layout) -> None:
-    """Raise if an array cannot take an output.
+    """Raise if the caller's array ``out`` cannot take an output.
 
-    The frontend would silently write past such an array.
+    The frontend does not check this, and a launch would write past such an array.
     """
     if (layout.shape, layout.dtype) != (out.shape, out.dtype):
         raise ArgumentError(
-            f"out= of {name} is {out.dtype} of shape {out.shape}; it must be {layout.dtype} of shape {layout.shape}, "
-            "as the output is"
+            f"out= of {name} is {out.dtype} of shape {out.shape}; an array for this output must be {layout.dtype} of shape "
+            f"{layout.shape}"
         )
     if overlaps_itself(out.shape, out.strides, out.dtype.itemsize):
         raise ArgumentError(
@@ -133,21 +144,21 @@ def check_out(name: str, layout: Layout, out: Layout) -> None:
 
 
 Assignment = dict[str, int | None]
-"""Place of each parameter's array in the request.
+"""For each parameter, the place of its array in the request.
 
 The place is None for a parameter without an array.
 """
 
 UNKNOWN = Layout((1, 1, 1, 1), (4, 4, 4, 4), np.dtype(np.float32))
-"""Layout that stands in for a missing array.
+"""A layout in place of a missing array's layout.
 
-With the layout, the function can run, and the message can name the missing array.
+With this layout the function can run, so that the error can name the missing array.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The request for a plan.
+    """The arrays, options and settings for which a plan is wanted.
 
     Attributes
     ----------
@@ -160,7 +171,7 @@ class Request:
     options, settings
         Options and settings of this call.
     copied : tuple of int
-        Places of the vectors that do not begin at a multiple of 16 bytes. They are copied in any layout.
+        Places of the vectors that do not begin at a multiple of 16 bytes. A launch copies such vectors, whatever their layout.
     """
 
     layouts: tuple[Layout, ...]
@@ -174,18 +185,18 @@ class Request:
 def draft(recipe: Recipe, request: Request, new_graph: Callable[[], Any]) -> "Draft":
     """Run the function, and run it again after a wrong guess.
 
-    The guess assigns the arrays to parameters.
+    The guess assigns the arrays to the function's parameters.
     """
     assignment = _guess(recipe, request)
     drafted = Draft(recipe, request, new_graph(), assignment)
     found = drafted.assignment()
     if found != assignment:
         drafted = Draft(recipe, request, new_graph(), found)
-        # The references may depend on the shapes, and then a third run might differ again.
+        # If the function names its tensors after their shapes, each run may give another assignment, so stop here.
         if drafted.assignment() != found:
             raise ArgumentError(
-                f"{recipe.name} names its tensors otherwise for other shapes, so its references cannot be resolved; name its "
-                f"parameters instead"
+                f"{recipe.name} gives its tensors other names for other shapes, so its references cannot be resolved; refer to "
+                f"its parameters instead"
             )
     return drafted
 
@@ -205,7 +216,9 @@ def _guess(recipe: Recipe, request: Request) -> Assignment:
         references = recipe.inputs
         if len(references) != count:
             listed = ", ".join(map(shown, references))
-            raise ArgumentError(f"{name} takes {len(references)} arrays, for {listed}, and was called with {count}")
+            raise ArgumentError(
+                f"{name} takes {len(references)} arrays, for {listed}, and was called with {count}; pass an array for each"
+            )
     names = signature.referred(name, references, options)
     assignment: Assignment = {parameter: references.index(parameter) if parameter in references else None for parameter in names}
     # The remaining arrays fill the remaining parameters in order, until the first run shows the true assignment.
@@ -232,7 +245,7 @@ class Draft:
         self._request = request
         self._parameters: dict[str, Any] = {}
         for parameter, place in assignment.items():
-            # Without an array, any layout lets the function run, so that the error can name the missing array.
+            # A parameter without an array gets any layout. So the function can run, and the error can name the missing array.
             layout = next(iter(request.layouts), UNKNOWN) if place is None else request.layouts[place]
             title = f"{recipe.name}: {parameter}" if place is None else self._title(place, parameter)
             self._parameters[parameter] = declare(graph, parameter, layout, title)
@@ -241,7 +254,7 @@ class Draft:
         self._made = made_by_nodes(graph)
         inputs = self._read(returned)
         self._sources = self._resolve_arrays(inputs)
-        # An array for a tensor that a node makes is an output, given by reference.
+        # If a node makes the tensor of an array, the array is an output that was given by reference.
         self._inputs = [(place, tensor) for place, tensor in enumerate(self._sources) if id(tensor) not in self._made]
 
     # Results of the function
@@ -284,15 +297,15 @@ class Draft:
                 excess |= returned.keys() & {"outputs"}
             if excess:
                 raise ArgumentError(
-                    f"{recipe.name} returned a mapping with {', '.join(map(shown, returned))}; it may have 'inputs' and "
-                    f"'outputs', each where the decorator does not name them"
+                    f"{recipe.name} returned a mapping with {', '.join(map(shown, returned))}; the mapping may have 'inputs' and "
+                    f"'outputs', but neither if the decorator has it"
                 )
             inputs = as_references("inputs", returned.get("inputs"))
             wanted = wanted or as_references("outputs", returned.get("outputs"))
             returned = None
         elif wanted is not None and returned is not None:
             raise ArgumentError(
-                f"{recipe.name} returned {shown(returned)}, and its decorator names outputs=; give only one of the two"
+                f"{recipe.name} returned {shown(returned)}, and its decorator names outputs=; return nothing, or drop outputs="
             )
         if wanted is not None:
             self.outputs = [self._references.resolve(reference) for reference in wanted]
@@ -307,13 +320,13 @@ class Draft:
         if not self.outputs or not all(is_tensor(tensor) for tensor in self.outputs):
             what = "nothing" if returned is None else shown(returned)
             raise ArgumentError(
-                f"{recipe.name} returned {what}; return the graph tensor to output, or a tuple of them, or name outputs="
+                f"{recipe.name} returned {what}; return the graph tensor to output, or a tuple of graph tensors, or name outputs="
             )
         for tensor in self.outputs:
             if id(tensor) not in self._made:
                 raise ArgumentError(
                     f"{recipe.name}: no node of this graph makes tensor {tensor.name!r}, so it cannot be an output; return "
-                    "the result of an operation (g.identity passes an input through)"
+                    "the result of an operation (g.identity(x) makes an output of an input x)"
                 )
         self.keys = tuple(
             reference if isinstance(reference, (str, int)) else self._references.name(tensor)
@@ -324,7 +337,7 @@ class Draft:
             if not tensor.is_virtual and id(tensor) not in listed:
                 raise ArgumentError(
                     f"{recipe.name} marked {self._references.name(tensor)!r} with set_output(True) and does not name it among "
-                    f"its outputs; add it, or drop the mark"
+                    f"its outputs; add the tensor to the outputs, or drop the mark"
                 )
         return inputs
 
@@ -337,26 +350,28 @@ class Draft:
             if len(sources) != count:
                 listed = ", ".join(self._parameters) or "no arrays"
                 raise ArgumentError(
-                    f"{name} takes {listed}, and was called with {count} arrays; name inputs= to pass arrays for tensors that it "
-                    f"declares itself"
+                    f"{name} takes {listed}, and was called with {count} arrays; if {name} declares tensors itself, list the "
+                    f"tensors of all arrays in inputs="
                 )
             return sources
         if len(references) != count:
             listed = ", ".join(map(self._shown, references))
-            raise ArgumentError(f"{name} takes {len(references)} arrays, for {listed}, and was called with {count}")
+            raise ArgumentError(
+                f"{name} takes {len(references)} arrays, for {listed}, and was called with {count}; pass an array for each"
+            )
         sources = [self._references.resolve(reference) for reference in references]
         for place, tensor in enumerate(sources):
             if any(tensor is other for other in sources[:place]):
                 raise ArgumentError(
                     f"{name} was given two arrays for one tensor: {self._shown(references[place])} and another reference both "
-                    f"mean {self._references.name(tensor)!r}"
+                    f"mean {self._references.name(tensor)!r}, so leave one of them out"
                 )
         return sources
 
     def assignment(self) -> Assignment:
-        """Return the place of each parameter's array, as the run showed it.
+        """Return the place of each parameter's array, as the run showed.
 
-        The method raises if an array is missing, or belongs to no input.
+        The method raises if an input lacks an array, or if an array belongs to no input.
         """
         found: Assignment = {}
         for parameter, tensor in self._parameters.items():
@@ -377,7 +392,7 @@ class Draft:
                 continue
             why = "is made by the graph and is no output" if id(tensor) in self._made else "is used by no node"
             if id(tensor) in outputs:
-                why = "is an output; pass it as out="
+                why = "is an output; pass its array as out="
             raise ArgumentError(f"{self._title(place)}: tensor {self._references.name(tensor)!r} {why}")
 
     def _needed(self) -> Iterator[Any]:
@@ -389,15 +404,18 @@ class Draft:
                         continue
                     if source.is_pass_by_value:
                         raise ArgumentError(
-                            f"{self._recipe.name}: {node.name}::{port} is passed by value and has none; make it with "
-                            f"g.tensor_scalar(value, type)"
+                            f"{self._recipe.name}: {node.name}::{port} is passed by value and has no value; make this tensor "
+                            f"with g.tensor_scalar(value, type)"
                         )
                     yield source
 
     # Operands of the plan
 
     def operands(self) -> tuple[list[Any], list[Layout | None]]:
-        """Return the matched input tensors, and the array given for each output."""
+        """Return the checked input tensors, and the given layout of each output.
+
+        The layout is None for an output that the call allocates.
+        """
         request = self._request
         own = {id(tensor) for tensor in self._parameters.values()}
         inputs = []
@@ -408,12 +426,12 @@ class Draft:
                 check_redeclared(tensor, request.layouts[place], self._title(place))
             inputs.append(tensor)
         if not inputs:
-            raise ArgumentError(f"{self._recipe.name} has no inputs; a graph without any cannot be run")
+            raise ArgumentError(f"{self._recipe.name} has no inputs; a graph needs at least one input")
         if request.references is None:
             if request.outs and len(request.outs) != len(self.outputs):
                 raise ArgumentError(
                     f"{self._recipe.name} has {len(self.outputs)} outputs and out= holds {len(request.outs)} arrays; pass a "
-                    f"tuple of all"
+                    f"tuple with an array for each output"
                 )
             return inputs, list(request.outs) or [None] * len(self.outputs)
         places = self.places()[len(inputs) :]

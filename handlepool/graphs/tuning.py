@@ -1,7 +1,7 @@
 """Find the quickest of cuDNN's candidate plans.
 
-Several states run the plans side by side. The quickest plan alone need not be the quickest plan side by side. A plan that
-spreads over the whole GPU leaves no room for its neighbours.
+Several states can run a plan side by side. The plan that is quickest alone need not be quickest side by side, because a plan
+that spreads over the whole GPU leaves no room for the other states.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -38,23 +38,23 @@ from handlepool.pool.stream import check_foreign, resolve
 from handlepool.tensors.layout import Layout
 
 MOST_VALUES = 1 << 16
-"""The maximum number of random values.
+"""The maximum number of random values for an operand.
 
-Larger arrays repeat these values along their longest axes.
+Larger operands repeat these values along their longest axes.
 """
 MOST_CANDIDATES = 10
-"""The maximum number of candidates of each of the heaviest plans."""
+"""The maximum number of candidates that are timed for a plan."""
 MOST_TIME = 0.9
-"""Share of the total time that the tuned plans cover."""
+"""The share of the total time that the heaviest plans cover."""
 MOST_OTHERS = 2
-"""The maximum number of alternatives of a plan among its candidates."""
+"""The maximum number of a plan's candidates that become alternatives."""
 NEARLY = 1.1
 """The maximum time of an alternative, relative to the used plan's time.
 
-Both are timed alone. An alternative that is a little slower alone may still be quicker in a program.
+Both plans are timed alone. An alternative that is a little slower alone may still be quicker in a program.
 """
 MOST_OF_FORMS = 4
-"""The maximum number of candidates of each plan of another form."""
+"""The maximum number of candidates that are timed for another form."""
 GAIN = 1.03
 """The minimum ratio of the used plan's time to the quickest time.
 
@@ -80,8 +80,8 @@ class Tuning:
     winner : PlanCandidate
         The plan for these arguments from now on.
     previous : PlanCandidate or None
-        The plan for these arguments before, if it is among the candidates. It stays the winner unless another plan is quicker by
-        3 %.
+        The plan for these arguments before, if that plan is among the candidates. It stays the winner unless another plan is
+        quicker by 3 %.
     seconds, building : float
         Total time in seconds, and the part of it that built plans.
     inputs : tuple of Layout
@@ -89,7 +89,7 @@ class Tuning:
     form : str
         The form of the operation from now on, if the plan is part of an operation with several forms.
     forms : tuple of (str, float)
-        The forms that were timed, each with the microseconds of its launches with their quickest plans.
+        The forms that were timed. Each comes with the total time of its launches, by the quickest plans, in microseconds.
     """
 
     name: str
@@ -129,13 +129,13 @@ def tune(
     candidates: int | None = MOST_CANDIDATES,
     **kwargs: object,
 ) -> tuple[Tuning, ...]:
-    """Call a function once, and tune every plan that it used.
+    """Call a function once, and tune every plan that the call used.
 
     The function may be a network with convolutions, for example. Each plan is tuned as by `GraphFunction.tune`, but over
-    random arrays. The result therefore holds for all calls of the same form. Only the single call reads the function's own
-    arrays. Where a convolution or product has a bias, a residual or an activation, other forms are timed as well: the plan with
-    fewer of these parts followed by a kernel, and the plan with the residual before the bias. The quickest form is used from
-    then on. With ``states``, other forms are not timed, and the form stays.
+    random arrays. The result holds for all calls with the same shapes, strides, types and options. Only the call of the
+    function reads the arrays among ``args``. If a convolution or product has a bias, a residual or an activation, other forms
+    are timed as well: a plan with fewer of these parts followed by a kernel, and a plan with the residual before the bias. The
+    quickest form is used from then on. With ``states``, other forms are not timed, and the form stays.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def tune(
         use that pool. Without states, plans of the current pool are timed on one stream alone.
     candidates : int or None
         The maximum number of candidates to try for each plan, in the order in which cuDNN ranks them. None tries all candidates.
-        If the plan in use comes later in that order, trying goes on until it is reached.
+        If the plan in use comes later in that order, candidates are tried until the plan in use was tried.
     **kwargs
         Keyword arguments of the function.
 
@@ -157,7 +157,7 @@ def tune(
     -------
     tuple of Tuning
         A result for each plan that has alternatives, in the order of their last use. `Tuning.inputs` identifies the plan's
-        arrays. Plans that other threads use on the same pool meanwhile are included.
+        arrays. The result includes plans that other threads use on the same pool meanwhile.
 
     Raises
     ------
@@ -174,7 +174,7 @@ def tune(
     if not callable(function):
         raise ArgumentError(f"tune takes a function, not {shown(function)}")
     pool, pointer = _pool_of("handlepool", states)
-    # Watch before the call, so that the watch covers every plan of the call.
+    # Note the time of the plan cache before the call. Every plan that the cache uses after this time is tuned.
     watched = pool.plans.watch()
     function(*args, **kwargs)
     found = []
@@ -202,7 +202,7 @@ def check_gpu(driver: Driver, what: str) -> None:
     if driver.name == "host":
         raise DriverNotAvailableError(
             f"{what} times plans on a GPU, and the host driver has one plan for each graph and no times of a GPU. Use "
-            "it with the cuda driver"
+            f"{what} with the cuda driver"
         )
 
 
@@ -214,7 +214,7 @@ def tune_heaviest(
     seconds: float,
     show: Callable[[str], object],
 ) -> tuple[Tuning, ...]:
-    """Tune the plans that take most of the time, longest first.
+    """Tune the plans that take the largest shares of time, largest first.
 
     No other launch runs beside a timed launch. A plan that cannot be timed stays unchanged. The caller must check that
     there is a GPU, and that no capture is active.
@@ -240,19 +240,39 @@ def tune_heaviest(
     """
     until = monotonic() + seconds
     found: list[Tuning] = []
+
+    def tune_one(plan: Plan, _: int, slots: list[Slot]) -> None:
+        operands = [_random_operands(pool, plan.inputs, plan.outputs)]
+        tuning = _tuned(pool, plan, slots, operands, False, pointer, monotonic(), MOST_CANDIDATES, until)
+        found.append(_with_forms(pool, plan, tuning, slots, pointer, until))
+
+    _time_each(pool, what, launched, pointer, until, show, tune_one)
+    return tuple(found)
+
+
+def _time_each(
+    pool: PoolInternals,
+    what: str,
+    launched: Sequence[tuple[Plan, int]],
+    pointer: int,
+    until: float,
+    show: Callable[[str], object],
+    act: Callable[[Plan, int, list[Slot]], object],
+) -> None:
+    """Call ``act`` for each of the heaviest plans.
+
+    The arguments of ``act`` are the plan, the number of its launches, and the slots for its timing. If a plan cannot be timed, it
+    stays in use, and the other plans are still timed.
+    """
     try:
         with pool.driver.relaxed(), side_slots(pool, what, 1) as slots:
-            for _, plan in _heaviest(pool, launched, slots, pointer, until, show):
+            for count, plan in _heaviest(pool, launched, slots, pointer, until, show):
                 show(f"other plans of {plan.name} are timed")
-                # A plan that cannot be timed stays in use, and the other plans are still tuned.
                 with suppress(GraphNotSupportedError, MemoryError):
-                    operands = [_random_operands(pool, plan.inputs, plan.outputs)]
-                    tuning = _tuned(pool, plan, slots, operands, False, pointer, monotonic(), MOST_CANDIDATES, until)
-                    found.append(_with_forms(pool, plan, tuning, slots, pointer, until))
+                    act(plan, count, slots)
     except Exception as error:
         pool.status.diagnose(error)
         raise
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,20 +311,15 @@ def alternatives(
 ) -> list[Alternative]:
     """Return the promising alternatives of the heaviest plans, the largest gain first.
 
-    No plan in use is changed. Parameters and errors are those of `tune_heaviest`.
+    Calls keep their present plans and forms. Parameters and errors are the same as in `tune_heaviest`.
     """
     until = monotonic() + seconds
     found: list[Alternative] = []
-    try:
-        with pool.driver.relaxed(), side_slots(pool, what, 1) as slots:
-            for count, plan in _heaviest(pool, launched, slots, pointer, until, show):
-                show(f"other plans of {plan.name} are timed")
-                # A plan that cannot be timed has no alternatives, and the other plans still have some.
-                with suppress(GraphNotSupportedError, MemoryError):
-                    found += _alternatives_of(pool, plan, count, slots, pointer, until)
-    except Exception as error:
-        pool.status.diagnose(error)
-        raise
+
+    def note(plan: Plan, count: int, slots: list[Slot]) -> None:
+        found.extend(_alternatives_of(pool, plan, count, slots, pointer, until))
+
+    _time_each(pool, what, launched, pointer, until, show, note)
     return sorted(found, key=lambda each: each.gain, reverse=True)
 
 
@@ -348,16 +363,17 @@ def _heaviest(
     until: float,
     show: Callable[[str], object],
 ) -> Iterator[tuple[int, Plan]]:
-    """Yield the plans that take most of the time, longest first.
+    """Yield the plans that take the largest shares of time, largest first.
 
-    Each comes with its number of launches, and has several candidates.
+    Together the plans take `MOST_TIME` of the total time. A plan with a single candidate is left out. Each plan comes after its
+    number of launches.
     """
     show(f"{len(launched)} plans are timed")
     weights = [(count * _estimated(pool, plan, slots, pointer), count, plan) for plan, count in launched if monotonic() < until]
     left = sum(weight for weight, *_ in weights)
     enough = (1 - MOST_TIME) * left
     for weight, count, plan in sorted(weights, key=itemgetter(0), reverse=True):
-        # The remaining plans take too small a share of the time to be worth tuning.
+        # The remaining plans take so small a share of the time that tuning is not worth it, or the time limit has passed.
         if left <= enough or monotonic() > until:
             break
         left -= weight
@@ -446,7 +462,7 @@ def _timed(
 ) -> tuple[list[PlanCandidate], dict[int, Plan], float]:
     """Time the candidates of a plan.
 
-    Return the candidates, the timed plans by index, and the seconds of building.
+    Return the candidates, the timed plans by index, and the seconds that the builds took.
     """
     # The side streams are not ordered after the current stream, so wait until the operands are complete.
     pool.driver.synchronize_stream(pointer)
@@ -463,7 +479,7 @@ def _with_forms(
 ) -> Tuning:
     """Choose the quickest form of a plan's operation.
 
-    The form in use stays unless the gain is large enough.
+    The form in use stays unless the gain is at least `GAIN`. Return ``tuning`` with the times of all forms.
     """
     site: Site | None = pool.plans.sites.get(id(plan))
     if site is None:
@@ -481,10 +497,11 @@ def _with_forms(
 def form_times(
     pool: PoolInternals, site: Site, tuned: float, slots: list[Slot], pointer: int, until: float
 ) -> dict[Hashable, float]:
-    """Return the microseconds of each form, with its quickest plans.
+    """Time the quickest plans of each form.
 
-    The result lacks forms that are refused, that are far too slow, or that came after the time limit. The quickest plans stay in
-    use. ``tuned`` is the time of the first plan of the form in use, in microseconds.
+    Return the best time per form, in microseconds. The result lacks forms that are refused, that are far too slow, or that came
+    after the time limit. Calls use the quickest plans from then on. ``tuned`` is the time of the first plan of the form in use,
+    in microseconds.
     """
     found: dict[Hashable, float] = {}
     arrays = _random_operands(pool, site.inputs, site.outs)
@@ -496,12 +513,13 @@ def form_times(
     for form in sorted(site.forms(), key=lambda form: form != site.form):
         if found and monotonic() > until:
             break
-        # A form that cannot be made leaves the other forms to choose from.
+        # If a form cannot be prepared, go on with the other forms.
         with suppress(GraphNotSupportedError, ArgumentError, MemoryError):
             (plan, operands), *more = site.prepare(form, given, outs[0] if outs else None).launched
             behind = sum(time(each, own, 1) for each, own in more)
             first = tuned if form == site.form else time(plan, operands, 1)
-            # This form is too far behind. Building its other plans would take long, and no plan gains so much.
+            # This form is far slower than the quickest form. To build its other candidates would take long, and no candidate is
+            # so much quicker.
             if found and first + behind > FAR_BEHIND * min(found.values()):
                 continue
             found[form] = behind + (first if form == site.form else time(plan, operands, MOST_OF_FORMS))
@@ -509,7 +527,7 @@ def form_times(
 
 
 def _pool_of(name: str, states: SideStates | None) -> tuple[PoolInternals, int]:
-    """Return the pool to tune on, and the caller's stream."""
+    """Return the pool to tune on, and the caller's stream pointer."""
     if states is not None and not isinstance(states, SideStates):
         raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for a single stream")
     pool = current_pool() if states is None else states.pool.internals
@@ -518,23 +536,23 @@ def _pool_of(name: str, states: SideStates | None) -> tuple[PoolInternals, int]:
 
 
 def _check(pool: PoolInternals, name: str) -> int:
-    """Check the conditions of a tuning; return the caller's stream.
+    """Check that a tuning may run now; return the caller's stream.
 
-    The check comes before any work.
+    The stream is returned as its pointer. The function only checks, and launches nothing.
     """
     driver = pool.driver
     check_gpu(driver, f"{name}.tune")
     if thread.recording is not None:
-        raise CaptureError(f"{name} cannot be tuned inside a recording, where nothing runs: tune it before")
+        raise CaptureError(f"{name} cannot be tuned inside a recording, where nothing runs: tune {name} before the recording")
     if thread.region is not None:
         raise CaptureError(
-            f"{name} cannot be tuned inside a branch or a task, because other work runs at the same time: tune it outside"
+            f"{name} cannot be tuned inside a branch or a task, because other work runs at the same time: tune {name} outside"
         )
     home = resolve(driver)
     check_foreign(driver, home)
-    # The legacy stream cannot be captured.
+    # The legacy stream cannot be captured, so ask CUDA only about other streams.
     if home.pointer != LEGACY_STREAM and driver.capture_id(home.pointer):
-        raise CaptureError(f"{name} cannot be tuned while the current stream is being captured: tune it before")
+        raise CaptureError(f"{name} cannot be tuned while the current stream is being captured: tune {name} before the capture")
     return home.pointer
 
 
@@ -555,9 +573,9 @@ def _operands(pool: PoolInternals, plan: Plan, arrays: Sequence[Any]) -> tuple[A
 
 
 def _random_operands(pool: PoolInternals, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[Any, ...]:
-    """Return random operands of one state: inputs and outputs.
+    """Return operands of one state: random inputs, and outputs.
 
-    They serve where no arrays are given.
+    A tuning without the caller's arrays uses such operands.
     """
     driver = pool.driver
     # A fixed seed gives every state the same values.

@@ -1,7 +1,7 @@
 """Provide ready-made operations.
 
-They are convolutions with their gradients, products, attention, activations, sums, pooling, normalisations, copies and
-elementwise functions.
+The operations are convolutions with their gradients, products, attention, activations, sums, pooling, normalisations, copies
+and elementwise functions.
 """
 
 from handlepool.ops import math

@@ -20,19 +20,19 @@ ACTIVATIONS = ("relu", "sigmoid", "tanh", "gelu", "swish")
 OWN_ACTIVATIONS = ("hardsigmoid", "hardswish")
 """Activations that cuDNN does not have.
 
-Kernels of this package compute them, as a part of an operation.
+They exist only as the ``activation`` of another operation. A kernel of this package computes them.
 """
 FLOATING_TYPES = ("float16", "bfloat16", "float32")
 
 
 def check_activation(name: str, activation: object) -> None:
-    """Raise unless a value is an activation or None.
+    """Raise unless ``activation`` is the name of an activation, or None.
 
     Raises
     ------
     ArgumentError
     """
-    # Only text is compared with the names. A comparison with an array would give an array, and reading its truth would raise
+    # Compare only texts with the names. To compare an array with a name would give an array, and to read its truth would raise
     # another error.
     text = activation if isinstance(activation, str) else ""
     if activation is None or text in (*ACTIVATIONS, *OWN_ACTIVATIONS):
@@ -51,7 +51,7 @@ def activate(g: object, x: DeviceArray, kind: str) -> Any:
 
 
 def activation_call(pool: PoolInternals, kind: str, x: object, out: object = None) -> GraphCall:
-    """Return an activation call, ready to launch.
+    """Return the call that applies the activation ``kind`` to ``x``.
 
     ``out`` may be ``x``.
     """

@@ -17,10 +17,10 @@ from handlepool.tensors.layout import Layout
 
 TYPES = ("float16", "bfloat16")
 HEAD_STEP, MOST_HEAD = 8, 128
-"""The number that divides each head size, and the largest head size.
+"""Each head size must be a multiple of the first number.
 
-cuDNN's documentation of the node gives these limits for every GPU from Ampere on, for any number of queries. Support for larger
-heads depends on the GPU and on cuDNN's version.
+The second number is the largest head size. cuDNN's documentation of the node gives these limits for every GPU from Ampere on,
+for any number of queries. Support for larger heads depends on the GPU and on cuDNN's version.
 """
 
 
@@ -54,9 +54,9 @@ def scaled_dot_product_attention(
     is_causal : bool
         Whether the query at place i uses only the keys up to place i.
     scale : number, optional
-        1 / sqrt(E) by default.
+        The factor of the scores, by default 1 / sqrt(E).
     out : array, shape (N, H, L, D), optional
-        Where the result goes.
+        Array for the result.
     pool : HandlePool, optional
         By default the branch's own pool inside a branch, else the default pool.
 
@@ -95,14 +95,14 @@ def _prepare(
     is_causal, scale = values
     causal = flag(f"{name}: is_causal", is_causal)
     if causal and len(arrays) > 3:
-        raise ArgumentError(f"{name}: attn_mask with is_causal=True; give only one of the two, as in torch")
+        raise ArgumentError(f"{name}: attn_mask with is_causal=True; pass only one of these arguments, as in torch")
     options = {"is_causal": causal, "scale": None if scale is None else _scale(name, scale)}
     return _attention.prepare(pool, arrays, out, options, key=key)
 
 
 def _scale(name: str, scale: Any) -> float:
     try:
-        # `float` would accept these values. For an array on the device, it would even wait for the stream.
+        # `float` would accept booleans, texts and arrays. For an array on the device, `float` would even wait for the stream.
         if isinstance(scale, (bool, str, bytes)) or holds_values(scale):
             raise TypeError
         number = float(scale)
@@ -138,28 +138,27 @@ def _check(layouts: tuple[Layout, ...], outs: tuple[Layout, ...], *, is_causal: 
         if layout.shape[3] % HEAD_STEP or not 0 < layout.shape[3] <= MOST_HEAD:
             raise ArgumentError(
                 f"{name}: {title} of shape {layout.shape} has heads of {layout.shape[3]}; cuDNN takes multiples of {HEAD_STEP} "
-                f"up to {MOST_HEAD}. Append zeros, and give the scale"
+                f"up to {MOST_HEAD}. Append zeros to each head, and pass the scale for the size without zeros"
             )
     if k.shape != (*q.shape[:2], k.shape[2], q.shape[3]) or v.shape[:3] != k.shape[:3]:
         raise ArgumentError(
-            f"{name}: q {q.shape}, k {k.shape} and v {v.shape}; they must be (N, H, L, E), (N, H, S, E) and (N, H, S, D)"
+            f"{name}: q {q.shape}, k {k.shape} and v {v.shape}; these shapes must be (N, H, L, E), (N, H, S, E) and (N, H, S, D)"
         )
     # Without keys, each row of the softmax would divide 0 by 0. If q is empty, there is no row.
     if math.prod(q.shape) and not k.shape[2]:
-        raise ArgumentError(f"{name}: k of shape {k.shape} has no keys; give one or more")
+        raise ArgumentError(f"{name}: k of shape {k.shape} has no keys; pass at least one key")
     scores = (*q.shape[:3], k.shape[2])
     for mask in masks:
         if mask.dtype != q.dtype:
-            remedy = "; where(mask, 0, -inf) of it is such" if mask.dtype.name == "bool" else ""
+            remedy = ", such as where(attn_mask, 0, -inf)" if mask.dtype.name == "bool" else ""
             raise ArgumentError(
-                f"{name}: attn_mask is {mask.dtype} and q is {q.dtype}; it is added, so it must be of that type{remedy}"
+                f"{name}: attn_mask is {mask.dtype} and q is {q.dtype}; pass a mask of q's type to add to the scores{remedy}"
             )
         padded = (1,) * (4 - mask.ndim) + mask.shape
         if len(padded) != 4 or any(extent not in (1, whole) for extent, whole in zip(padded, scores, strict=True)):
             raise ArgumentError(
-                f"{name}: attn_mask of shape {mask.shape} does not broadcast to the scores, (N, H, L, S) of {scores}"
+                f"{name}: attn_mask of shape {mask.shape} does not broadcast to the scores, whose shape (N, H, L, S) is {scores}"
             )
 
 
 _attention = GraphFunction(_build, check=_check, name="scaled_dot_product_attention")
-# In a fork the output is allocated before the branch starts, as for any graph function.

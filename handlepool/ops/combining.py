@@ -21,9 +21,9 @@ from handlepool.tensors.layout import Layout
 
 
 class _Scalars(dict[type, bool]):
-    """A table of types, which tells whether their objects count as numbers.
+    """For each type, whether `add` treats its objects as numbers.
 
-    The types of traced values count as well.
+    `add` treats traced values as numbers, because both need an elementwise function.
     """
 
     def __missing__(self, kind: type) -> bool:
@@ -62,8 +62,8 @@ def add(x: ArrayT, *others: object, activation: str | None = None, out: object =
     ArgumentError
         For shapes that do not broadcast, for unsupported types or strides, and for an unknown activation.
     """
-    # The kernel for sums reads only arrays. If an operand is a number or a traced value, the sum is computed as an elementwise
-    # function.
+    # The kernel for sums reads only arrays. If an operand is a number or a traced value, an elementwise function computes the
+    # sum.
     for each in (x, *others):
         if _scalars[type(each)]:
             return cast("ArrayT", _sum(x, *others, activation=activation, out=out, pool=pool))
@@ -137,7 +137,7 @@ def _describe_add(layouts: tuple[Layout, ...], *, activation: str | None) -> Des
                     f"add: argument {place} is of shape {layout.shape} and argument 0 of {first.shape}; they must broadcast to "
                     f"one shape"
                 ) from None
-    # The kernel for sums reads operands of one shape. Operands that broadcast go through an elementwise kernel.
+    # The kernel for sums takes only operands of equal shapes. An elementwise kernel adds operands that broadcast.
     if any(layout.shape != shape for layout in layouts):
         return describe(summed, "add", layouts, arguments=Arguments("add", (None,) * len(layouts), {"activation": activation}))
     return Add(activation), lying_as(first, first.shape)
@@ -148,14 +148,14 @@ def _describe_concat(layouts: tuple[Layout, ...], *, axis: int) -> Described:
     first = layouts[0]
     rank = first.ndim
     if rank == 0:
-        raise ArgumentError(f"concat: argument 0 has no axes, so it has no axis={axis}; pass arrays of one axis or more")
+        raise ArgumentError(f"concat: argument 0 has no axes, so it has no axis={axis}; pass arrays with at least one axis")
     if not -rank <= axis < rank:
         raise ArgumentError(f"concat: axis={axis}; it must be an integer from {-rank} to {rank - 1} for {rank} axes")
     number = axis % rank
     for place, layout in enumerate(layouts):
         if layout.ndim != rank or _beside(layout, number) != _beside(first, number):
             raise ArgumentError(
-                f"concat: argument {place} has shape {layout.shape} and argument 0 has {first.shape}; they may differ "
+                f"concat: argument {place} has shape {layout.shape} and argument 0 has {first.shape}; the shapes may differ "
                 f"only along axis {number}"
             )
     extent = sum(layout.shape[number] for layout in layouts)
@@ -178,7 +178,7 @@ def _options_of_concat(axis: object) -> dict[str, Any]:
             return {"axis": as_integer(axis)}
     except TypeError:
         pass
-    raise ArgumentError(f"concat: axis={shown(axis)}; it must be an integer, as 1 for the channels")
+    raise ArgumentError(f"concat: axis={shown(axis)}; it must be an integer, such as 1 for the channels")
 
 
 _sum = ElementwiseFunction(summed, name="add")

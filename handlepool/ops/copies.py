@@ -32,16 +32,16 @@ def asarray(values: object, *, pool: HandlePool | None = None) -> Any:
     ArrayTypeError
         For values that no device can hold, such as texts.
     CaptureError
-        In the second call of a function that is being recorded, if the values differ from those of the first call. A program
-        can hold them only as constants.
+        In the second call of a function that is being recorded, if ``values`` differ from the values of the first call. The
+        program would hold the values as constants.
 
     Examples
     --------
     >>> x = handlepool.asarray(numpy.ones((1, 8, 8, 8), "float32"))                                      # doctest: +SKIP
     """
     driver = chosen_pool("asarray", pool).driver
-    # The host driver accepts NumPy arrays as operands, so NumPy's type is among its array types. Nevertheless they are copied
-    # here, because the caller asks for an array of the driver.
+    # The host driver accepts NumPy arrays as operands, so NumPy's type is among its array types. A NumPy array is copied even
+    # so, because the caller asks for an array of the driver's own type.
     if isinstance(values, driver.array_types) and not isinstance(values, np.ndarray):
         return values
     return driver.asarray(values)
@@ -75,6 +75,6 @@ def asnumpy(array: DeviceArray, *, pool: HandlePool | None = None) -> np.ndarray
     if not isinstance(array, driver.array_types):
         raise ArrayTypeError(
             f"asnumpy was given a {kind_of(array)}; the {driver.name} driver takes {taken(driver)}. Copy another library's array "
-            f"by its own function, as tensor.cpu().numpy()"
+            f"by that library's function, such as tensor.cpu().numpy()"
         )
     return driver.asnumpy(array)

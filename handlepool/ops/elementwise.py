@@ -30,14 +30,14 @@ _RESERVED = ("out", "pool")
 
 
 class Arguments:
-    """The arguments of a call except its arrays; part of a key.
+    """Hold a call's numbers and options, for a plan's key.
 
     Attributes
     ----------
     numbers : tuple of int or None
         For each positional argument, the bits of a number, or None for an array.
     options : dict
-        The keywords.
+        The keyword arguments.
     """
 
     __slots__ = ("_hash", "_key", "numbers", "options")
@@ -75,11 +75,11 @@ def _unhashable(name: str, options: dict[str, Any]) -> ArgumentError:
     for option, value in options.items():
         if holds_values(value):
             return ArgumentError(
-                f"{name} was given {option}={shown(value)} by keyword: arrays are positional; keywords are constants"
+                f"{name} was given {option}={shown(value)} by keyword: arrays are positional, because keywords are constants"
             )
     return ArgumentError(
-        f"{name} was given {', '.join((f'{option}={shown(value)}' for option, value in options.items()))}, and a "
-        "value there cannot be hashed; keywords are constants of the kernel, so pass a tuple for a list"
+        f"{name} was given {', '.join((f'{option}={shown(value)}' for option, value in options.items()))}, of which a "
+        "value cannot be hashed; keywords are constants of the kernel, so pass a tuple instead of a list"
     )
 
 
@@ -88,7 +88,7 @@ _ARRAYS = [Arguments("", (None,) * count, {}) for count in range(9)]
 
 
 class ElementwiseFunction:
-    """A function of elements that runs as a kernel over arrays.
+    """A Python function over elements that runs as a kernel over arrays.
 
     `elementwise` makes such objects.
 
@@ -98,12 +98,14 @@ class ElementwiseFunction:
     name : str, optional
         The name for messages; by default the function's own name.
     module : str, optional
-        The module that has this object under the name; by default the function's own module.
+        The module in which ``name`` leads to this object; by default the function's own module.
     """
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None, module: str | None = None) -> None:
         if not callable(function):
-            raise ArgumentError(f"{shown(function)} is no function; decorate one of arrays, as def scaled(x, y): return x * y")
+            raise ArgumentError(
+                f"{shown(function)} is no function; decorate a function of arrays, such as def scaled(x, y): return x * y"
+            )
         update_wrapper(self, function)
         self.__name__ = name or str(getattr(function, "__name__", "elementwise"))
         self.__qualname__ = str(getattr(function, "__qualname__", self.__name__))
@@ -114,7 +116,9 @@ class ElementwiseFunction:
             self.__doc__ = f"Apply {self.__name__} to each element."
         taken = [name for name in _RESERVED if name in inspect.signature(function).parameters]
         if taken:
-            raise ArgumentError(f"{self.__name__} has the parameter {taken[0]}, which every call has already; rename it")
+            raise ArgumentError(
+                f"{self.__name__} has the parameter {taken[0]}, which every call has already; rename the parameter"
+            )
         self._kernel = KernelFunction(partial(describe, function, self.__name__), self.__name__, _as_option)
         self._function = function
 
@@ -130,7 +134,7 @@ class ElementwiseFunction:
                 return self._inline(args, out, options)
             if isinstance(arg, NUMBERS):
                 plain = False
-        # Calls with arrays alone share an `Arguments` object, which makes the plan's look-up quick.
+        # All calls with the same number of arrays and nothing else share an `Arguments` object, so its hash is known already.
         if plain and len(args) < len(_ARRAYS):
             return self._kernel.call(args, out, pool, (_ARRAYS[len(args)],))
         if any(type(value) is Traced for value in options.values()):
@@ -140,7 +144,9 @@ class ElementwiseFunction:
 
     def _inline(self, args: tuple[Any, ...], out: object, options: dict[str, Any]) -> Any:
         if out is not None:
-            raise TraceError(f"{self.__name__} was given out= inside of an elementwise function; use its return value")
+            raise TraceError(
+                f"{self.__name__} was given out= inside of an elementwise function; use the return value instead of out="
+            )
         return self._function(*args, **options)
 
     def __repr__(self) -> str:
@@ -170,14 +176,14 @@ class ElementwiseFunction:
 
 
 def _as_branch(function: ElementwiseFunction, branch: BranchPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Launch a call as the branch of a fork."""
+    """Launch a call of ``function`` as ``branch`` of a fork."""
     branches = thread.branches
     outer = len(branches)
     try:
         branches.append(branch)
         return function(*args, **kwargs)
     finally:
-        # The launch takes the branch off the list. If the call fails before its launch, the branch is removed here.
+        # The launch takes ``branch`` off the list. If the call fails before its launch, remove the branch here.
         del branches[outer:]
 
 
@@ -187,16 +193,16 @@ setattr(ElementwiseFunction, LAUNCHES, _as_branch)
 def elementwise(function: Callable[..., Any]) -> ElementwiseFunction:
     """Make one kernel of a Python function over elements.
 
-    For each geometry of its arrays, the function is called once with traced values. Its operations become a kernel. A call
-    launches this kernel over arrays that broadcast.
+    For each geometry of its arrays, the function is called once with traced values. The operations of that call become a
+    kernel. Every call launches this kernel over arrays that broadcast.
 
     Parameters
     ----------
     function : callable
         Returns one value that it computes from its arguments. It may use Python's arithmetic and comparisons, and ``&``, ``|``
         and ``~`` of truth values. It may also use ``x.astype``, ``x.clip``, the functions of `handlepool.math`, and functions
-        of NumPy and torch with these names. Other elementwise functions that it calls become a part of its kernel. Globals and
-        closures are read only during tracing, and not by later calls.
+        of NumPy and torch with the same names. If it calls other elementwise functions, these become a part of its kernel.
+        Globals and closures are read only during tracing, and not by later calls.
 
     Returns
     -------
@@ -228,7 +234,7 @@ def elementwise(function: Callable[..., Any]) -> ElementwiseFunction:
 
     A call raises `TraceError` if the function does something that no elementwise kernel can do, such as ``if x > 0``,
     ``x.sum()`` or a call of an unknown function. It raises `ArgumentError` for shapes that do not broadcast, other types, and
-    an ``out`` that does not fit.
+    an ``out`` of the wrong shape or type.
 
     Examples
     --------
@@ -251,7 +257,8 @@ def describe(function: Callable[..., Any], name: str, layouts: tuple[Layout, ...
     left = iter(layouts)
     given = [next(left) if bits is None else None for bits in arguments.numbers]
     expression, output = trace(name, function, given, arguments.options)
-    # The result has the layout of an operand with the same shape. So a channels-last network stays channels-last.
+    # The result has the layout of the first array of the result's shape. So the results of a channels-last network are
+    # channels-last.
     full = next((layout for layout in layouts if layout.shape == output.shape), None)
     order = None if full is None else axis_order(full.shape, full.strides)
     numbers = tuple([bits for bits in arguments.numbers if bits is not None])

@@ -1,9 +1,9 @@
 """Run the epilogue of a convolution or product: bias, residual, activation.
 
 The parts of an epilogue are a bias, a residual and an activation, applied in this order. An operation's plan contains ("fuses")
-some of the given parts. One more launch applies the remaining parts, in place over the result. Which parts the plan contains is
-called the form of the operation. By default the plan fuses the longest beginning of the given parts for which
-`handlepool.graphs.forms` and cuDNN have a plan that is known to be right. A measurement may choose another form.
+some of the given parts. Another launch applies the remaining parts, in place over the result. The form of the operation says
+which parts the plan contains. By default the plan fuses as many parts as possible, from the first part on: cuDNN must have such
+a plan, and `handlepool.graphs.forms` must know it to be right. `handlepool.tune` may choose another form by measurement.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -23,11 +23,11 @@ from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Layout, share
 
 Form = tuple[str, ...]
-"""The parts of an epilogue in a plan, in their order there."""
+"""The parts of an epilogue that a plan contains, in order."""
 Prepare = Callable[[Form, bool, tuple[Any, ...], Any, ConvertedArguments | None], GraphCall]
-"""Prepare a call with some parts of the epilogue fused.
+"""A function that prepares a call with some parts fused.
 
-The arguments are the fused parts, whether operands may be copied, the arrays, ``out``, and the converted arguments.
+Its arguments are the fused parts, whether operands may be copied, the arrays, ``out``, and the converted arguments or None.
 """
 
 
@@ -54,9 +54,9 @@ class Finisher:
     axis : int
         The axis of the result along which a bias varies.
     kernel : KernelFunction
-        A kernel that takes the result, and addends that broadcast. Their addresses must be multiples of 16 bytes.
+        A kernel that takes the result, and addends that broadcast. The addresses of these arrays must be multiples of 16 bytes.
     graph : GraphFunction
-        A graph for all other cases. It takes the result, a bias if given, and a residual. The bias may have any address.
+        A graph function for a misaligned bias. It takes the result, the bias, and the residual if there is one.
     """
 
     axis: int
@@ -65,7 +65,7 @@ class Finisher:
 
     @classmethod
     def of(cls, name: str, axis: int) -> "Finisher":
-        """Make the finisher of an operation, with a bias along an axis."""
+        """Make the finisher of an operation whose bias varies along ``axis``."""
 
         def describe_rest(layouts: tuple[Layout, ...], *, activation: str | None) -> Described:
             arguments = Arguments(name, (None,) * len(layouts), {"activation": activation})
@@ -82,7 +82,7 @@ class Finisher:
     def calls(
         self, pool: PoolInternals, result: Any, others: tuple[Any, ...], biased: bool, activation: str | None
     ) -> Iterator[GraphCall]:
-        """Yield the calls that apply the remaining parts to the result."""
+        """Yield the calls that apply the unfused parts to ``result``."""
         if misaligned_vectors(pool.driver, others):
             applied = activation if activation in ACTIVATIONS else None
             yield self.graph.prepare(pool, (result, *others), result, {"biased": biased, "activation": applied})
@@ -98,7 +98,7 @@ class Finisher:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """An operation with its epilogue, which runs in few launches.
+    """An operation with an epilogue, which runs in one launch or several.
 
     Attributes
     ----------
@@ -114,7 +114,7 @@ class Stages:
     key : object
         Identifies the options of the operation.
     copying : bool
-        Whether each form that is known to be right needs copies of operands.
+        Whether the operation needs copies of operands in every form.
     reorders : bool
         Whether a plan may add the residual before the bias.
     """
@@ -130,9 +130,9 @@ class Stages:
     reorders: bool = False
 
     def call(self, arrays: tuple[Any, ...], out: object) -> GraphCall:
-        """Return the call for its arrays.
+        """Return the call over ``arrays``.
 
-        The arrays are the two factors, followed by the bias and the residual as far as ``parts`` has them.
+        ``arrays`` are the two factors, then the bias and the residual if they are among ``parts``.
         """
         outs = _outs(out)
         try:
@@ -142,7 +142,7 @@ class Stages:
             converted = ConvertedArguments(self.name, self.pool, arrays, outs)
             return converted.prepare(lambda _pool, given, outs, _options, _settings, it: self._prepare(given, outs, it), out, {})
         except Exception as error:
-            # This call may be the first to find that the context is lost. Noting that lets later calls name the cause.
+            # This call may be the first to find that the context is lost. `diagnose` notes the cause for later errors.
             self.pool.status.diagnose(error)
             raise
 
@@ -151,41 +151,41 @@ class Stages:
         key = self._key((*arrays, *outs))
         form = None if key is None else chosen.get(key)
         if form is not None:
-            # With a known form, the forms that were refused before are not built again. Their builds would have checked the
-            # arrays, so the checks are made here.
+            # The form is known, so forms that were refused before are not built again. Such a build would have checked the
+            # arrays, so check them here.
             driver = self.pool.driver
             check_arrays(self.name, driver, driver.current_device(), arrays, outs)
             call = self.prepare(form, arrays, out, converted)
             self._note(key, form, call, arrays, outs)
             return call
-        # By default as many parts as possible are fused, from the first on. If parts remain, they need another launch.
+        # By default fuse as many parts as possible, from the first part on. Another launch applies the remaining parts.
         for count in range(len(self.parts), -1, -1):
             form = self.parts[:count]
             try:
                 call = self.prepare(form, arrays, out, converted)
             except GraphNotSupportedError as error:
                 if count:
-                    # Fewer parts may still be fused.
+                    # These parts cannot be fused, but fewer parts may be.
                     continue
                 advice = _advice(arrays[0], outs)
                 if advice:
                     raise GraphNotSupportedError(f"{error}{advice}") from error
                 raise
             if key is not None and count < len(self.parts):
-                # The form is kept, so that later calls skip the refused builds.
+                # Note the form, so that later calls skip the builds that were refused.
                 chosen[key] = form
             self._note(key, form, call, arrays, outs)
             return call
-        # The loop returns or raises when its count is 0.
+        # With a count of 0, the loop has returned or raised.
         raise AssertionError
 
     def prepare(self, form: Form, arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None = None) -> GraphCall:
-        """Return the call in a form.
+        """Return the call that runs the operation in ``form``.
 
         Raises
         ------
         GraphNotSupportedError
-            If no plan is known to be right for these parts.
+            If no plan with the parts of ``form`` is known to be right.
         """
         if "activation" in form and self.activation in OWN_ACTIVATIONS:
             raise GraphNotSupportedError(f"{self.name}: cuDNN has no {self.activation}")
@@ -196,10 +196,10 @@ class Stages:
         return self._finish(call, [given[part] for part in rest if part in given], rest, out) if rest else call
 
     def _note(self, key: Hashable, form: Form, call: GraphCall, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> None:
-        """Note a call's site, for a later choice of its form."""
+        """Note the call's site, so that a tuning can choose its form."""
         sites, plan = self.pool.plans.sites, call.plan
         if key is not None and self.parts and id(plan) not in sites:
-            # The site keeps the plan alive, so the plan's identity stays valid as a key.
+            # The site keeps the plan alive, so no other plan can get the same ``id``, which is the key.
             sites[id(plan)] = EpilogueSite(self, key, plan, form, tuple(map(Layout.of, arrays)), tuple(map(Layout.of, outs)))
 
     def _key(self, given: tuple[Any, ...]) -> Hashable | None:
@@ -207,7 +207,8 @@ class Stages:
             device = self.pool.driver.current_device()
             key = (self.name, device, self.key, self.parts, *((array.shape, array.strides, array.dtype) for array in given))
             hash(key)
-        # Objects that are not arrays, and invalid options, raise a clearer error elsewhere.
+        # An object that is no array, or an invalid option, has no key. Such arguments raise a clearer error when the call is
+        # prepared.
         except (AttributeError, TypeError):
             return None
         return key
@@ -215,22 +216,24 @@ class Stages:
     def _attempt(
         self, some: tuple[str, ...], arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None
     ) -> GraphCall:
-        """Prepare without copies of operands if possible.
+        """Prepare the call with ``some`` parts fused, without copies if possible.
 
-        Copies of operands are tried in two cases: to fuse all parts of an operation on views, and if no part is to be fused.
+        Copies of operands are tried only if no part is to be fused, or if all parts are to be fused and an operand is a view
+        with gaps.
         """
         if not self.copying:
             try:
                 return self.fused(some, False, arrays, out, converted)
             except GraphNotSupportedError:
-                # In any other case, copies are not tried for this form.
+                # In all other cases do not try copies, because a form with fewer parts may need none.
                 if some and ({*some} != {*self.parts} or not _gaps((*arrays[:2], *_outs(out)))):
                     raise
         try:
             return self.fused(some, True, arrays, out, converted)
-        # The operand is too large to be copied.
+        # An operand is too large to be copied.
         except ArgumentError as error:
-            # For these forms there is no other form that avoids the copy.
+            # If no part is fused, or if ``out`` has gaps, no other form avoids the copy. Otherwise let the caller try fewer
+            # parts.
             if not some or _gaps(_outs(out)):
                 raise
             raise GraphNotSupportedError(str(error)) from error
@@ -247,19 +250,21 @@ class Stages:
     def _check_apart(self, result: Any, others: Sequence[Any], first: int) -> None:
         """Raise for an addend that overlaps the result.
 
-        The first launch writes the result before the second launch reads the addend. With all parts in one plan, the check of
-        the launch would refuse such an addend.
+        The first launch writes the result before the second launch reads the addend. If one plan had all parts, the alias check
+        of its launch would refuse such an addend.
         """
         pointer = self.pool.driver.array_pointer
         written = Layout.of(result).piece(pointer(result))
         for place, array in enumerate(others, first):
             if share(written, Layout.of(array).piece(pointer(array))):
-                raise ArgumentError(f"out= of {self.name} shares memory with argument {place}; pass an array of its own")
+                raise ArgumentError(
+                    f"out= of {self.name} shares memory with argument {place}; pass an array with memory of its own"
+                )
 
 
 @dataclass(slots=True)
 class EpilogueSite:
-    """An operation whose form can be chosen: see `handlepool.graphs.choices.Site`."""
+    """An operation with an epilogue, as a `handlepool.graphs.choices.Site`."""
 
     stages: Stages
     key: Hashable
@@ -271,8 +276,8 @@ class EpilogueSite:
     def forms(self) -> list[Form]:
         """Return all forms that may be tried.
 
-        They are the beginnings of the parts. If the plan may reorder them, the forms that add the residual before the bias
-        follow.
+        The forms are the beginnings of ``parts``, the longest first. If the plan may add the residual before the bias, the
+        forms with that order follow.
         """
         parts = self.stages.parts
         found = [parts[:count] for count in range(len(parts), -1, -1)]
@@ -282,27 +287,27 @@ class EpilogueSite:
         return found
 
     def title(self, form: Form) -> str:
-        """Return a form as text."""
+        """Return a text that describes ``form``, for reports."""
         behind = [part for part in self.stages.parts if part not in form]
-        return " + ".join((self.stages.name, *form)) + (f"; {' + '.join(behind)} behind it" if behind else "")
+        return " + ".join((self.stages.name, *form)) + (f"; {' + '.join(behind)} in a second launch" if behind else "")
 
     def prepare(self, form: Form, arrays: tuple[Any, ...], out: Any) -> GraphCall:
-        """Return the call in a form."""
+        """Return the call that runs the operation in ``form``."""
         return self.stages.prepare(form, arrays, out)
 
     def choose(self, form: Form) -> None:
-        """Use a form for all later calls."""
+        """Run the operation in ``form`` at all later calls."""
         plans = self.stages.pool.plans
         plans.fused_parts[self.key] = self.form = form
-        # Otherwise the shortcuts would still launch the former form.
+        # Existing shortcuts launch the operation in its former form, so drop them.
         plans.drop_shortcuts(self.stages.key, self.inputs[0].shape)
 
 
 def _advice(x: DeviceArray, outs: tuple[Any, ...]) -> str:
-    """Return the advice for a view for which cuDNN has no plan."""
+    """Return advice for an error, if ``x`` or an output has gaps."""
     if _gaps(outs):
-        return ". out is a view with gaps; leave it out, and copy the result: out[...] = result"
-    return ". x is a view with gaps; pass a contiguous copy" if _gaps((x,)) else ""
+        return ". out is a view with gaps; leave out= away, and copy the result: out[...] = result"
+    return ". x is a view with gaps; pass a contiguous copy of x" if _gaps((x,)) else ""
 
 
 def _outs(out: object) -> tuple[Any, ...]:

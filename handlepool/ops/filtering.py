@@ -26,13 +26,13 @@ class Filtering:
     Attributes
     ----------
     name : str
-        For messages.
+        The operation's name, for messages.
     options : callable
-        ``options(arrays, values)`` checks the options of a call. It returns them by name, in the form for a plan's key.
+        ``options(arrays, values)`` checks the options of a call. It returns them by name, as they enter a plan's key.
     plain, copying : GraphFunction
-        Graph functions of the images, the filters and perhaps a bias. Only the second function may copy operands.
+        Graph functions of the images, the filters and perhaps a bias. Only ``copying`` may copy operands.
     finish : Finisher
-        Of the operation.
+        Applies the parts of the epilogue that the plan does not contain.
     """
 
     name: str
@@ -49,7 +49,10 @@ class Filtering:
         build: Callable[..., Any],
         check: Callable[..., None],
     ) -> "Filtering":
-        """Make an operation from a graph's builder and a check."""
+        """Make an operation from a function that builds its graph.
+
+        ``check`` raises for arguments that the operation does not take.
+        """
         plain, copying = (GraphFunction(build, check=check, name=name, copies=copies) for copies in (False, True))
         return cls(name, options, plain, copying, Finisher.of(name, axis=1))
 
@@ -58,7 +61,8 @@ class Filtering:
     ) -> Any:
         """Launch the operation for a call of its public function.
 
-        ``values`` are for ``options``, and ``limits`` for `settings_of`.
+        The last of ``arrays`` is the bias, or None. ``values`` are the arguments of the callable ``options``, and ``limits``
+        are the arguments of `settings_of`.
         """
         arrays = arrays if arrays[-1] is not None else arrays[:-1]
         key = typed_key((activation, *values, *limits))
@@ -103,7 +107,7 @@ def steps(function: str, name: str, value: Any, axes: int, least: int = 1) -> Sh
             return entries
     except TypeError:
         pass
-    many = "or one in a sequence" if axes == 1 else "or two, each"
+    many = "or a sequence of one integer," if axes == 1 else "or two integers, each"
     raise ArgumentError(f"{function}: {name}={shown(value)}; it must be an integer, {many} {least} or more")
 
 

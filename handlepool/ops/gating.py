@@ -17,12 +17,13 @@ GATES = ("sigmoid", "hardsigmoid")
 PIXELS_EACH, MOST_PARTS = 256, 64
 """The minimum of pixels in a part, and the maximum of parts.
 
-An image is summed in several parts. With a single part, few blocks would have to sum large images of few channels.
+Each image is summed in several parts. If it were one part, few blocks of the GPU would have to sum a large image of few
+channels.
 """
 MOST_ANEW = 1 << 16
 """The maximum number of first-layer weights without a separate launch.
 
-Up to this number, each block of the second launch computes the first layer again.
+Up to this number of weights, the first layer has no launch of its own: each block of the second launch computes the layer anew.
 """
 
 
@@ -73,7 +74,8 @@ def squeeze_excite(
     Notes
     -----
     There are two launches. The first launch sums parts of the images. In the second launch, each block computes the gates that
-    it needs, and scales. If the first layer has more than 65,536 weights, it is a separate launch between the two.
+    it needs, and scales its pixels. If the first layer has more than 65,536 weights, a separate launch between these two
+    computes the layer.
 
     Examples
     --------
@@ -116,7 +118,10 @@ def _describe_excite(layouts: tuple[Layout, ...], *, gate: Any, activation: str 
     layered = len(layers) == 2
     squeezed = _check_layers(x, [*zip(("w1", "b1", "w2", "b2")[-len(layers) :], layers, strict=True)])
     if layered and given.shape[1] != squeezed:
-        raise ArgumentError(f"squeeze_excite: w2 of shape {layers[0].shape} for {given.shape[1]} numbers of the first layer")
+        raise ArgumentError(
+            f"squeeze_excite: w2 of shape {layers[0].shape} for {given.shape[1]} numbers of the first layer; w2 must be (C, "
+            f"{given.shape[1]})"
+        )
     return Excite(gate, layered, activation), lying_as(x, x.shape)
 
 
@@ -126,8 +131,8 @@ def _check_layers(x: Layout, given: Sequence[tuple[str, Layout]]) -> int:
     squeezed = (first.shape[0] if name == "w1" else first.shape[1]) if first.ndim > 1 else 0
     if channels > MOST_EXCITED or squeezed > MOST_SQUEEZED:
         raise ArgumentError(
-            f"squeeze_excite: {channels} channels and {squeezed} numbers between the layers; at most {MOST_EXCITED} and "
-            f"{MOST_SQUEEZED} are taken. Compose it of mean2d, linear and multiply"
+            f"squeeze_excite: {channels} channels and {squeezed} numbers between the layers; at most {MOST_EXCITED} channels and "
+            f"{MOST_SQUEEZED} numbers are possible. Use mean2d, linear and multiply instead"
         )
     wanted = {"w1": (squeezed, channels), "b1": (squeezed,), "w2": (channels, squeezed), "b2": (channels,)}
     for name, layout in given:
@@ -138,11 +143,13 @@ def _check_layers(x: Layout, given: Sequence[tuple[str, Layout]]) -> int:
                 f"and b2 (C,)"
             )
         if layout.dtype != x.dtype:
-            raise ArgumentError(f"squeeze_excite: {name} is {layout.dtype} and x is {x.dtype}; convert one of them")
+            raise ArgumentError(
+                f"squeeze_excite: {name} is {layout.dtype} and x is {x.dtype}; convert one to the type of the other"
+            )
         if not layout.lies_as(dense(layout.shape, layout.dtype)):
             raise ArgumentError(
-                f"squeeze_excite: {name} of shape {layout.shape} has strides {layout.strides} bytes; it must be without gaps. "
-                f"Pass a contiguous copy"
+                f"squeeze_excite: {name} of shape {layout.shape} has strides {layout.strides} bytes; {name} must be contiguous "
+                f"without gaps. Pass a contiguous copy"
             )
     return squeezed
 

@@ -53,10 +53,10 @@ def conv2d_input_grad(
     w : array, shape (K, C / groups, R, S)
         Filters, of the same type.
     shape : (N, C, H, W)
-        Shape of the images. It has to be given, because with a stride above 1 images of several sizes lead to the same result.
-        Every size is allowed that torch's ``output_padding`` can give in a transposed convolution: ``output_padding`` is less
-        than the stride or less than the dilation. If it reaches the stride, the images lead to a result with more rows or
-        columns than ``dy``. The gradient of these rows and columns counts as 0.
+        Shape of the images. The shape has to be given, because with a stride above 1 images of several sizes give results of
+        the same size. Every size is allowed that torch's ``output_padding`` can give in a transposed convolution:
+        ``output_padding`` is less than the stride or less than the dilation. If ``output_padding`` reaches the stride, images
+        of that size give a result with more rows or columns than ``dy``. The gradient of these rows and columns counts as 0.
     stride, padding, dilation, groups
         As given to `handlepool.conv2d`.
     out, workspace_limit, allow_tf32, deterministic, pool
@@ -115,7 +115,7 @@ def conv2d_weight_grad(
     Returns
     -------
     array, shape (K, C / groups, R, S)
-        ``out``, or a new array with the type and layout of ``x``. For a batch without images it is 0.
+        ``out``, or a new array with the type and layout of ``x``. For a batch without images the gradient is 0.
 
     Raises
     ------
@@ -145,17 +145,18 @@ def _run(
     def prepare(chosen: PoolInternals) -> GraphCall:
         return graph.prepare(chosen, arrays, out, options, settings)
 
-    # The shape may be any sequence, from which no quick key can be made. So no shortcut is looked up.
+    # The shape may be any sequence, of which no quick key can be made. So look for no shortcut.
     return run_known(function.__name__, pool, (), arrays, out, (), prepare)
 
 
 def _build_input(g: Any, /, dy: Any, w: Any, *, shape: Shape, groups: int, **how: Any) -> Any:
-    # If the stride is not 1, several shapes are possible. Without a declared shape, the frontend would use the smallest.
+    # If the stride is not 1, images of several shapes are possible. Without a declared shape, the frontend would use the
+    # smallest shape.
     return g.conv_dgrad(dy, w, **parameters(**how)).set_dim(list(shape))
 
 
 def _build_weight(g: Any, /, x: Any, dy: Any, *, shape: Shape, groups: int, **how: Any) -> Any:
-    # The shapes of the two arrays do not determine the shape of the filters.
+    # The shapes of ``x`` and ``dy`` do not determine the shape of the filters, so declare it.
     return g.conv_wgrad(x, dy, **parameters(**how)).set_dim(list(shape))
 
 

@@ -43,12 +43,12 @@ def pad(
         Numbers of elements to add at the begin and end of the last axis, then of the axis before it, and so on, as in torch.
         For images they are (left, right, above, below). A negative width removes elements.
     mode : {"constant", "reflect", "replicate"}
-        The values of the new elements. "reflect" mirrors the array at its outermost element, which is not repeated. Its widths
-        must be below the extent. "replicate" repeats the outermost element.
+        The values of the new elements. "reflect" mirrors the array at its outermost element, and does not repeat this element.
+        With "reflect", widths must be below the extent. "replicate" repeats the outermost element.
     value : number
         The value of the new elements in mode "constant".
     out : array, optional
-        Where the result goes. Its strides decide the layout; without it the result lies as x does, without gaps.
+        Array for the result. Its strides decide the layout. Without ``out`` the result has the layout of x, without gaps.
     pool : HandlePool, optional
         By default the branch's own pool inside a branch, else the default pool.
 
@@ -177,20 +177,20 @@ def _options_of_pad(widths: object, mode: object, value: object) -> dict[str, An
             raise TypeError
         found = tuple(map(as_integer, widths))
     except TypeError:
-        # The test below refuses an odd number of widths, and has the message for all wrong values.
+        # Replace a wrong value by an odd number of widths. The test below refuses that, with the message for all wrong values.
         found = (0,)
     if len(found) % 2 or not found:
         raise ArgumentError(
-            f"pad: widths={shown(widths)}; it must be two integers for each axis, from the last one on, as (left, right, above, "
-            f"below)"
+            f"pad: widths={shown(widths)}; it must be two integers for each axis, from the last axis on, such as (left, right, "
+            f"above, below)"
         )
     if not isinstance(mode, str) or mode not in MODES:
         raise ArgumentError(f"pad: mode={shown(mode)}; it can be {', '.join(MODES)}")
     if not isinstance(value, (int, float, np.number, np.bool_)) or holds_values(value):
         raise ArgumentError(f"pad: value={shown(value)}; it must be a number")
     if mode != "constant" and value != 0:
-        raise ArgumentError(f"pad: value={shown(value)} with mode={mode!r}, which has no constant; leave it out")
-    # A plan is found by equal options, but a NaN does not equal itself. So the value becomes text.
+        raise ArgumentError(f"pad: value={shown(value)} with mode={mode!r}, which uses no value; leave value= out")
+    # Equal options find the same plan, but a NaN does not equal itself. So the value becomes text.
     return {"widths": found, "mode": mode, "value": str(value)}
 
 
@@ -204,11 +204,13 @@ def _check(name: str, layouts: tuple[Layout, ...], least: int) -> Layout:
 
 def _check_bytes(name: str, x: Layout) -> None:
     if x.dtype.itemsize not in (1, 2, 4, MOST_BYTES):
-        raise ArgumentError(f"{name}: x is {x.dtype}; elements of 1, 2, 4 or {MOST_BYTES} bytes are taken. Convert it")
+        raise ArgumentError(f"{name}: x is {x.dtype}; {name} takes elements of 1, 2, 4 or {MOST_BYTES} bytes. Convert x")
 
 
 def _bits(dtype: np.dtype[Any], text: str) -> int:
-    """Return a constant's bytes as an integer.
+    """Return the bytes of a number, in a type, as an integer.
+
+    ``text`` is the number as text.
 
     Raises
     ------
@@ -216,7 +218,7 @@ def _bits(dtype: np.dtype[Any], text: str) -> int:
         For a number that the type cannot represent.
     """
     if dtype.kind in "iu":
-        # A text without a point or an exponent is read as an integer. A float could not represent all integers beyond 2**53.
+        # Read a text without a point or an exponent as an integer, because a float cannot represent all integers beyond 2**53.
         number: Any = float(text) if set(text) & set(".en") else int(text.replace("True", "1").replace("False", "0"))
         limits = np.iinfo(dtype)
         if number != number or not limits.min <= number <= limits.max or number != int(number):
@@ -224,7 +226,7 @@ def _bits(dtype: np.dtype[Any], text: str) -> int:
         number = int(number)
     else:
         number = float({"True": "1", "False": "0"}.get(text, text))
-    # A constant beyond the range of a floating type becomes infinity. NumPy's warning about that is suppressed.
+    # A number beyond the range of a floating type becomes infinity. Suppress NumPy's warning about this.
     with np.errstate(over="ignore"):
         return int.from_bytes(np.asarray(number).astype(dtype).tobytes(), "little")
 
@@ -234,7 +236,7 @@ def _describe_pad(layouts: tuple[Layout, ...], *, widths: tuple[int, ...], mode:
     _check_bytes("pad", x)
     if len(widths) > 2 * x.ndim:
         raise ArgumentError(
-            f"pad: {len(widths)} widths for x of shape {x.shape}; at most {2 * x.ndim} are taken, two for each axis"
+            f"pad: {len(widths)} widths for x of shape {x.shape}; pass at most {2 * x.ndim} widths, two for each axis"
         )
     missing = x.ndim - len(widths) // 2
     before = (0,) * missing + tuple(reversed(widths[::2]))
@@ -243,18 +245,21 @@ def _describe_pad(layouts: tuple[Layout, ...], *, widths: tuple[int, ...], mode:
     for axis, (extent, one, other) in enumerate(zip(x.shape, before, behind, strict=True)):
         if shape[axis] < 0:
             raise ArgumentError(
-                f"pad: widths of {one} and {other} leave {shape[axis]} of {extent} elements of axis {axis}; take fewer away"
+                f"pad: widths of {one} and {other} leave {shape[axis]} of the {extent} elements of axis {axis}; remove fewer "
+                f"elements"
             )
         if mode == "reflect" and max(one, other) >= max(extent, 1):
             raise ArgumentError(
-                f"pad: widths of {one} and {other} for {extent} elements of axis {axis} of x {x.shape}; to reflect, they must be "
-                f"below that"
+                f"pad: widths of {one} and {other} for {extent} elements of axis {axis} of x {x.shape}; mode 'reflect' needs "
+                f"widths below the number of elements"
             )
         if max(one, other) > 0 and not extent and (mode != "constant" or 0 not in shape):
-            raise ArgumentError(f"pad: x of shape {x.shape} is empty, and has no elements to pad; make a full array instead")
+            raise ArgumentError(
+                f"pad: x of shape {x.shape} is empty, and has no elements to pad; make an array of the result's shape instead"
+            )
         if mode != "constant" and min(one, other) < 0 and extent + min(one, other) < 1:
             raise ArgumentError(
-                f"pad: widths of {one} and {other} leave nothing of the {extent} elements of axis {axis}; take fewer away"
+                f"pad: widths of {one} and {other} leave nothing of the {extent} elements of axis {axis}; remove fewer elements"
             )
     return Pad(before, mode, _bits(x.dtype, value) if mode == "constant" else 0), lying_as(x, shape)
 

@@ -47,7 +47,8 @@ def layer_norm(
         Arrays whose shape has the extents of x along ``axis``, in the order of x's axes. Both have the type of x, or both are
         float32.
     eps : float
-        Added to the variance, under the root. The variance is divided by the number of elements, without Bessel's correction.
+        Added to the variance, under the root. The variance is the sum of squares divided by the number of elements, without
+        Bessel's correction.
     out : array, optional
         Array for the result, with any strides. It may be x itself. Without ``out`` the result has the layout of x, without
         gaps.
@@ -57,7 +58,7 @@ def layer_norm(
     Returns
     -------
     array
-        ``out``, or a new array of the kind, shape and type of x. It is computed in float32 and rounded once.
+        ``out``, or a new array of the kind, shape and type of x. The result is computed in float32 and rounded once.
 
     Raises
     ------
@@ -217,7 +218,7 @@ def batch_norm(
 ) -> ArrayT:
     """Normalise channels by given means and variances, on the current stream.
 
-    This is batch norm in inference. The means and variances come from the training.
+    The operation is batch normalisation for inference, with the means and variances of the training.
 
     Parameters
     ----------
@@ -255,7 +256,9 @@ def batch_norm(
 @launches
 @by_keyword
 def softmax(x: ArrayT, *extra: Never, axis: Axes = -1, out: object = None, pool: HandlePool | None = None) -> ArrayT:
-    """Divide exp(x) by its row's sum, on the current stream.
+    """Compute the softmax of each row, on the current stream.
+
+    Each exp(x) is divided by the sum of exp(x) over its row.
 
     Parameters
     ----------
@@ -315,7 +318,7 @@ def _axes(name: str, axis: object) -> tuple[int, ...]:
     except TypeError:
         pass
     raise ArgumentError(
-        f"{name}: axis={shown(axis)}; it must be an integer or a sequence of one or more, as -1 for the last axis"
+        f"{name}: axis={shown(axis)}; it must be an integer, such as -1 for the last axis, or a sequence of integers"
     )
 
 
@@ -356,10 +359,11 @@ def _check(name: str, layouts: Sequence[Layout], titles: Sequence[str]) -> None:
         check_strides(f"{title} of {name}", layout)
     for title, layout in zip(titles, parameters, strict=True):
         if layout.dtype != x.dtype and layout.dtype.name != "float32":
-            raise ArgumentError(f"{name}: {title} is {layout.dtype} and x is {x.dtype}; it must be of that type, or float32")
+            raise ArgumentError(f"{name}: {title} is {layout.dtype} and x is {x.dtype}; {title} must be {x.dtype} or float32")
         if layout.dtype != parameters[0].dtype:
             raise ArgumentError(
-                f"{name}: {title} is {layout.dtype} and {titles[0]} is {parameters[0].dtype}; they must be of one type"
+                f"{name}: {title} is {layout.dtype} and {titles[0]} is {parameters[0].dtype}; convert one to the type of the "
+                f"other"
             )
 
 
@@ -382,15 +386,15 @@ def _describe_rows(
     _check(name, layouts, titles)
     rank = x.ndim
     if any(not -rank <= each < rank for each in axis):
-        raise ArgumentError(f"{name}: axis={axis} for x of shape {x.shape}; each must be from {-rank} to {rank - 1}")
+        raise ArgumentError(f"{name}: axis={axis} for x of shape {x.shape}; each axis must be from {-rank} to {rank - 1}")
     axes = tuple(sorted({each % rank for each in axis}))
     if len(axes) < len(axis):
-        raise ArgumentError(f"{name}: axis={axis} names an axis of x, of shape {x.shape}, twice; name each once")
+        raise ArgumentError(f"{name}: axis={axis} names an axis of x, of shape {x.shape}, twice; name each axis once")
     extents = tuple(x.shape[each] for each in axes)
     for title, layout in zip(titles, parameters, strict=True):
         if layout.shape != extents:
             raise ArgumentError(
-                f"{name}: {title} of shape {layout.shape} for x of shape {x.shape} and axis={axis}; it must be {extents}"
+                f"{name}: {title} of shape {layout.shape} for x of shape {x.shape} and axis={axis}; its shape must be {extents}"
             )
     return Normalise(kind, axes, None, eps, weighted, biased), lying_as(x, x.shape)
 
@@ -403,7 +407,9 @@ def _check_channels(name: str, layouts: Sequence[Layout], titles: Sequence[str])
         raise ArgumentError(f"{name}: x has {x.ndim} axes, shape {x.shape}; it must have 2 or more, (N, C, ...)")
     for title, layout in zip(titles, parameters, strict=True):
         if layout.shape != x.shape[1:2]:
-            raise ArgumentError(f"{name}: {title} of shape {layout.shape} for {x.shape[1]} channels; it must be ({x.shape[1]},)")
+            raise ArgumentError(
+                f"{name}: {title} of shape {layout.shape} for {x.shape[1]} channels; its shape must be ({x.shape[1]},)"
+            )
 
 
 def _describe_groups(
@@ -424,7 +430,7 @@ def _describe_groups(
             "multiple of the groups"
         )
     axes = tuple(range(2, x.ndim))
-    # If x has no channels, the number of groups may be 0. The kernel divides by that number, so it gets 1.
+    # If x has no channels, the number of groups may be 0. The kernel divides by the number of groups, so pass 1 instead of 0.
     return Normalise("mean", axes, number or 1, eps, weighted, biased), lying_as(x, x.shape)
 
 

@@ -43,11 +43,11 @@ def max_pool2d(
     stride : int or (int, int), optional
         Distance from window to window, in pixels. As in torch, the default is the window's height and width.
     padding : int or (int, int)
-        Pixels added on both sides, which are never the largest. They are at most half of the window, and at most the image's
-        pixels along that axis.
+        Pixels added on both sides. They are never the largest element of a window. They are at most half of the window, and at
+        most the image's pixels along that axis.
     ceil_mode : bool
-        Whether P and Q are rounded up. As in torch, the last window may then exceed the padded image. It is used only if it
-        begins in the image or in the padding before the image.
+        Whether P and Q are rounded up. As in torch, the last window may then exceed the padded image. This window is used only
+        if it begins in the image or in the padding before the image.
     out : array, shape (N, C, P, Q), optional
         Array for the result, of any layout. It may be a slice of the channels of a larger array. Without ``out`` the result has
         the layout of ``x``, contiguous or channels-last.
@@ -129,7 +129,7 @@ def mean2d(x: ArrayT, *extra: Never, keepdims: bool = False, out: object = None,
     keepdims : bool
         Whether the result has two axes of extent 1 after the channels.
     out : array, shape (N, C) or (N, C, 1, 1), optional
-        Where the result goes.
+        Array for the result.
     pool : HandlePool, optional
         By default the branch's own pool inside a branch, else the default pool.
 
@@ -173,14 +173,14 @@ def _describe(
     if padding[0] > x.shape[2] or padding[1] > x.shape[3]:
         raise ArgumentError(
             f"{name}: a padding of {padding[0]} and {padding[1]} is more than images of {x.shape[2]} x {x.shape[3]} have pixels; "
-            f"pad less"
+            f"give less padding"
         )
     kernel = Windows(kind, window, stride, padding, count_include_pad, ceil_mode)
     count = kernel.count(*x.shape[2:])
     if min(count) < 1:
         raise ArgumentError(
             f"{name}: a window of {window[0]} x {window[1]} pixels exceeds images of {x.shape[2]} x {x.shape[3]} with a padding "
-            f"of {padding[0]} and {padding[1]} on both sides; take a smaller one"
+            f"of {padding[0]} and {padding[1]} on both sides; give a smaller window"
         )
     return kernel, lying_as(x, (*x.shape[:2], *count))
 
@@ -212,7 +212,7 @@ def _options(name: str, window: object, stride: object, padding: object, ceil_mo
     if margins[0] * 2 > rows or margins[1] * 2 > columns:
         raise ArgumentError(
             f"{name}: padding={shown(padding)} is more than half of a window of {rows} x {columns} pixels, so some "
-            "windows would hold no pixel of the image; pad less, or pad the image itself"
+            "windows would hold no pixel of the image; give less padding, or pad the image with handlepool.pad"
         )
     steps = size if stride is None else pair(name, "stride", stride)
     return {"window": size, "stride": steps, "padding": margins, "ceil_mode": flag(f"{name}: ceil_mode", ceil_mode)}

@@ -49,7 +49,7 @@ def matmul(
     activation : {"relu", "sigmoid", "tanh", "gelu", "swish", "hardsigmoid", "hardswish"}, optional
         Applied last. "gelu" uses the exact formula.
     out : array, shape (..., M, N), optional
-        Where the result goes. Without it the result is contiguous.
+        Array for the result. Without ``out`` the result is contiguous.
     workspace_limit, allow_tf32, deterministic, pool
         As in `handlepool.conv2d`.
 
@@ -69,8 +69,8 @@ def matmul(
     Notes
     -----
     Bias and activation are fused into the product's plan if such a plan is known to be right. Otherwise they need one more
-    launch, and so does tanh in any case. An array that repeats along some of its batch axes, but not along all, is copied, up
-    to 16 MiB. So is an array of any layout that is not named above.
+    launch, and so does tanh in any case. Two kinds of arrays are copied, up to 16 MiB: an array that repeats along some of its
+    batch axes but not along all, and an array of a layout that is not named above.
     """
     if extra:
         raise misplaced(matmul, extra)
@@ -105,7 +105,7 @@ def linear(
     activation, workspace_limit, allow_tf32, deterministic, pool
         As in `handlepool.matmul`.
     out : array, shape (..., M, O), optional
-        Where the result goes. Without it the result is contiguous.
+        Array for the result. Without ``out`` the result is contiguous.
 
     Returns
     -------
@@ -124,7 +124,7 @@ def linear(
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """The implementation of `matmul` or `linear`."""
+    """Implement `matmul` or `linear`."""
 
     name: str
     plain: GraphFunction[..., Any]
@@ -161,11 +161,11 @@ class _Product:
             some: tuple[str, ...], copies: bool, arrays: tuple[Any, ...], out: object, converted: ConvertedArguments | None
         ) -> GraphCall:
             applied = activation if "activation" in some else None
-            # An activation whose fused plan was not measured runs in a separate launch.
+            # If a fused plan of the activation was not measured, the activation runs in a separate launch.
             if applied in ACTIVATIONS and applied not in BEHIND_A_PRODUCT:
-                raise GraphNotSupportedError(f"{self.name}: {applied} behind a product was not measured in one plan")
+                raise GraphNotSupportedError(f"{self.name}: {applied} after a product was not measured in one plan")
             function = self.copying if copies else self.plain
-            # This key belongs to the function without copies, so a plan with copies must not be found by it.
+            # Later calls look for this key only among the shortcuts of ``plain``, so a plan with copies gets no shortcut.
             known = key if some == parts and not copies else None
             return function.prepare(pool, arrays, out, {"activation": applied}, settings, converted, known)
 
@@ -189,9 +189,9 @@ def _product(g: Any, a: Any, b: Any, bias: Any, activation: str | None, transpos
 
 
 def _of_rank(tensor: Any, rank: int, transposed: bool = False) -> Any:
-    """Declare matrices with a given number of axes.
+    """Declare a tensor of matrices with ``rank`` axes.
 
-    With ``transposed``, the last two axes change places.
+    With ``transposed``, the last two axes are exchanged.
     """
     dims, strides = list(tensor.get_dim()), list(tensor.get_stride())
     if transposed:

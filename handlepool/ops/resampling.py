@@ -23,7 +23,7 @@ MODES = ("nearest", "bilinear")
 MOST_SIDE = 1 << 24
 """The maximum number of pixels along an axis.
 
-Torch computes places in float32, which represents every integer up to this bound.
+Torch computes the places of pixels in float32, which represents every integer up to this bound.
 """
 
 
@@ -53,7 +53,7 @@ def interpolate2d(
     scale_factor : number or (number, number), optional
         Factors for height and width. The resulting extents are rounded down.
     mode : {"nearest", "bilinear"}
-        As in torch. Its "nearest" rounds a place down to a pixel, instead of taking the nearest pixel.
+        As in torch, "nearest" rounds a place down to a pixel, instead of taking the nearest pixel.
     align_corners : bool
         In mode "bilinear", whether the centres of the corner pixels of both images coincide.
     out : array, shape (N, C, P, Q), optional
@@ -64,7 +64,7 @@ def interpolate2d(
     Returns
     -------
     array, shape (N, C, P, Q)
-        ``out``, or a new array of the kind and type of x. It is computed in float32.
+        ``out``, or a new array of the kind and type of x. The result is computed in float32.
 
     Raises
     ------
@@ -83,12 +83,12 @@ def interpolate2d(
 def _options(size: object, scale_factor: object, mode: object, align_corners: object) -> dict[str, Any]:
     name = "interpolate2d"
     if (size is None) == (scale_factor is None):
-        raise ArgumentError(f"{name}: size={shown(size)} and scale_factor={shown(scale_factor)}; give exactly one of the two")
+        raise ArgumentError(f"{name}: size={shown(size)} and scale_factor={shown(scale_factor)}; give exactly one of these")
     if not isinstance(mode, str) or mode not in MODES:
         raise ArgumentError(f"{name}: mode={shown(mode)}; it can be {' or '.join(MODES)}")
     corners = flag(f"{name}: align_corners", align_corners)
     if corners and mode == "nearest":
-        raise ArgumentError(f"{name}: align_corners=True with mode='nearest', which has no corners; leave it out")
+        raise ArgumentError(f"{name}: align_corners=True with mode='nearest', which has no corners; leave align_corners= out")
     found = None if size is None else pair(name, "size", size)
     return {"size": found, "factors": _factors(scale_factor), "mode": mode, "align_corners": corners}
 
@@ -105,7 +105,7 @@ def _factors(value: object) -> tuple[float, float] | None:
             return one, other
     except (TypeError, ValueError, OverflowError):
         pass
-    raise ArgumentError(f"interpolate2d: scale_factor={shown(value)}; it must be a number, or two, each above 0")
+    raise ArgumentError(f"interpolate2d: scale_factor={shown(value)}; it must be a number, or two numbers, each above 0")
 
 
 def _describe(
@@ -126,7 +126,7 @@ def _describe(
     counts = size or tuple(math.floor(extent * factor) for extent, factor in zip(extents, factors or (), strict=True))
     if min(extents) < 1 or min(counts) < 1 or max(*extents, *counts) > MOST_SIDE:
         raise ArgumentError(
-            f"interpolate2d: images of {extents[0]} x {extents[1]} pixels to {counts[0]} x {counts[1]}; both must have 1 to "
+            f"interpolate2d: images of {extents[0]} x {extents[1]} pixels to {counts[0]} x {counts[1]}; both sizes must be 1 to "
             f"{MOST_SIDE:,} pixels along each axis"
         )
     scales = [_scale(*axis, align_corners) for axis in zip(extents, counts, factors or (None, None), strict=True)]
@@ -134,7 +134,7 @@ def _describe(
 
 
 def _scale(extent: int, count: int, factor: float | None, corners: bool) -> float:
-    """Return the input pixels for each output pixel, rounded as in torch."""
+    """Return the input pixels per output pixel, rounded as in torch."""
     if corners:
         return float(np.float32(extent - 1) / np.float32(count - 1)) if count > 1 else 0.0
     return float(np.float32(extent) / np.float32(count)) if factor is None else float(np.float32(1 / factor))

@@ -88,22 +88,22 @@ def _options(arrays: tuple[Any, ...], values: tuple[Any, ...]) -> dict[str, Any]
         try:
             before, behind = map(as_integer, padding[0])
         except (TypeError, ValueError):
-            # The test below refuses negative numbers, and has the message for all wrong pairs.
+            # Replace a wrong pair by -1. The test below refuses negative numbers, with the message for all wrong pairs.
             before = behind = -1
         if min(before, behind) < 0:
-            raise ArgumentError(f"conv1d: padding={shown(padding)}; the pair in it must be of two integers, each 0 or more")
+            raise ArgumentError(f"conv1d: padding={shown(padding)}; the inner pair must be two integers, each 0 or more")
         return options | {"padding": ((before, behind),)}
     (each,) = steps("conv1d", "padding", padding, 1, 0)
     return options | {"padding": ((each, each),)}
 
 
 def _build(g: Any, /, x: Any, w: Any, bias: Any = None, *, groups: int, activation: str | None, **how: Any) -> Any:
-    # The frontend derives the groups from the channels. `_check` has ensured that they agree.
+    # The frontend derives the groups from the channels. `_check` has ensured that ``groups`` agrees with the channels.
     y = g.conv_fprop(x, w, **parameters(**how))
     if bias is not None:
         y = g.bias(y, along(bias, 3, 1))
     if activation == "tanh":
-        # As in `handlepool.conv2d`, this keeps cuDNN from an engine for bias and tanh that gives NaN for large arguments.
+        # As in `handlepool.conv2d`, clipping keeps cuDNN from an engine for bias and tanh that gives NaN for large arguments.
         y = g.relu(y, negative_slope=0.0, lower_clip=-SATURATED, upper_clip=SATURATED)
     return y if activation is None else activate(g, y, activation)
 

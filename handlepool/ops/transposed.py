@@ -36,8 +36,8 @@ def conv_transpose2d(
 ) -> ArrayT:
     """Compute a transposed convolution of images, on the current stream.
 
-    It is the gradient of `handlepool.conv2d` for its images, with torch's arguments. If a bias is given, it is added. If an
-    activation is given, it is applied last.
+    A transposed convolution is the gradient of `handlepool.conv2d` for its images. The arguments are those of torch. If a bias
+    is given, it is added. If an activation is given, it is applied last.
 
     Parameters
     ----------
@@ -166,7 +166,8 @@ def _build(
     **how: Any,
 ) -> Any:
     (n, _, *size), (_, per_group, *taps) = x.get_dim(), w.get_dim()
-    # If the stride is not 1, several shapes are possible. Without a declared shape, the frontend would use the smallest.
+    # If the stride is not 1, several shapes of the result are possible. Without a declared shape, the frontend would use the
+    # smallest shape.
     shape = [n, per_group * groups, *_spatial(tuple(size), tuple(taps), how, output_padding)]
     y = g.conv_dgrad(x, w, **parameters(**how)).set_dim(shape)
     if bias is not None:
@@ -203,16 +204,18 @@ def _check(
             "multiple of the groups"
         )
     for axis, (more, stride, dilation) in enumerate(zip(output_padding, how["stride"], how["dilation"], strict=True)):
-        # Torch has the same bound. With it, some convolution of the result has x's shape, so this is its gradient.
+        # Torch has the same bound. Below this bound, a convolution exists that turns the result's shape into the shape of x.
+        # The transposed convolution is the gradient of that convolution.
         if more >= max(stride, dilation):
             raise ArgumentError(
                 f"{name}: output_padding={output_padding} with stride={how['stride']} and dilation={how['dilation']}; along "
-                f"spatial axis {axis} it must be below {max(stride, dilation)}"
+                f"spatial axis {axis}, output_padding must be below {max(stride, dilation)}"
             )
     spatial = _spatial(x.shape[2:], w.shape[2:], how, output_padding)
     if min(spatial) < 1:
         raise ArgumentError(
-            f"{name}: x {x.shape} and w {w.shape} lead to spatial extents of {spatial}, which must be 1 or more; pad less"
+            f"{name}: x {x.shape} and w {w.shape} lead to spatial extents of {spatial}, which must be 1 or more; give less "
+            f"padding"
         )
     for bias in rest:
         check_vector(name, bias, w.shape[1] * groups, "channels", like)

@@ -8,9 +8,9 @@ from typing import Any
 from handlepool._util.reachable import attributes, bound_call, content, leaves
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""A function, its positional and its keyword arguments.
+"""A function, its positional arguments and its keyword arguments.
 
-The object of a bound method is not among the arguments.
+If the function is a bound method, its object is not among the arguments.
 """
 ADVICE = 'as with @handlepool.operation(mutates="x")'
 UNNAMED = "an array that it was given"
@@ -32,11 +32,11 @@ def named_values(call: Call) -> dict[str, Any]:
     if isinstance(bound, MethodType):
         owner = bound.__self__
         values |= {f"self.{name}": value for name, value in getattr(owner, "__dict__", {}).items()}
-        # The object of a class method is the class, whose attributes are code.
+        # The object of a class method is the class. The attributes of a class are code, so no array is looked for there.
         if not isinstance(owner, type):
             values |= {"self": attributes(owner)}
         bound = bound.__func__
-    # The closure belongs to the innermost function, because a decorator's wrapper has a closure of its own.
+    # A decorator's wrapper has a closure of its own. So the names come from the closure of the innermost function.
     inner = inspect.unwrap(bound)
     if isinstance(inner, FunctionType):
         cells = zip(inner.__code__.co_freevars, map(content, inner.__closure__ or ()), strict=True)
@@ -45,7 +45,7 @@ def named_values(call: Call) -> dict[str, Any]:
 
 
 def name_of_array(array: Any, call: Call) -> str:
-    """Return the name that messages use for an array of a call."""
+    """Return the name of ``array`` for messages about ``call``."""
     for name, value in named_values(call).items():
         if any(leaf is array for leaf in leaves(value, calls=True)):
             return name

@@ -8,16 +8,19 @@ from handlepool._util.frames import frames_inside
 AssumedWriter = tuple[str, Hashable]
 """The name and code of a function that may write its arguments."""
 
-# A function may run in every step of a loop. One warning names it, and further warnings would hide other output.
+# A loop may call one function many times. Only its first call warns, because repeated warnings would hide other output.
 _warned: set[Hashable] = set()
 
 
 def warn_of_assumed_write(writer: AssumedWriter) -> None:
-    """Warn once per function that a branch waits for an assumed write."""
+    """Warn that a branch waits for an assumed write of ``writer``.
+
+    Each function is warned of once.
+    """
     if writer not in _warned:
         _warned.add(writer)
         warnings.warn(
-            f"a branch waits since {writer[0]}, which returns more than new arrays, may have written any array that "
+            f"a branch waits because {writer[0]} did not return new arrays alone, and so may have written any array that "
             "it was given. Declare its writes with @handlepool.operation(mutates=...), so that only branches that use "
             "the written arrays wait",
             stacklevel=frames_inside(),
@@ -27,13 +30,13 @@ def warn_of_assumed_write(writer: AssumedWriter) -> None:
 def warn_of_change(writer: AssumedWriter) -> None:
     """Warn once per function of a possible write to a shared array.
 
-    Another branch uses that array, and nothing orders the two branches.
+    The function of ``writer`` may have written an array that another branch uses, and nothing orders the two branches.
     """
     if (writer, "changed") not in _warned:
         _warned.add((writer, "changed"))
         warnings.warn(
-            f"{writer[0]} returned new arrays before, and this call did not, so this call may have written an array that an "
-            "unordered branch also uses. Declare its writes with @handlepool.operation(mutates=...), or mutates=() "
+            f"{writer[0]} returned new arrays before, and this call did not, so this call may have written an array that a "
+            "concurrent branch also uses. Declare its writes with @handlepool.operation(mutates=...), or mutates=() "
             "if it writes nothing",
             stacklevel=frames_inside(),
         )

@@ -6,52 +6,44 @@ waits for the last write. A write waits for the last write and for all reads sin
 
 `handlepool.order.track.follow` makes the waits.
 
-Nothing here takes a lock. Books belong to one thread, and regions of different threads are not ordered with each other. Python
-may run a finalizer anywhere, so a finalizer may find its own thread in the middle of a change to the books. The books refuse
-the finalizer's calls there.
+This module takes no lock, because books belong to one thread, and regions of different threads are not ordered with each other.
+Python may run a finalizer anywhere, so a finalizer may find its own thread in the middle of a change to the books. In that case
+the books refuse the finalizer's calls.
 """
 
-import os
-import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import OwnershipError
-from handlepool.order.accesses import Accesses, Operands
 from handlepool.order.assumed import AssumedWriter, warn_of_assumed_write
 from handlepool.order.call import Call, PythonCall
 from handlepool.order.captures import another_capture, captures_of
+from handlepool.order.places import books_of_thread, open_order
 from handlepool.order.recent import Recent
 from handlepool.order.track import Needs, Track, end_tracks, follow, last
-from handlepool.order.uses import Use, Uses, needs_of, write_down
-from handlepool.pool.context import ActiveRecording, active, thread
+from handlepool.order.uses import Accesses, Operands, Use, Uses, needs_of, write_down
+from handlepool.pool.context import active, thread
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token
 
-Orders = dict[tuple[Driver, int, ActiveRecording | None], "DataOrder"]
-"""The books of one thread, by driver, device and recording.
-
-The recording is part of the key because captured work cannot wait for work outside of its recording.
-"""
-
 Outer = tuple[Track | None, list[Accesses]]
-"""The enclosing branch's track, and the branch's accesses on other streams.
+"""The track of the enclosing branch, and its accesses on other streams.
 
-The branch itself chose these other streams.
+`enter_branch` returns both, and `end_branch` restores them. The enclosing branch itself chose the other streams.
 """
 
 
 class Starts(Protocol):
-    """The slots of a fork, as far as the books know them."""
+    """The part of a fork that starts branches for the books."""
 
     def start(self, order: "DataOrder", needs: Needs, *, owned: bool = False) -> Track:
         """Start the next branch and return its track.
 
-        The track belongs to the fork, or to the fork's caller where no side slot is free. With ``owned``, the slot is bound to
-        this thread.
+        The track belongs to a side slot of the fork. If no side slot is free, the track belongs to the caller's stream. With
+        ``owned``, the slot is bound to this thread.
         """
 
     def undo_start(self) -> None:
@@ -71,8 +63,8 @@ class DataOrder:
     device : int
         The device's ordinal.
     root : Track
-        The track of the outermost caller's stream. A call on that stream waits for conflicting branches. The books do not write
-        it down, because every branch that starts later comes after the call anyway.
+        The track of the outermost caller's stream. A call on that stream waits for conflicting branches. The books do not note
+        the call, because every branch that starts later comes after the call anyway.
     fork : object
         The key of the fork that opens the books.
 
@@ -89,15 +81,15 @@ class DataOrder:
     running : Track or None
         The track of the innermost branch that runs Python now.
     foreign_writes : list
-        The accesses of that branch on streams that the branch itself chose.
+        The accesses of the ``running`` branch on streams that the branch itself chose.
     recent : Recent or None
-        The first launches, as long as no launch needs a look-up; otherwise None.
+        The first launches of the region. None as soon as a launch needs entries of `Uses`.
     tracks : dict
         The tracks by stream pointer.
     assumed_writers : dict
         For each call that may have written its arguments, the name and the code of its function.
     kept : list
-        Owners of all memory in the books. Otherwise the allocator could reuse that memory for another array.
+        Owners of all memory in the books. They are kept so that the allocator cannot reuse the memory for another array.
     """
 
     __slots__ = (
@@ -139,22 +131,24 @@ class DataOrder:
         self.recent: Recent | None = None
         self._uses = _NO_USES
         self._known = self._uses.known
-        self._orders = _thread.orders
-        # A pool that checks wraps its driver, and the wrapped driver is the same GPU. So both find the same books.
+        self._orders = books_of_thread.orders
+        # A pool with ``check=True`` wraps its driver, and the wrapper stands for the same GPUs. The key has the wrapped driver,
+        # so pools with and without checks find the same books.
         self._key = getattr(self.driver, "checked_driver", self.driver), device, thread.recording
 
     def open(self) -> None:
         """Register these books as the open books of this thread."""
         self._orders[self._key] = self
-        # Register the books above before `active` shows them, because a launch that sees `active` looks them up in the thread.
+        # The line above registers the books before `active` lists them, because a launch that finds `active` non-empty looks
+        # for the books of its thread.
         active.append(self)
         self.driver.before_untracked_access(partial(_before_plain, self.driver))
 
     def __enter__(self) -> None:
         if self.busy:
             raise in_the_middle()
-        # A finalizer may run at any allocation below, and may use a fork of this thread. `busy` lets it be refused instead of
-        # reading books in the middle of a change.
+        # A finalizer may run at any allocation below, and may use a fork of this thread. It would find the books in the middle
+        # of a change. `busy` makes the books refuse the finalizer.
         self.busy = True
 
     def __exit__(self, *_: object) -> None:
@@ -189,7 +183,8 @@ class DataOrder:
             else:
                 self.note_launch(track, call, reads, writes, addresses, operands)
         except BaseException:
-            # A slot may have been leased before the error. Without this release the slot would stay leased until the join.
+            # `fork.start` may have leased a slot before the error. Without `undo_start` the slot would stay leased until the
+            # join.
             fork.undo_start()
             raise
         finally:
@@ -229,12 +224,12 @@ class DataOrder:
                 warn_of_assumed_write(self.assumed_writers[each])
 
     def enter_branch(self, track: Track) -> Outer:
-        """Enter a branch that runs Python on a track.
+        """Make ``track`` the running branch, and return the outer state.
 
-        The return value is the argument of `end_branch`.
+        The branch runs Python. `end_branch` takes the outer state and restores it.
         """
-        # Branches nest, and a generator may interleave them. So each caller keeps the outer state itself. A stack in the books
-        # could restore the state of another branch.
+        # Branches nest, and a generator may interleave them. So each caller of this method keeps the outer state itself. A
+        # stack in the books could restore the state of another branch.
         outer = self.running, self.foreign_writes
         self.running, self.foreign_writes = track, []
         return outer
@@ -255,8 +250,8 @@ class DataOrder:
         """
         track, given = self.running, self.foreign_writes
         self.running, self.foreign_writes = outer
-        # The two tracks are the same where a fork inside a branch found no free state. The outer branch then takes over the
-        # accesses of the inner branch.
+        # If a fork inside a branch found no free state, its branch ran on the track of the outer branch. Then the outer branch
+        # takes over the accesses of the inner branch.
         if self.running is track:
             self.foreign_writes += given
         if self.closed or track is None:
@@ -273,21 +268,21 @@ class DataOrder:
             if ended is None:
                 made, others = call.failed(self, track, allocated or ())
             else:
-                # The value is in the books even where another library owns its memory. Keep the value, so that the memory is
-                # not reused.
+                # `call.ended` notes the memory of the value in the books, also if another library owns that memory. So the
+                # value is kept alive, and the memory is not reused.
                 self.kept.append(ended[0])
                 made, others = call.ended(self, track, allocated, ended[0])
-            # Write the branch's arguments down again under a new call number, because an event for the first number may have
-            # been recorded before the branch's last work. The books forget the former users of memory that is written down as
-            # written. So the branch's stream waits for these users now, and a call that follows the branch comes after them.
+            # The branch's arguments are noted again under a new call number, because an event for the first number may have
+            # been recorded before the branch's last work. When memory is noted as written, the books forget its former users.
+            # So the branch's stream waits for these users first, and each call that follows the branch comes after them.
             try:
                 if others:
                     follow(self.events, track, self.conflicts((), others))
             finally:
                 number = track.next_call()
                 write_down(track, number, uses.pieces(call.reads), uses.pieces([*call.writes, *made, *others]))
-                # An event may have been recorded before the end of an opaque call as well. So the barrier moves to the new call
-                # number.
+                # For an opaque call too, an event for the first number may have been recorded before the branch's last work. So
+                # the barrier moves to the new call number.
                 if opaque:
                     self.barrier = track, number
         finally:
@@ -296,7 +291,7 @@ class DataOrder:
     def enter_fork(self, fork: object, *, counted: bool) -> None:
         """Let another fork use the books.
 
-        A fork in a branch is not counted, because it ends with its branch.
+        A fork inside a branch is not ``counted``: it ends with that branch, and until then the outer fork keeps the books open.
         """
         if self.busy:
             raise in_the_middle()
@@ -309,7 +304,7 @@ class DataOrder:
         The caller's stream comes after all branches of the fork by now. The last fork to leave closes the books. ``kept`` holds
         the owners of memory that the branches read and made, or is None where an outer fork keeps these owners.
         """
-        # This accepts `busy` as it is, because an interrupt may have left it set.
+        # This method does not check `busy`, because an interrupt may have left it set, and the books must still be closed.
         self.busy = True
         self.forks.discard(fork)
         if not self.forks:
@@ -340,14 +335,14 @@ class DataOrder:
         *,
         opaque: bool = False,
     ) -> None:
-        """Let a stream wait for conflicting branches, and write the call down.
+        """Order a call after conflicting branches, and write it down.
 
-        An opaque call conflicts with all branches. Calls on the outermost caller's stream are not written down, because
-        everything that starts later comes after them.
+        ``pointer`` is the stream of the call, which waits. An opaque call conflicts with all branches. Calls on the outermost
+        caller's stream are not written down, because everything that starts later comes after them.
         """
         with self:
-            # The call may run on a stream that the books do not know. The code that chose the stream also orders it, so the call
-            # is written down for the branch that runs now.
+            # The books may not know the stream of the call, because a branch chose it. The branch itself orders that stream, so
+            # the books note the call as a call of the running branch.
             track = self.tracks.get(pointer) or Track(pointer)
             noted = track if pointer in self.tracks else self.running
             if track is not noted and self._is_apart(pointer, reads, writes, opaque):
@@ -383,7 +378,7 @@ class DataOrder:
             return False
         needs = self.all_calls() if opaque else self.conflicts(reads, writes)
         if any(track is not self.running for track in needs):
-            fix = "Call it outside of the fork, or give it other arrays than the branches"
+            fix = "Make the call outside of the fork, or with arrays that no branch uses"
             raise another_capture("a call", pointer, self.root.pointer, captures, fix)
         return True
 
@@ -392,8 +387,8 @@ class DataOrder:
     def look_up_launch(self, addresses: Sequence[int], operands: Operands) -> tuple[list[Use], list[Use], Needs]:
         """Return a launch's reads, its overwritten memory, and its needs.
 
-        The memory comes as entries of the books. The needs are the calls that the launch waits for. Outputs without gaps that
-        are allocated for the launch get their entries later.
+        The memory comes as entries of the books. The needs are the calls that the launch waits for. `note_launch` makes the
+        entries of outputs without gaps that are allocated for the launch.
         """
         if self._uses is _NO_USES:
             self._enter_recent()
@@ -428,7 +423,8 @@ class DataOrder:
                     if reader not in needs or needs[reader] < call:
                         needs[reader] = call
             writes.append(use)
-        # Shared or strided memory has further entries, which the loops above do not visit.
+        # Memory with gaps, and memory that shares elements with other entries, has further entries that the loops above do not
+        # visit.
         if not alone:
             if not operands.dense:
                 pieces = operands.pieces(addresses)
@@ -458,7 +454,7 @@ class DataOrder:
         return {track: track.count for track in self.tracks.values() if track.count}
 
     def behind_barrier(self, needs: Needs) -> Needs:
-        """Add the barrier to the calls that a call waits for.
+        """Return ``needs`` with the barrier added.
 
         The barrier is the last call that may have used any memory.
         """
@@ -524,7 +520,7 @@ class DataOrder:
     # Waits
 
     def waits_for_all(self, track: Track, writes: Iterable[Piece | Token]) -> bool:
-        """Return whether a stream waits for all other users of memory."""
+        """Return whether a stream waits for all other users of ``writes``."""
         return all(track.waits_for(*last(*each)) for each in self.conflicts((), writes).items())
 
     def joined(self, tracks: Sequence[Track], home: Track, stream: object = None) -> None:
@@ -545,7 +541,7 @@ class DataOrder:
         self.closed = self.busy = True
         if self._orders.get(self._key) is self:
             self._orders.pop(self._key, None)
-        # An interrupt may have come before the registration.
+        # An interrupt may have ended `open` before it added these books to `active`.
         if self in active:
             active.remove(self)
         end_tracks(self.events, self.tracks.values(), closed=True)
@@ -569,14 +565,6 @@ All books share it, so nothing is ever entered there.
 """
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.orders: Orders = {}
-
-
-_thread = _Thread()
-
-
 def in_the_middle() -> OwnershipError:
     """Return the error for a finalizer's call during a change.
 
@@ -588,37 +576,12 @@ def in_the_middle() -> OwnershipError:
     )
 
 
-def open_order(driver: Driver, device: int) -> DataOrder | None:
-    """Return this thread's open books of a device, or None.
-
-    The books are open as long as an ordered fork is open.
-    """
-    # `active` is one list for all threads. Mostly it is empty, and then this call need not make a key.
-    order = _thread.orders.get((getattr(driver, "checked_driver", driver), device, thread.recording)) if active else None
-    return None if order is None or order.closed else order
-
-
-def orders_of_thread() -> list[DataOrder]:
-    """Return this thread's open books of all devices."""
-    recording = thread.recording
-    return [order for (_, _, known), order in _thread.orders.items() if known is recording and not order.closed]
-
-
 def _before_plain(driver: Driver, pointer: int, reads: Sequence[Piece], writes: Sequence[Piece]) -> None:
-    """Let plain code wait for the branches that it conflicts with.
+    """Let plain code wait for branches that use the same memory.
 
-    The code is in a fork's body, and the driver sees its accesses.
+    A driver that sees the accesses of plain code calls this function before an access in a fork's body.
     """
     order = open_order(driver, driver.current_device())
     if order is not None and order.running is None and (track := order.tracks.get(pointer)) is not None:
         with order:
             follow(order.events, track, order.conflicts(reads, writes))
-
-
-def _after_fork() -> None:
-    """Clear the child's regions after a process fork (guarantee 13)."""
-    # The events belong to the parent's context. A release would touch that context.
-    _thread.orders.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

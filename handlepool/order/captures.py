@@ -10,12 +10,13 @@ def captures_of(driver: Driver, *pointers: int) -> tuple[int, ...]:
 
     The identifier of a stream that is not being captured is 0.
     """
-    # While a blocking stream is being captured, CUDA refuses any question about the legacy stream.
+    # While a blocking stream is being captured, CUDA refuses any question about the legacy stream. So the legacy stream counts
+    # as not captured.
     return tuple([driver.capture_id(each) if each != LEGACY_STREAM else 0 for each in pointers])
 
 
 def another_capture(what: str, pointer: int, outer: int, captures: tuple[int, ...], fix: str) -> CaptureError:
-    """Return the error for work whose fork has another capture, or none.
+    """Return the error for work and a fork in different captures.
 
     Parameters
     ----------
@@ -24,9 +25,9 @@ def another_capture(what: str, pointer: int, outer: int, captures: tuple[int, ..
     pointer, outer : int
         The stream of the work, and the stream of the open fork.
     captures : tuple of int
-        The captures of the two streams.
+        The identifiers of the captures of ``pointer`` and ``outer``; 0 for a stream that is not being captured.
     fix : str
-        The advice.
+        The last sentence of the message.
     """
     inner, around = captures
     return CaptureError(

@@ -2,15 +2,16 @@
 
 A function may write arrays that it does not declare. So this module measures the first call of each function. The call's stream
 computes a checksum of each array that the call was given, before the call and after it. A checksum that differs shows a write.
-This makes no copy, and the host does not wait. Until the host sees that the stream has computed the checksums, further calls of
-the function count as writing their arguments. Calls three and ten are measured again, because a first call may be special. A
-write of equal values is not seen.
+A measurement makes no copy, and the host does not wait for it. Until the host sees that the stream has computed the checksums,
+further calls of the function count as writing their arguments. Calls three and ten are measured again, because a first call may
+be special. A write of equal values is not seen.
 
 - A measurement that fails tells nothing, and the next call is measured.
 - Under a capture nothing is measured.
 - Arrays of other libraries, of NumPy and of other devices are not measured. For torch's tensors `handlepool.order.undeclared`
   compares versions.
-- Calls of graph functions, operations and branches inside a call order their own writes. The measurement leaves them out.
+- Graph functions, operations and branches that run inside a measured call order their own writes. The measurement leaves these
+writes out.
 """
 
 import threading
@@ -35,7 +36,10 @@ from handlepool.tensors.layout import Piece, Token, share
 AGAIN = (3, 10)
 """The calls of a function that are measured again, counted from 1."""
 LAST = AGAIN[-1]
-"""The number of calls of a known function after which counting ends."""
+"""The number of the last counted call.
+
+A function whose writes are known after this call is neither counted nor measured any more.
+"""
 _MOST_KNOWN = 10_000
 
 
@@ -69,7 +73,7 @@ class Writes:
 
     @property
     def settled(self) -> bool:
-        """Whether `places` are all the undeclared writes of later calls."""
+        """Whether `places` has all undeclared writes of later calls."""
         return self.known
 
     @property
@@ -82,7 +86,10 @@ class Writes:
         self.calls += 1
 
     def expect(self, answer: "_Answer") -> None:
-        """Await an answer."""
+        """Keep an answer until `read` takes it.
+
+        The calling thread also keeps the answer, for `wait_for_answers`.
+        """
         self.pending.append(answer)
         awaited.expect(self, answer)
 
@@ -110,20 +117,20 @@ class Writes:
                 self._warn(sorted(found))
 
     def check(self) -> None:
-        """Refuse an operation that wrote more than it declares.
+        """Raise ContractError if an operation wrote more than it declares.
 
         Raises
         ------
         ContractError
-            Where a measured call wrote an undeclared array.
+            If a measured call wrote an undeclared array.
         """
         if self.places and self._declared:
             raise ContractError(f"{self.name} wrote {min(self.places)} without declaring it: declare its writes, {ADVICE}")
 
     def _warn(self, places: Sequence[str]) -> None:
         warnings.warn(
-            f"{self.name} returned new arrays and wrote {places[0]} as well: from now on its branches are ordered as "
-            f"writers of {' and '.join(places)}. Declare its writes with @handlepool.operation(mutates=...)",
+            f"{self.name} returned new arrays and wrote {places[0]} as well: from now on branches that call it are "
+            f"ordered as writers of {' and '.join(places)}. Declare its writes with @handlepool.operation(mutates=...)",
             stacklevel=frames_inside(),
         )
 
@@ -159,7 +166,7 @@ class _Answer:
         """
         if self._process == process():
             return False
-        # The sums hold events and memory of the parent. Their destructors would call CUDA.
+        # The sums hold events and memory of the parent. Their destructors would call CUDA, so the answer is never destroyed.
         abandon(self)
         self.read = True
         return True
@@ -189,9 +196,9 @@ class _Answer:
 
 
 class Measurement:
-    """A comparison of the arrays of one call.
+    """A comparison of a call's arrays before and after the call.
 
-    `begin` makes it. By then the call's stream waits for all the calls that the measured call depends on.
+    `begin` makes the measurement, when the call's stream already waits for all calls that the measured call depends on.
     """
 
     __slots__ = ("_arrays", "_before", "_outer", "_pointer", "_pool", "_since", "_told")
@@ -220,14 +227,16 @@ class Measurement:
         except Exception:
             # The call has succeeded, so a failed measurement must not raise. The function's next call is measured.
             return
-        # A nested call with an assumed write counts as a writer, and may hide a real write of the measured call.
+        # A nested call with an assumed write counts as a writer, which may hide a real write of the measured call. Then the
+        # answer is not sure.
         sure = self._since is None or UNSURE not in self._told
         writes.expect(_Answer(driver, self._before, after, names, sure))
 
     def drop(self) -> None:
-        """Drop the measurement without a comparison.
+        """Stop noting the writes of nested calls, and compare nothing.
 
-        The call has raised an error, or it counts as writing anyway.
+        An enclosing measurement gets the noted writes. `end` starts with this step. Callers drop a measurement if the call
+        raised an error, or if the call counts as writing anyway.
         """
         tell(self._outer)
         if self._outer is not None:
@@ -267,7 +276,7 @@ def begin(
     written : sequence of Piece or Token
         Memory that the call is known to write. Arrays that share it are not measured.
     """
-    # While work is captured, nothing runs that a checksum could read.
+    # Captured work does not run, so a checksum after the call would show no write.
     if thread.recording is not None:
         return None
     if not writes.due:
@@ -275,7 +284,8 @@ def begin(
         return None
     driver = pool.driver
     try:
-        # While a blocking stream is being captured, CUDA refuses any question about the legacy stream.
+        # While a blocking stream is being captured, CUDA refuses any question about the legacy stream. So this code does not
+        # ask about the legacy stream.
         if pointer != LEGACY_STREAM and driver.is_capturing(pointer):
             return None
         writes.count()
@@ -286,7 +296,8 @@ def begin(
         with driver.relaxed():
             before = driver.checksums([array for array, _ in chosen], pointer)
     except Exception:
-        # There may be no memory for the sums, for example. An error of the GPU reappears in the call itself.
+        # For example, there may be no memory for the sums. The call then runs unmeasured, and an error of the GPU reappears in
+        # the call itself.
         return None
     return Measurement(pool, pointer, chosen, before)
 
@@ -362,7 +373,7 @@ def writes_of(form: Hashable, name: str) -> Writes:
     known = functions.get(form)
     if known is None:
         if len(functions) >= _MOST_KNOWN:
-            # A program that makes functions without end would fill the table. A cleared entry only costs another measurement.
+            # Code that makes functions without end would fill the table. A cleared entry only costs another measurement.
             functions.clear()
         known = functions.setdefault(form, Writes(name, declared=False))
     return known
@@ -374,13 +385,13 @@ class _Thread(threading.local):
         self.answers: list[tuple[int, Writes, _Answer]] = []
 
     def expect(self, writes: Writes, answer: _Answer) -> None:
-        """Await an answer."""
+        """Keep an answer until this thread reads it."""
         self.asked += 1
         self.answers.append((self.asked, writes, answer))
 
     def take(self, since: int) -> list[tuple[int, Writes, _Answer]]:
         """Take out the answers that were asked for after ``since``."""
-        # A later call of the function may have read an answer already. That call reported the answer.
+        # A later call of the function may have read an answer already. That call has reported the answer, so it is left out.
         left = [each for each in self.answers if not each[2].read]
         self.answers = [each for each in left if each[0] <= since]
         return [each for each in left if each[0] > since]

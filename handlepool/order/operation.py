@@ -12,10 +12,10 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, ContractError
 from handlepool.order.argument_names import Call as FunctionCall
-from handlepool.order.books import DataOrder, open_order
+from handlepool.order.books import DataOrder
 from handlepool.order.call import PythonCall
 from handlepool.order.measured import LAST, Writes, begin, unsure
-from handlepool.order.places import before, lanes_for, ordering_pool, run_as_node
+from handlepool.order.places import before, lanes_for, open_order, ordering_pool, run_as_node
 from handlepool.order.plain_calls import does_order_itself
 from handlepool.order.reached import Reached, piece_of, pieces_of
 from handlepool.order.stream_order import order, refuse_derived, torch_of
@@ -57,7 +57,7 @@ class Operation(Generic[P, R_co]):
         if not callable(function):
             raise ArgumentError(
                 f"operation was given {shown(function)}, which cannot be called: put @handlepool.operation right above the "
-                f"function, and @classmethod or @property above that"
+                f"function, and @classmethod or @property above @handlepool.operation"
             )
         # The body of a generator or a coroutine runs after its call has returned. So no place can order it.
         for late in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
@@ -91,8 +91,8 @@ class Operation(Generic[P, R_co]):
         """Call the function in the order of this thread's region."""
         pool = (thread.pool or ordering_pool()) if active else None
         if pool is not None:
-            # `thread.pool` has the type of a protocol, because its module lies below this room. `PoolInternals` alone implements
-            # the protocol.
+            # The type of `thread.pool` is a protocol, because `pool.context` may not import `PoolInternals`. Only
+            # `PoolInternals` implements the protocol.
             return self._in_order(cast(PoolInternals, pool), args, kwargs)
         pool = pool_so_far()
         if pool is not None and pool.checked:
@@ -118,7 +118,8 @@ class Operation(Generic[P, R_co]):
         torch = None if thread.recording is not None else torch_of(self.function, call.reached.values)
         if torch is None:
             result = call.launch(None)
-        # In a fork's body torch may have another current stream than CuPy, and the operation may launch on both.
+        # In a fork's body torch may have another current stream than CuPy, and the operation may launch on both. So torch's
+        # stream waits for CuPy's before the call, and CuPy's waits for torch's after it.
         else:
             theirs = torch.current_stream(device)
             order(pool, device, here, theirs)
@@ -214,9 +215,9 @@ class Operation(Generic[P, R_co]):
         return [*leaves([find(args, kwargs) for find in (*self._reads, *self._mutates, self._out)], keys=True)]
 
     def function_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
-        """Return the call with its object bound to the method.
+        """Return the call, with a method bound to its object.
 
-        So the walk sees the attributes of the object.
+        From the bound method, `Reached` finds the attributes of the object.
         """
         if self._method and args:
             return MethodType(self.function, args[0]), args[1:], kwargs
@@ -239,11 +240,11 @@ class Operation(Generic[P, R_co]):
         if found is self:
             return name
         raise ArgumentError(
-            f"operation {self._name} cannot be pickled: another process finds it by its name, and {self.__module__}.{name} does "
-            f"not lead to it. Define it at the level of a module or a class, under its own name"
+            f"operation {self._name} cannot be pickled: another process finds it by its name, and {self.__module__}.{name} is "
+            f"not this operation. Define the operation at the level of a module or a class, under its own name"
         )
 
-    # A copy would go through `__reduce__`, which refuses an operation that its name does not lead to.
+    # Without this method, a copy would call `__reduce__`, which refuses an operation that cannot be found by its name.
     def __copy__(self) -> "Operation[P, R_co]":
         return self
 
@@ -341,10 +342,10 @@ class OperationCall(PythonCall):
     def ended(
         self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, value: object
     ) -> tuple[list[Piece], list[Piece]]:
-        """Return the new memory and the further memory that were written.
+        """Return memory that the call allocated, and other memory it wrote.
 
-        ``value`` is the call's value. The first list is memory that the call made. The second list is all other memory that
-        counts as written in addition to the declared writes.
+        ``value`` is the call's value. The first list is memory that the call allocated. The second list is all other memory
+        that counts as written in addition to the declared writes.
         """
         made: list[Piece] = [(*self._driver.block_range(block), None) for block in allocated or ()]
         return made, [*new_among(self._driver, value, (*self.reads, *self.writes, *made)), *self.assumed_writes]
@@ -368,7 +369,7 @@ def operation_of(function: Any, args: tuple[Any, ...]) -> tuple[Operation[..., A
 
 
 def new_among(driver: Driver, result: object, known: Sequence[Piece | Token]) -> list[Piece]:
-    """Return the memory of a result's arrays that share no known memory."""
+    """Return the memory of arrays in ``result`` that share none with ``known``."""
     there = [memory for memory in known if not isinstance(memory, Token)]
     return [memory for memory in pieces_of(driver, result) if not any(share(memory, each) for each in there)]
 
@@ -398,10 +399,10 @@ def operation(function: Callable[..., Any] | None = None, *, mutates: Entries | 
 
     Use it for functions that launch CuPy kernels, torch operations or other work of the GPU. In a region or a recording, the
     memory that the function reads and writes decides its order, as for a graph function. Elsewhere the function is called
-    directly. It counts as reading all arrays in its arguments, defaults and closure, and in the attributes of objects among
-    these, two attributes deep. It counts as writing the arrays in ``mutates``, its ``out``, and the new arrays that it returns.
-    Its first call is measured, and ordered as if it wrote all its arguments. Further calls are ordered the same way until the
-    host sees the result of the measurement.
+    directly. The function counts as reading all arrays in its arguments, defaults and closure, and in the attributes of objects
+    among these, two attributes deep. It counts as writing the arrays in ``mutates``, its ``out``, and the new arrays that it
+    returns. Its first call is measured for undeclared writes, and is ordered as if it wrote all its arguments. Further calls
+    are ordered the same way until the host sees the result of the measurement.
 
     Without this decorator, a function that returns nothing counts as writing all its arguments. Then branches that share an
     input wait for each other.
@@ -429,11 +430,11 @@ def operation(function: Callable[..., Any] | None = None, *, mutates: Entries | 
     ArgumentError
         For an entry that names no parameter. At a call in a fork or a recording, for an attribute that does not exist.
     ContractError
-        At a call that returns nothing and gets no ``out``, if the operation declares nothing. Also for an array that was written
-        and not declared. The first, third and tenth calls are measured. If a measurement finds such a write, the error comes at
-        the next call, at the join, or at `record`. The version of a torch tensor shows a write at the end of the call. That write
-        is an error if an unordered branch also uses the tensor. With ``HandlePool(check=True)`` each call compares its arguments
-        before and after the call.
+        At a call that returns nothing and gets no ``out``, if the operation declares nothing. Also for an array that was
+        written and not declared. The first, third and tenth calls are measured. If a measurement finds such a write, the error
+        comes at the next call, at the join, or at `record`. The version of a torch tensor shows a write at the end of the call.
+        That write is an error if a concurrent branch also uses the tensor. With ``HandlePool(check=True)`` each call compares
+        its arguments before and after the call.
 
     Examples
     --------
@@ -472,18 +473,18 @@ def _find(name: str, parameters: Mapping[str, inspect.Parameter], what: str, ent
     if isinstance(entry, str):
         first, *path = entry.split(".")
         if first not in parameters or not all(part.isidentifier() for part in path):
-            known = f"its parameters are {', '.join(parameters)}" if parameters else "no parameters of it are known"
+            known = f"its parameters are {', '.join(parameters)}" if parameters else "its parameters are unknown"
             raise ArgumentError(
-                f"operation {name}: {what}={shown(entry)} is neither a parameter nor an attribute of one, as 'self.state', and "
-                f"{known}. For anything else pass a function of the call's arguments"
+                f"operation {name}: {what}={shown(entry)} is neither a parameter nor a parameter's attribute such as "
+                f"'self.state', and {known}. For any other value pass a function of the call's arguments"
             )
         find = _argument(parameters, first)
         return partial(_attribute, name, what, entry, find, path) if path else find
     if callable(entry):
         return partial(_computed, name, what, entry)
     raise ArgumentError(
-        f"operation {name}: {what}={shown(entry)}; an entry is a parameter's name, a dotted attribute as 'self.state', or a "
-        f"function of the call's arguments"
+        f"operation {name}: {what}={shown(entry)} is no entry. Pass a parameter's name, a parameter's attribute such as "
+        f"'self.state', or a function of the call's arguments"
     )
 
 
@@ -519,7 +520,10 @@ def _attribute(
         try:
             value = getattr(value, part)
         except AttributeError as error:
-            raise ArgumentError(f"operation {name}: {what}={entry!r}, and {shown(value)} has no attribute {part!r}") from error
+            raise ArgumentError(
+                f"operation {name}: {what}={entry!r} is not found, because {shown(value)} has no attribute {part!r}; "
+                "correct the entry, or set the attribute before the call"
+            ) from error
     return value
 
 
@@ -528,7 +532,7 @@ def _computed(name: str, what: str, entry: Callable[..., Any], args: tuple[Any, 
         return entry(*args, **kwargs)
     except Exception as error:
         raise ArgumentError(
-            f"operation {name}: the function in {what}= failed; it is called with the call's own arguments"
+            f"operation {name}: the function in {what}= failed. It gets the arguments of the call and must accept them"
         ) from error
 
 
@@ -542,7 +546,8 @@ def follow_branches(
         return
     pointer = driver.current_stream(device).ptr
     track = books.tracks.get(pointer) or Track(pointer)
-    # A function that orders itself decides its own reads and writes. So the task waits for every branch.
+    # The reads and writes of an opaque call, and of a function that orders itself, are unknown here. So the task waits for
+    # every branch.
     if reached.opaque or does_order_itself(function):
         with books:
             follow(books.events, track, books.all_calls())

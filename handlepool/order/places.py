@@ -1,22 +1,57 @@
 """Find the place that orders and launches a call.
 
-A call outside of regions and recordings runs at once, on its slot's stream. Inside a region the books of its thread order the
-call. Inside a recording the call becomes a node. A fork is the place of the calls that it receives as branches.
+A call outside of regions and recordings runs at once, on its slot's stream. Inside a region the books of the thread order the
+call. Inside a recording with lanes the call becomes a node. A fork is the place of the calls that it receives as branches.
 
-The list `active` is empty where no thread has an open region or recording. Then a call looks for no place.
+If no thread has an open region or recording, the list `active` is empty, and a call looks for no place.
 """
 
+import os
+import threading
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from handlepool.order.books import open_order, orders_of_thread
+from handlepool.drivers.protocol import Driver
 from handlepool.order.call import Call
 from handlepool.order.stream_order import in_torch, torch_in_use
-from handlepool.pool.context import Begin, CallRecorder, active, run_on, thread
+from handlepool.pool.context import ActiveRecording, Begin, CallRecorder, active, run_on, thread
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 
+if TYPE_CHECKING:
+    from handlepool.order.books import DataOrder
+
 T = TypeVar("T")
+
+Orders = dict[tuple[Driver, int, ActiveRecording | None], "DataOrder"]
+"""The books of one thread, by driver, device and recording.
+
+The recording is part of the key because captured work cannot wait for work outside of its recording.
+"""
+
+
+class _BooksOfThread(threading.local):
+    def __init__(self) -> None:
+        self.orders: Orders = {}
+
+
+books_of_thread = _BooksOfThread()
+
+
+def open_order(driver: Driver, device: int) -> "DataOrder | None":
+    """Return this thread's open books of a device, or None.
+
+    The books are open as long as an ordered fork is open.
+    """
+    # `active` is one list for all threads. Mostly it is empty, and then this call need not make a key.
+    order = books_of_thread.orders.get((getattr(driver, "checked_driver", driver), device, thread.recording)) if active else None
+    return None if order is None or order.closed else order
+
+
+def orders_of_thread() -> "list[DataOrder]":
+    """Return this thread's open books of all devices."""
+    recording = thread.recording
+    return [order for (_, _, known), order in books_of_thread.orders.items() if known is recording and not order.closed]
 
 
 def run(pool: PoolInternals, call: Call, slot: Slot) -> Any:
@@ -31,7 +66,8 @@ def run(pool: PoolInternals, call: Call, slot: Slot) -> Any:
     slot : Slot
         The slot of the call's stream. A node is launched on its lane's slot instead.
     """
-    # `active` counts open regions and recordings of all threads. Most programs have none, and skip every look-up here.
+    # `active` lists the open regions and recordings of all threads. Usually there are none, and the call skips every look-up
+    # below.
     if active:
         lanes = lanes_for(pool, slot.pointer)
         if lanes is not None:
@@ -69,11 +105,11 @@ def begin_for(pool: PoolInternals) -> Begin | None:
 def lanes_for(pool: PoolInternals, pointer: int) -> CallRecorder | None:
     """Return the lanes or the rehearsal that records a call, or None.
 
-    The rehearsal notes the calls in the first call of a recorded function. The lanes record the calls of the second call as
-    nodes. The result is None inside a region or a node, and for a stream that is not recorded.
+    `record` runs a function twice. The rehearsal notes each call of the first run. The lanes record each call of the second run
+    as a node. The result is None inside a region, inside a node, and for a stream that is not recorded.
     """
     lanes = thread.rehearsal if thread.recording is None else thread.recording.lanes
-    # Inside a branch the fork orders the call. A node there would order it twice.
+    # Inside a branch the fork orders the call. If the call became a node as well, it would be ordered twice.
     if lanes is None or thread.region is not None or not lanes.takes(pool, pointer):
         return None
     return lanes if open_order(pool.driver, pool.current_device()) is None else None
@@ -82,7 +118,7 @@ def lanes_for(pool: PoolInternals, pointer: int) -> CallRecorder | None:
 def run_as_node(lanes: CallRecorder, pool: PoolInternals, call: Call, slot: Slot | None) -> Any:
     """Record a call as a node.
 
-    For a call that runs Python, its lane's stream is current for CuPy and for torch.
+    While a call runs Python, the stream of its lane is current for CuPy and for torch.
     """
     device = pool.current_device()
 
@@ -95,7 +131,8 @@ def run_as_node(lanes: CallRecorder, pool: PoolInternals, call: Call, slot: Slot
             rest = in_torch(torch, lane.pointer, lane.pointer, device, *rest)
         return run_on(pool, lane.side_stream, device, None, *rest)
 
-    # A known launch writes its operands and nothing else. Only Python may return further arrays.
+    # The launch of a graph function writes its operands and nothing else. Python code may return further arrays, which
+    # `Call.new` finds.
     new = call.new if call.runs_python else None
     options: dict[str, Any] = {"what": call.what, "assumed_writes": call.assumed_writes}
     result = lanes.run(call.name, call.reads, call.writes, call.keep, launch, new, **options)
@@ -124,9 +161,10 @@ def before(
     *,
     opaque: bool = False,
 ) -> None:
-    """Order a call on a stream after conflicting branches.
+    """Let a stream wait for the branches that a call conflicts with.
 
-    The current stream is the default. The call is written down for later calls.
+    The call is about to run on the stream ``pointer``, by default the current stream. The books note the call, so that later
+    branches wait for it.
     """
     if thread.told is not None:
         thread.told.extend(writes)
@@ -135,3 +173,12 @@ def before(
     if order is not None:
         stream = pool.driver.current_stream(device).ptr if pointer is None else pointer
         order.admit(reads, writes, keep, stream, opaque=opaque)
+
+
+def _after_fork() -> None:
+    """Clear the child's regions after a process fork (guarantee 13)."""
+    # The events of the regions belong to the parent's context. So the child drops the regions and releases no event.
+    books_of_thread.orders.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -31,10 +31,11 @@ from handlepool.pool.slot import Slot
 from handlepool.tensors.layout import Piece, Token, share
 
 _may_write: dict[tuple[Hashable, ...], bool] = {}
-"""Whether calls of a form may write their arguments.
+"""Whether calls of a call form may write their arguments.
 
-The form has the code of the function and of the functions among its arguments, because a lambda is a new function each time. It
-has the number of arguments and of arrays, because one more array may be an output. It also has the flags.
+A call form is the key by which calls count as alike. It has the code of the function and of the functions among its arguments,
+because a lambda is a new function each time but has the same code. It has the number of arguments and of arrays, because one
+more array may be an output. It also has the flags.
 """
 _MOST_KNOWN = 10_000
 
@@ -42,7 +43,8 @@ _MOST_KNOWN = 10_000
 ORDERS_ITSELF = "__handlepool_orders_itself__"
 """The attribute of a function that orders itself when it is called.
 
-Its value is the function itself. So a wrapper does not count, although `functools.wraps` copies the attribute to it.
+Its value is the function itself. So a wrapper of the function does not count as ordering itself, although `functools.wraps`
+copies the attribute to the wrapper.
 """
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,7 +73,7 @@ class PlainCall(PythonCall):
     caused_wait : bool
         Whether the call waits for another call because of its assumed writes alone.
     measurable : bool
-        Whether the call is counted, and measured where due. Otherwise a measurement would change nothing.
+        Whether the call is counted and, if due, measured. False if a measurement could not change the order of later calls.
     measurement : Measurement or None
         The measurement of the call's writes, as long as the call runs.
     """
@@ -105,10 +107,10 @@ class PlainCall(PythonCall):
         self._call = bound, args, kwargs
         self._driver = driver
         self._exact = not plain and does_order_itself(bound)
-        # Keep the values that a call reads. Code may empty a list or rebind an attribute or a closure's name while the call
-        # runs.
+        # `Reached` keeps the values that the call reads. Without it they could be destroyed while the call runs, because other
+        # code may empty a list, or rebind an attribute or a closure's name.
         self.reached = reached = None if self._exact else Reached(driver, bound, args, kwargs)
-        # For a flat call, `_codes` would give just the function's code and the flags. So the walk is spared.
+        # For a flat call, `_codes` would give just the function's code and the flags. So its walk is left out.
         flags = None if reached is None or not reached.flat else reached.flags
         codes = tuple(_codes((bound, args, kwargs))) if flags is None else (bound.__code__, *flags)
         self._writer = self.name, codes[:1]
@@ -121,12 +123,13 @@ class PlainCall(PythonCall):
         if written.pending:
             written.read()
         self.writes = [*self._out, *self._changed()] if written.places else self._out
-        # Another thread may read an answer while this call starts. The answer counts for later calls.
+        # Another thread may read an answer while this call starts. So `_settled` keeps the state of this moment, and the answer
+        # counts only for later calls.
         self._settled = self._exact or written.known
         may_write = _may_write.get(self._form)
         self.assumed_writes = [] if self._exact or (self._settled and may_write is False) else self._given
-        # A form that once did not return new arrays alone counts as a writer of all its arrays. So a measurement would change
-        # nothing.
+        # If a call of this form once returned anything but new arrays, all calls of the form count as writers of all their
+        # arrays. A measurement would not change this.
         self.measurable = not (self._exact or may_write or (written.known and written.calls >= LAST))
         if self.assumed_writes and thread.told is not None:
             unsure()
@@ -145,16 +148,20 @@ class PlainCall(PythonCall):
     def begin(self, pool: PoolInternals, pointer: int) -> None:
         """Begin to measure the call where a measurement is due.
 
-        By now the stream waits for all calls that this call depends on.
+        At this point the stream waits for all calls that this call depends on.
         """
         reached = self.reached
         assert reached is not None
         self.measurement = begin(pool, pointer, self._written, reached.arrays, self.writes)
-        # `_written` becomes known where `begin` found nothing to measure.
+        # If `begin` finds nothing to measure, it marks `_written` as known.
         self._settled = self._settled or (self._written.known and not self._written.places)
 
     def returned(self, value: object, allocated: Sequence[Any]) -> None:
-        """End the measurement where the call returned new arrays alone."""
+        """End the measurement of a call that has returned.
+
+        If the call returned new arrays alone, its arrays are compared. If not, the measurement is dropped, because the call
+        counts as writing all its arrays anyway.
+        """
         measurement, self.measurement = self.measurement, None
         assert measurement is not None
         if self.is_new(allocated, value):
@@ -180,10 +187,10 @@ class PlainCall(PythonCall):
     def ended(
         self, order: DataOrder, track: Track, allocated: Sequence[Any] | None, value: object
     ) -> tuple[list[Piece], list[Piece]]:
-        """Return the new memory and the further memory that were written.
+        """Return memory that the call allocated, and other memory it wrote.
 
-        ``value`` is the call's value. The first list is memory that the call made. The second list is all other memory that
-        counts as written.
+        ``value`` is the call's value. The first list is memory that the call allocated. The second list is all other memory
+        that counts as written.
         """
         driver = self._driver
         new = list(map(driver.block_range, allocated or ()))
@@ -216,11 +223,12 @@ class PlainCall(PythonCall):
     def _learn(self, writes: bool) -> None:
         """Remember whether calls of this form may write their arguments.
 
-        A form that once wrote its arguments may do so again.
+        The answer True is final, because a form that once wrote its arguments may do so again.
         """
         if not _may_write.get(self._form):
             if len(_may_write) >= _MOST_KNOWN:
-                # The table must not grow without end. A form that is forgotten counts as writing until it is known again.
+                # The table must not grow without end. A call form that is forgotten counts as writing its arguments until it is
+                # known again.
                 _may_write.clear()
             _may_write[self._form] = writes
 
@@ -261,7 +269,8 @@ class PlainCall(PythonCall):
         """
         if _lies_in(memory, [known[:2] for known in self._out]):
             return True
-        # Another library's allocator is not observed. So its array counts as new where it shares no memory with the arguments.
+        # Another library's allocator is not observed. So an array of that library counts as new if it shares no memory with the
+        # arguments.
         return type(value) is not self._driver.array_types[0] and not any(share(memory, known) for known in self._given)
 
     def _tell(self, order: DataOrder, track: Track) -> None:
@@ -292,7 +301,7 @@ def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Ite
     The walk continues into the defaults, the closure and the object of each function. A callable without Python code, such as a
     ufunc or a kernel, stands for itself, because another callable may do other work. A flag such as ``inplace=True`` changes
     the work of a call. Numbers and text are left out, because they seldom change the work and differ from call to call. Flags
-    in lists and in an object's containers are left out as well, because these grow.
+    in lists and in the containers of an object are left out as well, because these containers often grow from call to call.
     """
     for value in values:
         if value is None or value is True or value is False:
@@ -322,22 +331,23 @@ def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Ite
                 yield from _codes((owner,), depth) if type(owner) is CACHE else (Token(owner),)
             elif owner is None or isinstance(owner, ModuleType):
                 yield Token(value)
-            # For an array's method, say, yield the type, because the array must not be kept. Methods of the same type do the
-            # same work.
+            # For a method of an array, for example, yield the array's type, because the table of call forms must not keep the
+            # array. The same method of another array does the same work.
             else:
                 yield owner if isinstance(owner, type) else type(owner), value.__name__
-        # Walk the wrapped function of a cache, because the cache's contents must not be kept.
+        # For a `functools.lru_cache`, continue with the wrapped function, because the table of call forms must not keep the
+        # cache's contents.
         elif type(value) is CACHE:
             yield from _codes((value.__wrapped__,), depth - 1) if depth else ()
         elif type(value) is methodcaller:
             yield methodcaller, *[each for each in get_referents(value) if isinstance(each, str)]
         elif callable(value) and depth and isinstance(getattr(value, "__wrapped__", None), FunctionType):
-            # The wrapper may be a cache of another kind.
+            # The wrapper may be a cache of another kind. So the walk continues with the wrapped function here, too.
             yield from _codes((value.__wrapped__,), depth - 1)
         elif callable(value):
             called = bound_call(value)
             if isinstance(value, ReferenceType):
-                # Yield the type, because a kept reference would run its callback when its referent ends.
+                # Yield the type, because a weak reference kept in the table would run its callback when its referent ends.
                 yield ReferenceType
             elif called is value:
                 yield Token(value)
@@ -348,7 +358,8 @@ def _codes(values: Iterable[Any], depth: int = 4, *, grows: bool = False) -> Ite
 def _codes_of_owner(owner: object, depth: int) -> Iterator[Hashable]:
     """Yield the codes of functions among an object's attributes, and its flags.
 
-    For a ``torch.nn.Module`` the codes are the ``forward`` codes of its parts, because one function calls all parts.
+    For a ``torch.nn.Module`` the codes are the ``forward`` codes of its parts, because the same method of `Module` calls every
+    part.
     """
     module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", ())
     if isinstance(owner, module):

@@ -16,7 +16,7 @@ from handlepool.drivers.protocol import Driver
 from handlepool.tensors.layout import Piece, piece
 
 _PLAIN = frozenset((int, float, complex, str, bytes, bool, type(None)))
-"""Types of most options, whose values are no arrays."""
+"""Types of most options, whose values are never arrays."""
 
 
 class Reached:
@@ -25,9 +25,9 @@ class Reached:
     Parameters
     ----------
     driver : Driver
-        The driver whose arrays are looked for.
+        The driver whose arrays are found, besides arrays of other libraries.
     function : callable
-        The called function. A bound method leads to its object. A callable object leads to itself.
+        The called function. The values include the object of a bound method, and a callable object itself.
     args, kwargs : tuple, dict
         The call's arguments.
 
@@ -36,7 +36,7 @@ class Reached:
     values : list
         Values of the arguments, then of the function, then of the attributes of objects among these.
     arrays : list of (array, Piece)
-        Arrays among ``values`` with their memory, in that order.
+        Arrays among ``values`` with their memory, in the order of ``values``.
     given : int
         Number of arrays that are reached from the arguments without an attribute.
     direct : int
@@ -46,10 +46,10 @@ class Reached:
     opaque : bool
         Whether an object among the values may lead to any array, so that the call may use any memory.
     flat : bool
-        Whether the arguments are the driver's arrays and plain values, and the function is bound to nothing. Then there is
-        nothing to walk.
+        Whether the arguments are the driver's arrays and plain values, and the function is bound to nothing. The arguments of
+        such a call need no walk.
     flags : list
-        The values that are True, False or None, of a flat call.
+        The arguments of a flat call that are True, False or None.
     """
 
     __slots__ = ("arrays", "direct", "flags", "flat", "given", "opaque", "pieces", "values")
@@ -116,8 +116,12 @@ def pieces_of(driver: Driver, *values: object, calls: bool = False) -> list[Piec
 
 
 def piece_of(driver: Driver, value: Any) -> Piece | None:
-    """Return the memory of any library's array, or None if unknown."""
-    # The driver's call stays outside of the ``try`` in `_foreign_piece`, because an error here must not hide an array.
+    """Return the memory of an array of any library, or None.
+
+    The result is None if ``value`` is no array, or if its memory is unknown.
+    """
+    # `_foreign_piece` takes any error for a missing array. An error of `memory_of` must not hide an array, so this call stands
+    # outside of the ``try`` there.
     return driver.memory_of(value) if isinstance(value, driver.array_types) else _foreign_piece(value)
 
 
@@ -135,7 +139,7 @@ def _foreign_piece(value: Any) -> Piece | None:
                 if strides is None:
                     strides = np.empty(0, kind).itemsize * np.cumprod([1, *shape[:0:-1]])[::-1]
                 return piece(known["data"][0], shape, [int(step) for step in strides], kind.itemsize)
-    # The array may be sparse, without memory, or a proxy.
+    # A sparse array, a proxy, and an array without memory may raise an error. The memory of such an array counts as unknown.
     except Exception:
         return None
     return None

@@ -1,15 +1,15 @@
-"""Order a region's first launches without a look-up of memory.
+"""Order a region's first launches without entries of the books.
 
-This works as long as each launch wrote memory of its own. Most regions stay in this state. Each input of a launch is then
+This works as long as each launch wrote memory of its own. Most regions stay in this state. Then each input of a launch is
 exactly the output of a known launch, or lies in a block that no known launch wrote to. Each output was allocated for the
 launch, or lies in a block that no known launch used. Blocks come from the array library's pool. Two live blocks share no byte,
-and a block stays alive as long as it is known here.
+and a block stays alive as long as `Recent` knows it.
 """
 
 from collections.abc import Iterator, Sequence
 
-from handlepool.order.accesses import Operands
 from handlepool.order.track import NOTHING, Needs, Track
+from handlepool.order.uses import Operands
 
 Launch = tuple[Sequence[int], Operands, Track, int]
 """A launch's addresses, its operands, its stream and its call number."""
@@ -18,12 +18,12 @@ Launch = tuple[Sequence[int], Operands, Track, int]
 class Recent:
     """Launches that each wrote memory of their own.
 
-    Any other launch that used such memory read it after the write.
+    If another launch used such memory, that launch read the memory after the write.
 
     Parameters
     ----------
     block_type : type
-        The driver's type of block. Memory of any other kind is looked up.
+        The driver's type of block. For a launch that uses memory of any other kind, `look_up` returns None.
     """
 
     __slots__ = ("_block_type", "_launches", "_outputs", "_written")
@@ -31,7 +31,7 @@ class Recent:
     def __init__(self, block_type: type) -> None:
         self._block_type = block_type
         self._launches: list[Launch] = []
-        # This maps an address to the call that wrote it, and to the number of bytes.
+        # This maps the address of each output to the track and the call that wrote the output, and to its size in bytes.
         self._outputs: dict[int, tuple[Track, int, int]] = {}
         # This maps each block that launches used to whether a launch wrote to it.
         self._written: dict[object, bool] = {}
@@ -41,23 +41,23 @@ class Recent:
         return iter(self._launches)
 
     def look_up(self, addresses: Sequence[int], operands: Operands, blocks: Sequence[object]) -> Needs | None:
-        """Return the needs of a launch; None where a look-up is needed.
+        """Return the calls that a launch waits for, or None.
 
-        After None, the books also look up all the launches that are noted here.
+        None means that only entries of `Uses` can give the answer. Then the books make entries for all launches noted here.
         """
         needs, written, index = NOTHING, self._written, 0
         # Count the index by hand, because a `zip` takes as long as two look-ups.
         for reach in operands.read:
             block = blocks[index]
             if block not in written:
-                # Only blocks of the pool are known to be apart by identity. Any other memory may overlap a block.
+                # Two different blocks of the array library's pool share no byte. Any other memory may overlap a block.
                 if type(block) is not self._block_type:
                     return None
                 written[block] = False
             elif written[block]:
                 output = self._outputs.get(addresses[index])
-                # The launch reads a part of an output, or another place in its block. Only the entries of `Uses` can tell these
-                # apart.
+                # If this condition holds, the launch reads a part of an output, or other memory in an output's block. Only the
+                # entries of `Uses` can tell the two cases apart.
                 if output is None or output[2] != reach:
                     return None
                 track, call, _ = output
@@ -77,7 +77,7 @@ class Recent:
         return needs if operands.dense else None
 
     def note(self, addresses: Sequence[int], operands: Operands, blocks: Sequence[object], track: Track, call: int) -> None:
-        """Write down a launch that was looked up."""
+        """Note a launch for which `look_up` returned needs."""
         self._launches.append((addresses, operands, track, call))
         if operands.simple:
             self._outputs[addresses[-1]] = track, call, operands.outputs[0]

@@ -1,28 +1,28 @@
-"""Ask the open books for unordered calls, and for later calls.
+"""Ask the open books for concurrent users and later writers of memory.
 
-The search for undeclared writes asks these questions after a call.
+After a call, the search for undeclared writes uses these functions.
 """
 
 from collections.abc import Sequence
 
-from handlepool.order.books import open_order
+from handlepool.order.places import open_order
 from handlepool.order.track import Needs, Track, last
 from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token
 
 
 def beside(pool: PoolInternals, writes: Sequence[Piece | Token]) -> bool:
-    """Return whether an unordered branch used written memory.
+    """Return whether a concurrent branch used the memory ``writes``.
 
-    ``writes`` is the memory that a call on the current stream was found to write. A branch is unordered if the current stream
-    does not wait for it.
+    ``writes`` is the memory that a call on the current stream was found to write. A branch is concurrent if the current stream
+    does not wait for the branch.
     """
     device = pool.current_device()
     order = open_order(pool.driver, device)
     if order is None:
         return False
     pointer = pool.driver.current_stream(device).ptr
-    # The caller may have chosen a stream that the books do not know. Such a stream waits for no branch.
+    # The books may not know the current stream, because the user may choose any stream. An unknown stream waits for no branch.
     track = order.tracks.get(pointer) or Track(pointer)
     with order:
         return not order.waits_for_all(track, writes)
@@ -38,7 +38,7 @@ def calls_so_far(pool: PoolInternals) -> Needs | None:
 
 
 def written_since(pool: PoolInternals, memory: Piece, since: Needs) -> bool:
-    """Return whether a call after ``since`` wrote memory.
+    """Return whether a call after ``since`` wrote ``memory``.
 
     ``since`` is an earlier result of `calls_so_far`.
     """
@@ -46,6 +46,7 @@ def written_since(pool: PoolInternals, memory: Piece, since: Needs) -> bool:
     if order is None:
         return False
     with order:
-        # A joined stream stands for its branches, so `last` names the call that ``since`` knows.
+        # The stream of the writing branch may have been joined. Then `last` returns the joining call on the caller's stream,
+        # which ``since`` knows.
         needs = [last(*each) for each in order.conflicts((memory,), ()).items()]
         return any(call > since.get(track, 0) for track, call in needs)

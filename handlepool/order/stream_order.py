@@ -1,6 +1,6 @@
 """Order callers' streams other than CuPy's current stream.
 
-These are torch's streams, and the streams that arrays name as being in use.
+These are torch's current streams, and the streams on which arrays say that they are in use.
 """
 
 import functools
@@ -19,7 +19,7 @@ from handlepool.pool.internals import PoolInternals
 
 
 def order(pool: PoolInternals, device: int, first: int, then: int) -> None:
-    """Let a stream wait for another stream's present work.
+    """Let stream ``then`` wait for the present work of stream ``first``.
 
     Both streams belong to the current device.
 
@@ -30,13 +30,14 @@ def order(pool: PoolInternals, device: int, first: int, then: int) -> None:
     """
     if first == then:
         return
-    # While a blocking stream is being captured, CUDA refuses any question about the legacy stream.
+    # While a blocking stream is being captured, CUDA refuses any question about the legacy stream. So the legacy stream counts
+    # as not captured.
     captured = [pointer != LEGACY_STREAM and pool.driver.capture_id(pointer) != 0 for pointer in (first, then)]
     if captured[0] != captured[1]:
         raise CaptureError(
             f"stream {(first, then)[captured[1]]:#x} is being captured, and stream {(first, then)[captured[0]]:#x}, "
-            "where arrays are in use, is not. Make one stream current for CuPy and for torch, or "
-            "fork(stream=torch.cuda.current_stream())"
+            "where arrays are in use, is not. Make the same stream current for CuPy and for torch, or pass torch's stream, as "
+            "in fork(stream=torch.cuda.current_stream())"
         )
     pool.device(device).edges.order(first, then)
 
@@ -49,7 +50,7 @@ def torch_among(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises
     ------
     ArgumentError
-        As `refuse_derived`.
+        For a tensor that `refuse_derived` refuses.
     """
     return torch_of(function, leaves(args, kwargs, function, calls=True)) if "torch" in sys.modules else None
 
@@ -60,10 +61,10 @@ def torch_of(function: Any, reached: Iterable[Any]) -> ModuleType | None:
     Raises
     ------
     ArgumentError
-        As `refuse_derived`.
+        For a tensor that `refuse_derived` refuses.
     """
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    # Torch is not loaded, or is being imported by another thread.
+    # If torch is not loaded, or another thread is importing torch, no value can be a tensor.
     if tensor is None:
         return None
     values = [*reached]
@@ -72,16 +73,16 @@ def torch_of(function: Any, reached: Iterable[Any]) -> ModuleType | None:
 
 
 def refuse_derived(function: Any, reached: Iterable[Any]) -> None:
-    """Refuse a call with tensors whose derivatives no region sees.
+    """Refuse a call with tensors whose derivatives a region cannot order.
 
     These are tensors of torch's forward mode or of `torch.func`.
 
     Raises
     ------
     ArgumentError
-        For such a tensor.
+        For a tensor of this kind.
     """
-    # While torch is being imported, it has no forward mode yet.
+    # While torch is being imported, it has no forward mode yet. So no tensor has such derivatives.
     if hasattr(getattr(sys.modules.get("torch"), "autograd", None), "forward_ad") and integration().derives():
         integration().refuse_derived(name_of(function), reached)
 
@@ -89,7 +90,7 @@ def refuse_derived(function: Any, reached: Iterable[Any]) -> None:
 def torch_in_use(driver: Driver) -> ModuleType | None:
     """Return `handlepool.foreign.torch` if torch uses the driver's GPUs, or None.
 
-    The tensors themselves do not matter.
+    The result does not depend on tensors: torch uses the GPUs as soon as it has initialised CUDA.
     """
     initialised = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
     return integration() if driver.name == "cuda" and initialised is not None and initialised() else None
@@ -99,7 +100,7 @@ def torch_in_use(driver: Driver) -> ModuleType | None:
 def integration() -> ModuleType:
     """Return `handlepool.foreign.torch`, and import torch.
 
-    Callers ask for it only after they have found a tensor.
+    Callers call this function only after other code has imported torch.
     """
     from handlepool.foreign import torch
 
@@ -109,6 +110,9 @@ def integration() -> ModuleType:
 def in_torch(
     torch: ModuleType, pointer: int, caller: int, device: int, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a call that runs another call on a torch stream."""
+    """Return a call that runs ``function`` on a torch stream.
+
+    ``pointer`` is that stream. ``caller`` is the stream of the code that uses the result.
+    """
     held = () if thread.recording is None else (thread.recording.held,)
     return torch.run_branch, (pointer, caller, device, function, args, kwargs, *held), {}

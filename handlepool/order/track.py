@@ -1,9 +1,9 @@
 """Track a region's streams: their calls, and the calls they wait for.
 
-A wait takes one event on the stream of the earlier call. Before another branch continues on that stream, the event is recorded,
-because further calls may depend on the earlier call alone. Otherwise the first call that waits records the event. That call then
-waits for all work that the stream has received by then. Each stream knows which calls of other streams it already waits for,
-also through third streams. It does not wait for these calls again.
+A wait takes one event on the stream of the earlier call. If another branch is about to continue on that stream, the event is
+recorded first, because further calls may depend on the earlier call alone. If not, the first call that waits records the event,
+and then waits for all work that the stream has received by then. Each stream knows which calls of other streams it already
+waits for, also through third streams. It does not wait for these calls again.
 """
 
 from bisect import bisect_left
@@ -16,7 +16,7 @@ from handlepool.pool.slot import Slot
 MOST_MARKS = 64
 """The maximum number of events that are kept for one stream.
 
-A call that depends on a call before all kept events waits for the oldest kept event.
+To wait for a call before all kept events, a stream waits for the oldest kept event.
 """
 
 Needs = dict["Track", int]
@@ -34,21 +34,22 @@ class Track:
     pointer : int
         The stream.
     home : Track or None
-        The track of the fork's caller. None for a stream that no fork leased. The caller's stream receives no new work while
-        a branch runs.
+        The track of the caller's stream, for a stream that a fork leased. None for any other stream. While a branch runs, the
+        caller's stream receives no new work.
     slot, fork : Slot, object
-        The slot of a side stream, and the key of the fork that has it.
+        The slot of a side stream, and the key of the fork that leased the slot.
     stream : object
-        The stream object of a fork's caller, kept after the join, because recording on a destroyed stream fails.
+        The stream object of a caller's stream. It is kept after the join, because recording an event on a destroyed stream
+        fails.
     count : int
         Number of calls that the stream received.
     known : dict
-        For each other track, the last call that this stream waits for. The dictionary is replaced and never changed, so that a
-        mark can keep it.
+        For each other track, the last call that this stream waits for. The dictionary is never changed in place, because marks
+        keep it.
     seen : dict
-        The value of ``home.known`` when a branch last started here.
+        The value of ``home.known`` when a branch last started on this stream.
     marked : int
-        The last call that an event was recorded after.
+        Number of the last call after which an event was recorded.
     marks : list of (int, event, dict)
         The calls after which events were recorded, in ascending order. Each entry has the call's number, the event, and the
         value of ``known`` at that time.
@@ -87,7 +88,8 @@ class Track:
     def follow_home(self) -> None:
         """Learn all calls that ``home`` waits for.
 
-        This stream came after ``home`` when its branch started.
+        When a branch started on this stream, this stream waited for ``home``. So it also comes after the calls that ``home``
+        waits for.
         """
         home = self.home
         if home is not None and home.known is not self.seen:
@@ -97,7 +99,7 @@ class Track:
     def absorb(self, tracks: "Iterable[Track]", stream: object = None) -> None:
         """Note that this stream waits for all calls of joined tracks.
 
-        ``stream`` is this track's stream object. It is kept, because recording on a destroyed stream fails.
+        ``stream`` is this track's stream object. It is kept, because recording an event on a destroyed stream fails.
         """
         call = self.next_call()
         for track in tracks:
@@ -107,18 +109,19 @@ class Track:
             self.stream = stream
 
     def passed(self, call: int) -> tuple[int, Any, Needs]:
-        """Return the mark of a call, or the first mark after it.
+        """Return the earliest mark at or after a call.
 
         A mark is an event on the track's stream, with the number of the last call before it.
         """
         return self.marks[bisect_left(self.marks, (call,))]
 
     def learn(self, more: Needs) -> None:
-        """Merge the known calls of a track that this track follows."""
+        """Add ``more``, the known calls of a track that this track follows."""
         if not self.known:
             self.known = more
         elif more:
-            # Marks share this dictionary. A change in place would claim waits that an earlier event did not have.
+            # Marks keep this dictionary. A change in place would add waits to the mark of an event that was recorded before
+            # these waits.
             known = dict(self.known)
             for track, call in more.items():
                 if known.get(track, 0) < call:
@@ -133,7 +136,8 @@ class Track:
         if other is self or self.known.get(other, 0) >= call:
             return True
         home = self.home
-        # A branch starts after its caller's stream, and that stream after its own caller's. So all of these are waited for.
+        # A branch starts after its caller's stream. In nested forks that stream started after the caller's stream of the outer
+        # fork, and so on. So this stream comes after every ``home`` in the chain.
         while home is not None:
             if home is other:
                 return True
@@ -144,11 +148,12 @@ class Track:
 def record_mark(events: Events, track: Track) -> None:
     """Record an event for all work that a stream has received.
 
-    Calls on other streams can then wait for just this work. The ``events`` are the events of the stream's device.
+    Calls on other streams can then wait for just this work. ``events`` is the pool of events of the stream's device.
     """
     marks = track.marks
     try:
-        # The event of the oldest mark can be recorded again. A wait keeps the record that it was issued for.
+        # If the stream has the maximum of marks, the event of the oldest mark is recorded again. Streams that wait for its
+        # earlier record are not affected, because a wait refers to the record at the time of the wait.
         event = events.free.pop() if len(marks) < MOST_MARKS else marks.pop(0)[1]
     except IndexError:
         event = events.acquire()
@@ -161,9 +166,13 @@ def record_mark(events: Events, track: Track) -> None:
 
 
 def follow(events: Events, track: Track, needs: Needs) -> None:
-    """Let a stream wait for calls, without repeated waits."""
+    """Let a stream wait for the calls in ``needs``.
+
+    A call for which the stream waits already takes no further wait.
+    """
     for needed, given in needs.items():
-        # The branch's stream may have been joined. Then its caller's stream stands for it, and its own events are released.
+        # The needed stream may have been joined, which released its events. Then `last` returns the joining call on the
+        # caller's stream instead.
         other, call = last(needed, given)
         if not track.waits_for(other, call):
             if other.marked < call:
@@ -176,7 +185,7 @@ def follow(events: Events, track: Track, needs: Needs) -> None:
 def end_tracks(events: Events, tracks: Iterable[Track], *, closed: bool = False) -> None:
     """Drop tracks' references to other tracks, and release their events.
 
-    Where the books are closed, the references to home tracks go as well.
+    With ``closed``, the references to home tracks are dropped as well, because the books are closed.
     """
     for track in tracks:
         if track.marks:
@@ -189,9 +198,9 @@ def end_tracks(events: Events, tracks: Iterable[Track], *, closed: bool = False)
 
 
 def last(track: Track, call: int) -> tuple[Track, int]:
-    """Return the call to wait for in place of a call.
+    """Return the call to wait for instead of ``call`` after a join.
 
-    The two calls differ where the stream of the given call was joined meanwhile.
+    If ``track`` was joined, the result is the joining call on the caller's stream. If not, the result is ``call`` itself.
     """
     while track.into is not None:
         track, call = track.into
@@ -199,4 +208,4 @@ def last(track: Track, call: int) -> tuple[Track, int]:
 
 
 NO_TRACK = Track(0)
-"""The placeholder for the caller's track of a fork without branches."""
+"""The placeholder for the caller's track in a fork without branches."""

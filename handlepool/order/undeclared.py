@@ -1,7 +1,8 @@
 """Find the undeclared writes of a call.
 
-The versions of torch's tensors show such writes. With ``check=True``, a comparison of the arguments before and after the call
-also shows them. Both look at the arrays that the call was given and that share no memory with its known writes.
+The version counters of torch's tensors show such writes. With ``check=True``, a comparison of the arguments before and after
+the call also shows them. Both checks cover the arrays that the call was given, except arrays that share memory with its known
+writes.
 """
 
 from collections.abc import Iterable
@@ -38,7 +39,7 @@ class Watch:
     writes : iterable of Piece or Token
         Memory that the call is known to write.
     reached : Reached or None
-        The values that the call reaches. None for a call whose accesses are known.
+        The values that the call reaches. None if all accesses of the call are known, so that nothing is watched.
     """
 
     __slots__ = ("_call", "_copies", "_pool", "_versions")
@@ -69,7 +70,7 @@ class Watch:
 def run_watched(pool: PoolInternals, region: BranchRegion, memory: PlainCall, call: Call) -> Any:
     """Call a plain function in its branch, and check its writes.
 
-    Where the function returns new arrays alone, it may write nothing else.
+    If the function returns new arrays alone, a write to any other array is an error.
     """
     function, args, kwargs = call
     watch = Watch(pool, call, memory.writes, memory.reached)
@@ -116,7 +117,7 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
     Raises
     ------
     ContractError
-        Where an unordered branch also uses a written tensor. For any written tensor while a function is recorded with lanes.
+        If a concurrent branch also uses a written tensor. While a function is recorded with lanes, for every written tensor.
     """
     late = None
     tensors = [*tensors]
@@ -129,21 +130,21 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
         if memory is not None:
             if late is None and beside(pool, (memory,)):
                 late = tensor
-            # The write has happened, so later calls have to wait for it, whether it was declared or not.
+            # The write has happened, so later calls must wait for it although it was not declared.
             before(pool, (), (memory,), tensor)
     if late is not None:
         raise ContractError(
-            f"{name_of(call[0])} wrote {name_of_array(late, call)} without declaring it, and an unordered branch also "
+            f"{name_of(call[0])} wrote {name_of_array(late, call)} without declaring it, and a concurrent branch also "
             f"uses that array. Declare its writes, {ADVICE}"
         )
 
 
 def copies_before(given: Iterable[Any], pool: PoolInternals, writes: Writes) -> list[tuple[Any, bytes]]:
-    """Return a call's arrays without known writes, with copies.
+    """Copy the arrays that a call is not known to write.
 
-    Each copy holds the array's bytes. Making a copy waits for the stream. So the result is empty during a capture.
+    The result has each array with its bytes. A copy waits for the stream, so during a capture the result is empty.
     """
-    # A copy waits for the stream, which a capture forbids.
+    # A capture forbids the host to wait for the stream.
     if thread.recording is not None:
         return []
     memory = _memory(writes)
@@ -155,7 +156,7 @@ def copies_before(given: Iterable[Any], pool: PoolInternals, writes: Writes) -> 
 def check_unchanged(pool: PoolInternals, copies: list[tuple[Any, bytes]], call: Call, since: Needs | None) -> None:
     """Compare the arrays of `copies_before` with their copies.
 
-    The comparison comes after the call. It leaves out arrays that calls after ``since`` wrote.
+    This function runs after the call. It leaves out arrays that calls after ``since`` wrote.
 
     Raises
     ------
@@ -170,9 +171,9 @@ def check_unchanged(pool: PoolInternals, copies: list[tuple[Any, bytes]], call: 
 
 
 def _told(pool: PoolInternals, array: Any, since: Needs | None) -> bool:
-    """Return whether the books know a write to an array.
+    """Return whether the books have a write to ``array`` after ``since``.
 
-    The write is by a graph function, an operation or a branch inside the call.
+    Such a write was made by a graph function, an operation or a branch that ran inside the watched call.
     """
     memory = piece_of(pool.driver, array)
     return since is not None and memory is not None and written_since(pool, memory, since)
@@ -181,7 +182,7 @@ def _told(pool: PoolInternals, array: Any, since: Needs | None) -> bool:
 def _given(reached: Reached) -> list[Any]:
     """Return the values that a call reaches.
 
-    NumPy arrays in attributes are left out, because they are often counters that the host writes at once.
+    NumPy arrays in attributes are left out, because they are often counters, which the host writes without any stream.
     """
     direct = reached.direct
     return reached.values[:direct] + [value for value in reached.values[direct:] if type(value) is not np.ndarray]
@@ -194,7 +195,7 @@ def _memory(writes: Writes) -> list[Piece]:
 def _meets(pool: PoolInternals, array: Any, memory: list[Piece]) -> bool:
     """Return whether an array shares memory with written memory.
 
-    An array without memory counts as sharing, because there is nothing to compare.
+    An array of unknown memory counts as sharing, because its contents cannot be compared.
     """
     mine = piece_of(pool.driver, array)
     return mine is None or any(share(mine, each) for each in memory)

@@ -1,16 +1,18 @@
-"""Record the last users of the memory of a region's calls.
+"""Describe the memory that calls use, and record its last users.
 
-Each piece of memory has an entry, which is found by its address. A piece with gaps, and several pieces that begin at the same
-address, are found by the whole piece. An entry holds the other entries that share elements with it. So a call that uses a piece
-need not search.
+Each piece of memory has an entry. The key of an entry is the piece's address. If the piece has gaps, or if another piece begins
+at the same address, the key is the whole piece. An entry lists the other entries that share elements with it. So a call that
+uses a piece finds them without a search.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import repeat
+from operator import add, sub
+from typing import Any, NamedTuple
 
 from handlepool.order.track import Needs, Track
-from handlepool.tensors.layout import Piece, Token, share
+from handlepool.tensors.layout import Layout, Piece, Token, share
 
 MOST_NEIGHBOURS = 64
 """The maximum number of pieces in a stretch that are told apart.
@@ -19,10 +21,125 @@ A stretch is a gapless run of known pieces. A stretch with more pieces counts as
 """
 
 UNREAD: Needs = {}
-"""The readers of memory without a read since its last write.
+"""The empty readers of entries without a read since their last write.
 
-All such entries share it, so it is never written to.
+All such entries share this dictionary, so it is never written to.
 """
+
+
+Accesses = tuple[Sequence[Piece | Token], Sequence[Piece | Token], bool]
+"""Read memory, written memory, and a flag for an opaque call.
+
+An opaque call may use any other memory as well.
+"""
+
+
+class Operands:
+    """The operands of one plan's launches, independent of their addresses.
+
+    The inputs come first, then the outputs.
+
+    Attributes
+    ----------
+    layouts : tuple of Layout
+        The layout of each input, then of each output.
+    inputs : int
+        Number of arrays that a launch reads.
+    fresh : bool
+        Whether the outputs are allocated for the launch.
+    dense : bool
+        Whether no operand has gaps between its elements.
+    reaches : tuple of int
+        Distance from each array's address to its end, in bytes.
+    read, outputs : tuple of int
+        The reach of each input, and of each output. Both tuples are empty if an operand has gaps.
+    written, made : tuple of int
+        One of the two is equal to ``outputs``, and the other is empty: ``made`` holds the outputs if they are allocated for the
+        launch, and ``written`` holds them if the caller passes them.
+    longest : int
+        The largest reach of all operands, in bytes.
+    simple : bool
+        Whether there is exactly one output, and no operand has gaps.
+    sizes : tuple of int
+        Bytes from the first to the last element of each output.
+    """
+
+    __slots__ = (
+        "dense",
+        "fresh",
+        "inputs",
+        "layouts",
+        "longest",
+        "made",
+        "outputs",
+        "reaches",
+        "read",
+        "simple",
+        "sizes",
+        "written",
+    )
+
+    def __init__(self, layouts: Sequence[Layout], inputs: int, fresh: bool) -> None:
+        self.layouts = tuple(layouts)
+        pieces = [layout.piece(0) for layout in layouts]
+        reaches = tuple([stop for _, stop, _ in pieces])
+        self.dense = not any(start or strided for start, _, strided in pieces)
+        self.reaches = reaches
+        self.longest = max(reaches)
+        self.read = reaches[:inputs] if self.dense else ()
+        self.outputs = reaches[inputs:] if self.dense else ()
+        # Most plans have one dense output. For these plans `Recent` skips its loop over the outputs.
+        self.simple = len(self.outputs) == 1
+        self.sizes = tuple([stop - start for start, stop, _ in pieces[inputs:]])
+        # Outputs that are allocated for the launch have no earlier user in the region. So the books look up only outputs that
+        # the caller passes.
+        self.written = () if fresh else self.outputs
+        self.made = self.outputs if fresh else ()
+        self.inputs = inputs
+        self.fresh = fresh
+
+    def are_apart(self, read: Sequence[int], written: Sequence[int]) -> bool:
+        """Return whether many launches, each writing a single array, cannot conflict.
+
+        ``read`` and ``written`` hold the addresses that all the launches read and write. Two launches conflict if one launch
+        writes memory that the other launch reads or writes. The result may be False although no launches conflict.
+        """
+        # The check below expects that each launch writes one array of the caller without gaps. All other launches count as
+        # conflicting.
+        if len(self.written) != 1:
+            return False
+        length, longest = self.written[0], max(self.read + self.written)
+        starts = sorted(written)
+        if min(map(sub, starts[1:], starts), default=length) < length:
+            return False
+        if max(read) + longest <= starts[0] or min(read) >= starts[-1] + length:
+            return True
+        # The written arrays are sorted and disjoint. So if any of them overlaps a read, the last array that starts before the
+        # end of the read overlaps it.
+        for address in set(read):
+            index = bisect_left(starts, address + longest)
+            if index and starts[index - 1] + length > address:
+                return False
+        return True
+
+    def pieces(self, addresses: Sequence[int]) -> tuple[Piece, ...]:
+        """Return the memory of operands that begin at ``addresses``."""
+        if self.dense:
+            return tuple(zip(addresses, map(add, addresses, self.reaches), repeat(None)))
+        return tuple([layout.piece(address) for layout, address in zip(self.layouts, addresses, strict=True)])
+
+
+class Memory(NamedTuple):
+    """The memory that a program reads and overwrites.
+
+    Attributes
+    ----------
+    reads, writes : sequence of Piece or Token
+        Memory that the program reads, and memory that it overwrites.
+    """
+
+    reads: Sequence[Piece | Token]
+    writes: Sequence[Piece | Token]
 
 
 class Use:
@@ -59,7 +176,7 @@ class Use:
 class _Whole(Use):
     """A stretch that counts as a single piece.
 
-    The other entries are its former pieces, which hold their uses until the next write.
+    ``others`` holds its former pieces, whose last users count until the next write.
     """
 
     __slots__ = ()
@@ -103,13 +220,13 @@ class Uses:
         self._stretches: dict[int, _Stretch] = {}
         # These are the entries that share elements with other entries.
         self._linked: list[Use] = []
-        # This is new memory that has no stretch yet.
+        # These are the entries of newly allocated memory, which have no stretch yet.
         self._unplaced: list[Use] = []
 
     def dense(self, address: int, reach: int) -> Use:
         """Return the entry of a piece without gaps, or make it."""
         stop = address + reach
-        # The address lies past all known memory, so no search is needed.
+        # A piece past all known memory overlaps nothing, so no search is needed.
         if address >= self._end and reach:
             self._starts.append(address)
             self._end = stop
@@ -157,7 +274,7 @@ class Uses:
     def new(self, address: int, reach: int, writer: Track, call: int) -> None:
         """Make the entry of memory that was allocated for a call.
 
-        The memory shares nothing with known memory, because all known memory is kept.
+        The memory shares nothing with known memory, because all known memory is kept alive and cannot be allocated again.
         """
         use = self.known[address] = Use(address, address + reach, None, writer, call)
         self._unplaced.append(use)
@@ -204,8 +321,8 @@ class Uses:
             coarse = any(stretch.coarse for stretch in stretches)
             merged = self._stretches[at] = _Stretch(max(stop, *[each.stop for each in known]), known, coarse)
             self._end = max(self._end, merged.stop)
-            # Each new piece is compared with all its neighbours. Without this bound a loop over views would take quadratic
-            # time.
+            # Each new piece is compared with all pieces of its stretch. Without the bound `MOST_NEIGHBOURS`, a loop over views
+            # would take quadratic time.
             if coarse or len(known) >= MOST_NEIGHBOURS:
                 return self._coarsen(at, merged)
             piece = (start, stop, use.piece)
@@ -213,8 +330,8 @@ class Uses:
                 if _overlap(each, piece):
                     self._link(each, use)
             merged.uses.append(use)
-        # The address alone is the quickest key, and only one piece can have it. Other pieces at the address are found by all
-        # three values.
+        # The address alone is the quickest key, but only one piece without gaps can have this key. The key of any other piece
+        # at the address is the whole piece.
         dense = use.piece is None and start not in self.known
         self.known[start if dense else (start, stop, use.piece)] = use
         if not near:
@@ -276,8 +393,8 @@ class Uses:
 def needs_of(reads: Iterable[Use], writes: Iterable[Use]) -> Needs:
     """Return the calls that a call waits for.
 
-    The call waits for the last write of the memory that it reads. It waits for the last write and for the reads of the memory
-    that it writes.
+    For memory that it reads, the call waits for the last write. For memory that it writes, the call waits for the last write
+    and for all reads since.
     """
     needs: Needs = {}
     for use in reads:
@@ -304,7 +421,8 @@ def write_down(track: Track, call: int, reads: Iterable[Use], writes: Iterable[U
         else:
             use.readers[track] = call
     for use in writes:
-        # A later call that waits for this writer waits for the former readers as well. So they are dropped.
+        # This writer waits for the former readers. A later call that waits for this writer comes after them anyway, so they are
+        # dropped.
         use.writer, use.call, use.readers = track, call, UNREAD
         if use.others:
             use.overwritten()

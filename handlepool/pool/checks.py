@@ -31,7 +31,7 @@ from handlepool.tensors.layout import Layout
 @functools.cache
 def _guarded(kind: Any) -> Any:
     class Guarded(kind):  # type: ignore[misc]
-        """A handle that its owning thread alone may use."""
+        """A handle that only its owning thread may use."""
 
         @property
         def backend_handle(self) -> int | None:
@@ -40,7 +40,7 @@ def _guarded(kind: Any) -> Any:
             if value is not None and own["_thread"] is not thread.token:
                 raise OwnershipError(
                     f"a handle of {own['_owner']} is used by {_this_thread()}: call get_handle() in the thread and fork that "
-                    "use the handle, and keep the handle nowhere"
+                    "use the handle, and do not store the handle"
                 )
             return value
 
@@ -74,7 +74,7 @@ def _this_thread() -> str:
 
 
 class CheckedSlot(Slot):
-    """A slot that reports use by another thread than its owner."""
+    """A slot that raises if a thread uses it without owning it."""
 
     __slots__ = ("_given", "_status", "_thread", "_who")
 
@@ -89,8 +89,8 @@ class CheckedSlot(Slot):
         self._status = status
         self._thread: ThreadToken | None = None
         self._who = "nobody"
-        # This is the workspace that was handed out last. A workspace of a capture is not noted, because its graph may use it at
-        # any time.
+        # This is the workspace that was handed out last. A workspace of a capture is not noted, because the capture's graph may
+        # use the workspace at any time.
         self._given: Any = None
         super().__init__(status, driver, scratch, handle, workspaces)
         _guard(handle)
@@ -113,7 +113,7 @@ class CheckedSlot(Slot):
             own = self.handle.__dict__
             own.update(_thread=None, _owner=f"{self._who}, whose thread, stream or fork has ended")
         super().end()
-        self._end_given("the thread, stream or fork that it was for ended")
+        self._end_given("the end of its thread, stream or fork")
 
     def release_unless_busy(self, closed: object) -> Slot | None:
         """Release as `Slot.release_unless_busy` does, and clear the handle's owner."""
@@ -154,11 +154,13 @@ class CheckedSlot(Slot):
 
     def _check_mine(self) -> None:
         if self.owner is None or self._thread is not thread.token:
-            # A close ends the slots of all threads. Their calls must raise the pool's error, not this check's error.
+            # A close ends the slots of all threads. Later calls of these threads must raise `PoolClosedError` and not the error
+            # below.
             self._status.check()
             ended = "" if self.owner is not None else ", whose thread, stream or fork has ended"
             raise OwnershipError(
-                f"a state of {self._who}{ended} is used by {_this_thread()}: use a state only inside its call, in its own thread"
+                f"a state of {self._who}{ended} is used by {_this_thread()}: use a state only in its own "
+                "thread, until its call ends"
             )
 
     def handed_out(self, pointer: int) -> bool:
@@ -166,8 +168,8 @@ class CheckedSlot(Slot):
         block, capture, scratch = self._handed.block, self._capture, self._scratch
         if self.owner is None or not block.pointer <= pointer < block.pointer + block.nbytes:
             return False
-        # A later use of the slot does not end the memory of a capture. It ends when the pool forgets the capture, or when the
-        # program is closed.
+        # A later use of the slot does not end the memory of a capture. This memory ends when the pool forgets the capture, or
+        # when the program is closed.
         return not capture or any(block in known.get(capture, ()) for known in (scratch.captured, scratch.recorded))
 
     def who(self) -> str:
@@ -176,7 +178,7 @@ class CheckedSlot(Slot):
 
 
 class _Use:
-    """A branch's use of state that streams share.
+    """A branch's use of state that streams share, such as FFT plans.
 
     The use ends with the join of its region.
     """
@@ -197,7 +199,8 @@ class CheckedDriver:
 
     def __init__(self, driver: Driver) -> None:
         self.checked_driver = self._driver = driver
-        # The keys are identities. Each change and each copy of the dictionary is one atomic step, so it needs no lock.
+        # The keys are the identities of the slots. Each change and each copy of the dictionary is one atomic step, so the
+        # dictionary needs no lock.
         self._slots: dict[int, weakref.ref[CheckedSlot]] = {}
         # CuPy keeps FFT plans for each thread, so their last use is also kept for each thread.
         self._mine = threading.local()
@@ -213,12 +216,12 @@ class CheckedDriver:
         slots[key] = weakref.ref(slot, lambda _: slots.pop(key))
 
     def bind_handle(self, handle: Handle, pointer: int) -> None:
-        """Bind as `Driver.bind_handle` does; the handle may have no owner."""
+        """Bind as `Driver.bind_handle` does, and claim a handle without an owner."""
         _claim(handle)
         self._driver.bind_handle(handle, pointer)
 
     def destroy_handle(self, handle: Handle) -> None:
-        """Destroy as `Driver.destroy_handle` does; the handle may have no owner."""
+        """Destroy as `Driver.destroy_handle` does, and claim a handle without an owner."""
         _claim(handle)
         self._driver.destroy_handle(handle)
 
@@ -246,16 +249,16 @@ class CheckedDriver:
             for slot in slots:
                 if slot.device == device and slot.pointer != handle.stream and slot.handed_out(pointer):
                     raise ContractError(
-                        f"{executable.name}: {executable.titles[index]} lies in the workspace of {slot.who()}, and "
-                        f"{_this_thread()} launches on stream {handle.stream:#x}, but only its own stream may use a workspace. "
-                        "Call get_workspace() on that stream"
+                        f"{executable.name}: {executable.titles[index]} lies in the workspace of {slot.who()}, but "
+                        f"{_this_thread()} launches on stream {handle.stream:#x}. Only the stream of a workspace may "
+                        "use it, so call get_workspace() on the stream of the launch"
                     )
 
     def note(self, name: str) -> None:
         """Note a use of state that streams share; raise on a race.
 
         It is a race if a branch used the state on another stream, and the outermost join has not come since. Forks inside a
-        branch may order the two streams. This check ignores such forks.
+        branch may have ordered the two streams, but this check ignores such forks.
         """
         stream = self._driver.current_stream().ptr
         # CuPy keeps FFT plans for each thread, and one random generator for all threads of a device.
@@ -266,7 +269,7 @@ class CheckedDriver:
         if use is not None and use.stream != stream and not use.region.over:
             raise ContractError(
                 f"{name} is used by {_this_thread()} on stream {stream:#x} and by {use.who} before the outermost join, "
-                "and CuPy keeps one work area or state for both streams, so results would be wrong. Use it on one "
+                f"and CuPy keeps one work area or state for both streams, so results would be wrong. Use {name} on one "
                 "stream, or outside of branches"
             )
         if region is not None:
@@ -293,7 +296,7 @@ class CheckedExecutable:
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """Check the handle and the arrays, and launch."""
-        # Reading the attribute raises in any thread but the handle's owner.
+        # Reading this attribute raises if this thread does not own the handle.
         _ = handle.backend_handle
         self._driver.check_workspaces(self._executable, handle, operands)
         self._executable.launch(handle, operands, workspace, check)

@@ -28,18 +28,18 @@ class BranchRegion(Protocol):
     allocator: Any
 
     def prepare(self) -> Any:
-        """Return the branches' allocator, made on the first call."""
+        """Return the allocator of the branches, and make it if needed."""
 
     @property
     def over(self) -> bool:
-        """Return whether work after the region already waits for all its work."""
+        """Return whether later work already waits for all work of the region."""
 
 
 class Keeper(Protocol):
     """An object that keeps values alive for a program."""
 
     def add(self, *values: object) -> None:
-        """Keep some values, and the objects they refer to."""
+        """Keep ``values``, and the objects they refer to."""
 
 
 class CallRecorder(Protocol):
@@ -62,9 +62,9 @@ class CallRecorder(Protocol):
     ) -> T:
         """Record ``call(slot)`` as a node, and return its value.
 
-        The node reads and writes the given memory, and the memory that ``new`` returns for the value. ``what`` names the
-        operation and its options; both calls of the function must give the same. In the first call, which is not recorded, the
-        slot is None, and the call launches on the current stream.
+        The node reads and writes the given memory, and the memory that ``new`` returns for the value. `record` calls a function
+        twice, and ``what``, which names the operation and its options, must be equal both times. In the first call, the
+        rehearsal, the slot is None, and ``call`` launches on the current stream.
         """
 
     def accessed(self, reads: Sequence[Any], writes: Sequence[Any]) -> None:
@@ -105,11 +105,11 @@ class ActiveRecording(Protocol):
     def held(self) -> list[Any]:
         """Return the objects that the recording holds until it ends.
 
-        They are other libraries' memory, which these libraries might reuse earlier.
+        They own memory of other libraries, which these libraries might otherwise reuse before the recording ends.
         """
 
     def keep(self, plan: object) -> None:
-        """Keep a plan that was launched."""
+        """Keep a launched plan alive for the program."""
 
     def note_empty_call(self) -> None:
         """Note a call that launches nothing, because its result has no elements."""
@@ -205,9 +205,10 @@ class ThreadToken:
 
 
 class _Life:
-    """Die with the locals of a thread.
+    """An object that is destroyed with the locals of a thread.
 
-    A token refers to this object weakly, so a token keeps no thread's locals alive.
+    A token refers weakly to this object. So the token can tell whether the thread has ended, and keeps no thread's locals
+    alive.
     """
 
     __slots__ = ("__weakref__",)
@@ -230,9 +231,9 @@ class _Thread(threading.local):
     recording: ActiveRecording | None = None
     """ActiveRecording or None: the `handlepool.record` that captures this thread's work."""
     rehearsal: CallRecorder | None = None
-    """CallRecorder or None: notes the calls of a function's first call.
+    """CallRecorder or None: notes the calls in a rehearsal.
 
-    It is set while a function is called for the first time to be recorded with lanes.
+    It is set during the first of the two calls in which `record` runs a function with lanes.
     """
     launched: Callable[[Any, Any, Any], None] | None = None
     """callable or None: gets each launched plan and its new arrays.
@@ -242,9 +243,9 @@ class _Thread(threading.local):
     told: list[Any] | None = None
     """list or None: memory that calls write inside a measured call.
 
-    A call is measured to find its writes. The list is set meanwhile. It may also hold `UNSURE`.
+    The list is set while a call is measured to find its undeclared writes. The list may also hold `UNSURE`.
     """
-    # This is the number of explicit states that the thread holds (guarantee 15).
+    # This is the number of states that the thread holds by `with_state` (guarantee 15).
     states_held: int = 0
 
 
@@ -252,9 +253,9 @@ thread = _Thread()
 
 
 class HeldState:
-    """Count an explicit state that this thread holds, inside a ``with`` statement.
+    """Count a state that `with_state` holds, inside a ``with`` statement.
 
-    The statement gives the number of states that the thread held before.
+    The ``with`` statement gives the number of states that this thread held before.
     """
 
     __slots__ = ("_former",)
@@ -265,7 +266,7 @@ class HeldState:
         return self._former
 
     def __exit__(self, *_: object) -> None:
-        # The former count comes back, also where an interrupt hit an inner count.
+        # The former count is restored, because an interrupt may have left an inner count undone.
         thread.states_held = self._former
 
 
@@ -281,8 +282,8 @@ class BranchPools(list[RunningPool]):
     The list has an entry for each branch or task whose pool is not the default pool.
 
     If the list is empty, the current pool is the default pool. Then no call reads `thread`, which would cost half a hit. The
-    list needs no lock. A thread appends its pool before it looks, so it always sees its own pool. An append and a removal are
-    one atomic step each.
+    list needs no lock. A thread appends its pool before it reads the list, so it always sees its own pool. An append and a
+    removal are one atomic step each.
     """
 
 
@@ -301,7 +302,7 @@ class Recordings(list[object]):
         outer = getattr(thread, name)
         try:
             setattr(thread, name, told)
-            # The attribute is set first. A launch reads it as soon as the list has an entry.
+            # The attribute is set before the lists change, because a launch reads it as soon as a list has an entry.
             active.append(watcher)
             self.append(watcher)
             return function(*args)
@@ -334,7 +335,7 @@ active = Active()
 UNSURE: Any = object()
 """Stand for unknown writes in a list of written memory.
 
-The call is ordered as if it wrote all memory that it may write.
+A call with unknown writes is ordered as if it wrote all memory that it may write.
 """
 
 NOT_CACHED: Any = object()
@@ -353,7 +354,7 @@ _UNCHANGED = object()
 
 
 def unchecked(driver: Driver) -> Driver:
-    """Return the driver beneath the wrapper of a pool that checks."""
+    """Return the driver inside the wrapper of a pool with ``check=True``."""
     return getattr(driver, "checked_driver", driver)
 
 

@@ -20,7 +20,7 @@ from handlepool.pool.status import live_pools
 
 _default: HandlePool | None = None
 # The lock guards the default pool and its substitutes. So two threads that ask at once get the same pool (guarantee 1). It is
-# reentrant, because the collector may run a finalizer under it, which asks for the default pool.
+# reentrant, because the collector may run a finalizer that asks for the default pool while this thread holds the lock.
 _default_lock = threading.RLock()
 
 
@@ -39,7 +39,8 @@ class Substitutes:
         """Let a pool act as the default pool from now on."""
         if not self._ranked:
             self._ranked.append(default.internals)
-            # With this entry, `current_pool` reads the thread's pool. So a branch under way continues with its own pool.
+            # As long as `branch_pools` has an entry, `current_pool` reads the thread's pool. So a branch under way continues
+            # with the pool of its fork.
             branch_pools.append(default.internals)
         self._ranked.append(substitute)
         substitute.is_shared = True
@@ -55,8 +56,8 @@ class Substitutes:
 
     def _activate_last(self, default: HandlePool) -> None:
         default.internals = self._ranked[-1]
-        # The pool changes first, and the hits are unbound afterwards. A miss in between that binds `get_handle` thus binds the
-        # new pool, or its binding is undone.
+        # The pool changes first, and the hits are unbound afterwards. If a miss in between binds `get_handle`, it binds the new
+        # pool, or this call undoes its binding.
         _unbind()
 
 
@@ -77,10 +78,12 @@ def default_pool() -> HandlePool:
             if _default is None:
                 made = HandlePool()
                 made.internals.is_default = made.internals.is_shared = True
-                # This module's function replaces the pool's method, because it follows the substitutes.
+                # This module's function replaces the pool's method, because the function uses a substitute as long as there is
+                # one.
                 made.get_handle = get_handle  # type: ignore[method-assign]
                 _default = made if _default is None else _default
-                # A finalizer that the collector ran meanwhile may have made a default pool. That pool stays.
+                # A finalizer that the collector ran meanwhile may have made a default pool. That pool stays, and the pool made
+                # here is dropped.
                 if _default is not made:
                     live_pools.discard(made.internals)
     return _default
@@ -114,7 +117,7 @@ def set_default_pool(pool: HandlePool) -> None:
     if not isinstance(pool, HandlePool):
         raise ArgumentError(f"set_default_pool was given {shown(pool)}; pass a HandlePool")
     pool.internals.status.check()
-    # The lock makes the second of two concurrent callers see the first caller's pool and raise.
+    # If two threads come here at once, the lock makes the second thread find the first thread's pool and raise.
     with _default_lock:
         if _default is pool:
             return
@@ -122,13 +125,14 @@ def set_default_pool(pool: HandlePool) -> None:
         if former is not None and not former.internals.status.forked:
             raise OwnershipError(
                 f"set_default_pool came too late: {former!r} is the default pool already, and its handles may be in use. "
-                "Call it at the start of the program, before any call without pool="
+                "Call set_default_pool at the start of the program, before any call without pool="
             )
         pool.internals.is_default = True
         pool.get_handle = get_handle  # type: ignore[method-assign]
         _default = pool
         if former is not None:
-            # As with a substitute, a reference that a library keeps to the parent's default pool now leads to this pool.
+            # A library may keep a reference to the parent's default pool. As with a substitute, the kept object now uses the
+            # internals of the new pool.
             former.internals = pool.internals
             _unbind()
 
@@ -162,17 +166,18 @@ def substitute_default(pool: HandlePool) -> Iterator[None]:
 def lazy_get_handle(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable[[], None]]:
     """Make a `HandlePool.get_handle` that finds its pool on the first call.
 
-    After the first call, it is as fast as the pool's own method. The second returned function makes the next call look for the
-    pool again.
+    After the first call, the new method is as fast as the pool's own method. The second result is a function that makes the
+    next call look for the pool again.
     """
 
     def missed(stream: object = None) -> Slot:
         while True:
             pool = find().internals
-            # The first lookup of a slot also loads the driver.
+            # The first look-up of a slot also loads the driver, which the next line needs.
             slot = pool.slot(stream)
             use(pool.driver.current_stream, pool.status, pool.current_device)
-            # A substitute may have come meanwhile. So the slot is returned only if `find` still returns its pool.
+            # Another thread may have added a substitute meanwhile. So the slot is returned only if `find` still returns its
+            # pool.
             if find().internals is pool:
                 return slot
 
@@ -261,7 +266,7 @@ def chosen_pool(who: str, pool: HandlePool | None) -> PoolInternals:
 
 def _after_fork() -> None:
     global _default_lock
-    # Another thread of the parent may have held the lock.
+    # Another thread of the parent may have held the lock, and cannot release it in the child.
     _default_lock = threading.RLock()
 
 

@@ -26,7 +26,7 @@ class Deferred(deque[Callable[[], bool]]):
     def run(self, most: int = 8) -> None:
         """Do at most ``most`` steps.
 
-        The bound spares a caller from working off a long backlog.
+        The bound keeps a caller from doing a long list of steps that other threads deferred.
         """
         run_some(self, call, most)
 
@@ -65,7 +65,7 @@ def run_some(left: deque[T], do: Callable[[T], bool], most: int = 8) -> None:
         held: list[T] = []
         done = False
         try:
-            # The entry moves in one step, so an interrupt finds the entry in either container.
+            # The entry moves in one step, so after an interrupt it is in one of the two containers.
             held.extend(map(deque.popleft, (left,)))
             done = do(held[0])
         except IndexError:

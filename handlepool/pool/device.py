@@ -39,7 +39,7 @@ class DeviceSlots:
     scratch_limit, idle_limit : int or None, int
         As in `HandlePool`.
     new_slot : callable
-        Makes a slot from a driver, its scratch and a handle.
+        Makes a slot from the driver, the device's scratch and a handle.
     release_left : callable
         Takes in slots that ended threads and streams have left behind.
     """
@@ -60,13 +60,15 @@ class DeviceSlots:
         self.idle_limit = idle_limit
         self.handles = DeviceHandles(status, driver, device, self._make_room, self.describe)
         self.scratch = DeviceScratch(driver, device, scratch_limit, self.release_idle_scratch, self.describe)
-        # The last slot in is reused first: it has the warmest scratch, and its stream is the most likely to be alive.
+        # The slot that was added last is reused first, because its stream is the most likely to be alive. On a live stream a
+        # slot keeps its scratch.
         self.idle: list[Slot] = []
-        # When the pool is closed, some threads may be inside launches. This list has the slots that they own.
+        # When the pool is closed, some threads may be inside launches. This list has the slots that these threads own.
         self.owned: list[Slot] = []
-        # These events order streams that no fork orders.
+        # These events make waits between streams, except the start and the end of branches, for which side slots have events of
+        # their own.
         self.edges = Events(driver)
-        # All slots that are not destroyed. A slot that an interrupt lost is in this set alone.
+        # All slots that are not destroyed. A slot that an interrupt lost is in no other container.
         self.slots: set[Slot] = set()
         self.sides = SideSlots(
             status, driver, self.scratch, self.slots, self.make_slot, self.handles.destroy, release_left, self.defer_rest
@@ -95,7 +97,7 @@ class DeviceSlots:
                 try:
                     self._replace_handle(slot, self.handles.create())
                 except BaseException:
-                    # The next try counts the destruction again.
+                    # The next call of this method counts the destruction again, so this call takes its count back.
                     self.handles.count(handles_destroyed=-1)
                     raise
             with self.driver.relaxed():
@@ -124,7 +126,7 @@ class DeviceSlots:
             if slot.intact:
                 self.handles.count(handles_reused=1)
                 return slot
-            # The former owner of the slot has destroyed its handle.
+            # This slot is of no use, because its former owner has destroyed its handle.
             self._destroy(slot)
 
     def put_idle(self, slot: Slot) -> None:
@@ -159,7 +161,8 @@ class DeviceSlots:
         slot = self.make_slot() if idle is None else idle
         try:
             if idle is not None:
-                # A new thread has no context yet, and a launch by the driver needs a context.
+                # A new thread has no current CUDA context yet, and a launch needs one. `set_device` makes the device's context
+                # current.
                 self.driver.set_device(self.device)
                 slot = idle.successor()
                 # The set changes in one step. So after an interrupt it has exactly one of the two slots.
@@ -185,7 +188,7 @@ class DeviceSlots:
             if stream is None or slot.pointer == PER_THREAD_STREAM:
                 slot.release_scratch()
             else:
-                # The thread has ended, but another thread may continue its capture.
+                # The slot's thread has ended, but its stream lives, and another thread may continue a capture of this stream.
                 slot.forget_capture(over=False)
         finally:
             self.put_idle(slot)
@@ -276,8 +279,8 @@ class DeviceSlots:
     def release_idle_scratch(self) -> None:
         """Free the scratch of idle slots and free side slots.
 
-        This also frees the scratch of dropped forks and programs, and blocks that wait for their stream. A dropped fork was not
-        left, and a dropped program was not closed.
+        This also frees blocks that wait for their stream, and the scratch of forks and programs that were dropped before they
+        were left or closed.
         """
         deferred.run_all()
         self._release_scratch()
@@ -312,7 +315,7 @@ class DeviceSlots:
     def describe(self) -> str:
         """Return the held resources in words."""
         now = self.snapshot()
-        recorded = f", {now['scratch_bytes_recorded']:,} of them programs'" if now["scratch_bytes_recorded"] else ""
+        recorded = f", {now['scratch_bytes_recorded']:,} of them held by programs" if now["scratch_bytes_recorded"] else ""
         return (
             f"{now['handles_live']} live, {now['handles_idle']} idle, {now['handles_leased']} leased handles, "
             f"{now['scratch_bytes']:,} bytes of scratch{recorded}"
@@ -322,7 +325,8 @@ class DeviceSlots:
 def _holders(slots: Iterable[Any]) -> list[int]:
     """Count the references to each slot from its possible owners.
 
-    The count leaves out two references that a slot in use also has: from its watch's callback, and from its stream object.
+    Two references are not counted, because they come from no owner: the reference of the watch's callback, and the reference of
+    the stream object.
     """
     return [
         getrefcount(slot) - (getattr(slot.watch, "__callback__", None) is not None) - (slot.owner is not None)
@@ -341,11 +345,11 @@ class _Alone:
 def _is_still_on(idle: Slot, reference: StreamReference) -> bool:
     """Return whether a slot's last stream is the stream to bind.
 
-    Only then may the scratch stay with the slot. On another stream, the new work would have to wait for the last stream. That
-    takes a call with the last stream, which may no longer exist. Even a live weak reference does not prove that it exists: a
-    stream's destructor destroys the stream while the reference still answers.
+    Only then may the scratch stay with the slot. On another stream, the new work would have to wait for the last stream's work.
+    The wait needs an event on the last stream, which may no longer exist. Even a live weak reference does not prove that the
+    stream exists: while the destructor of a stream object destroys the stream, the reference still answers.
     """
-    # The per-thread default stream is a different stream in each thread.
+    # The per-thread default stream is a different stream in each thread, although its pointer is the same.
     if idle.watch is None or idle.pointer == PER_THREAD_STREAM:
         return False
     return reference.stream is not None and idle.watch() is reference.stream

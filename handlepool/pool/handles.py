@@ -59,8 +59,8 @@ class DeviceHandles:
     builder : cudnn.Handle or None
         The handle that builds graphs.
     build_lock : RLock
-        Held by the thread that uses `builder` (guarantee 1). It is reentrant, so a finalizer that the collector runs under it
-        may build too. The binding is not active at such a time.
+        Held by the thread that uses `builder` (guarantee 1). The lock is reentrant. So a finalizer that the collector runs while
+        this thread holds the lock may build too. cuDNN's binding is not inside a call at such a time.
     builds : int
         Number of builds under way, in the thread that holds the lock.
     doomed : list of cudnn.Handle
@@ -99,7 +99,8 @@ class DeviceHandles:
         also ends dropped forks and programs before the second try. Pass ``forgotten=False`` where a lock is held, see
         `Deferred.run_all`. The error of the second failure gives the free memory and the pool's holdings.
         """
-        # A handle whose destruction failed still exists. Without this, the new handle would raise the number beyond the peak.
+        # A handle whose destruction failed still exists. So its destruction is tried again first, because otherwise the new
+        # handle could raise the number of handles beyond the peak.
         if self.doomed:
             try:
                 self.destroy_doomed()
@@ -122,7 +123,7 @@ class DeviceHandles:
                 free, total = self._driver.memory_info()
             raise OutOfMemoryError(
                 f"no cuDNN handle could be created on device {self._device} ({error}): {free:,} of {total:,} bytes are free, "
-                f"the pool holds {self._describe()}. A handle takes 8 to 10 MiB; free arrays, or close forks and threads"
+                f"and the pool holds {self._describe()}. A handle takes 8 to 10 MiB: free arrays, leave forks or end threads"
                 f"{self._driver.memory_advice}"
             ) from error
 
@@ -156,8 +157,8 @@ class DeviceHandles:
 
         Meanwhile no other thread builds on the device, and no `close` takes a handle of the device from this thread.
         """
-        # The method has two parts, because CPython 3.11 leaves the line of a `try` inside a `with` out of the block that
-        # releases the lock.
+        # In CPython 3.11, an interrupt at the line of a `try` inside a `with` would not release the lock of the `with`. So the
+        # `try` is in a method of its own, `_counted`.
         with self.build_lock, self._counted():
             yield
 
@@ -185,7 +186,7 @@ class DeviceHandles:
     def for_building(self) -> Handle:
         """Return the handle that builds graphs, with `build_lock` held.
 
-        The handle lives as long as the plans, which keep it.
+        The plans that the handle built keep it alive.
         """
         if self.builder is None:
             # `close()` sets `closed` before it takes the lock. So either this thread sees `closed`, or `close()` sees the
@@ -194,7 +195,8 @@ class DeviceHandles:
             # The build lock is held here, so deferred steps must not run.
             made = self.create(forgotten=False)
             self.builder = made if self.builder is None else self.builder
-            # A finalizer that the collector ran meanwhile has built too.
+            # If a finalizer that the collector ran meanwhile has made the builder, that handle stays, and this handle is
+            # destroyed.
             if self.builder is not made:
                 self.destroy(made)
         return self.builder
@@ -208,7 +210,7 @@ class DeviceHandles:
 
 def _after_fork() -> None:
     global _create_lock
-    # Another thread of the parent may have held the lock.
+    # Another thread of the parent may have held the lock, and cannot release it in the child.
     _create_lock = threading.RLock()
 
 

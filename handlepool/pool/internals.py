@@ -57,7 +57,7 @@ class PoolInternals:
     Attributes
     ----------
     status : Status
-        Tells whether the pool can be used.
+        Knows whether the pool can be used.
     plans : PlanCache
         The compiled graphs of graph functions.
     plan_files : PlanDirectory or None
@@ -153,7 +153,8 @@ class PoolInternals:
         self.release_left()
         slot = device.acquire(reference)
         self._live.add(slot, reference.stream)
-        # `close()` sets `closed` before it takes in all slots, so either `close()` or this thread cleans up.
+        # `close()` sets `closed` before it takes in all slots. So either `close()` takes in this slot, or this thread sees
+        # `closed` and cleans up.
         if self.status.closed:
             self._live.defer(slot)
             self.release_left()
@@ -229,7 +230,7 @@ class PoolInternals:
     def _destroy_closed(self) -> None:
         """Destroy resources of a closed pool that `close` left in use.
 
-        The calling thread may have been inside a launch then, and its resources are free now.
+        At the close, the calling thread may have been inside a launch, whose resources are free now.
         """
         if self.status.closed and not self.status.untouchable:
             for device in list(self.devices.values()):

@@ -16,7 +16,8 @@ MOST_RECOLLECTED = 1024
 MOST_SHORTCUTS = 16
 """The maximum number of shortcuts under one key, one for each geometry.
 
-A call tries them in turn, at a fiftieth of a launch each. A call whose shortcut was dropped is slower.
+A call tries them in turn, and each try costs a fiftieth of a launch. A call whose shortcut was dropped is slower, because it
+looks for its plan in the cache.
 """
 
 
@@ -25,7 +26,7 @@ class CachedPlan(Protocol):
 
     @property
     def device(self) -> int:
-        """Return the ordinal."""
+        """Return the ordinal of the plan's device."""
 
     @property
     def copies(self) -> Sequence[OperandCopy]:
@@ -54,7 +55,7 @@ class _Build(Generic[P]):
 def _retold(error: BaseException, cause: BaseException | None = None) -> BaseException:
     """Copy another thread's error and its cause, without their tracebacks.
 
-    A traceback holds frames, and so all objects of the callers.
+    A traceback would keep the frames of the callers, and with them all their objects.
     """
     # `__init__` is not called, because it may take other arguments than `args`.
     told = type(error).__new__(type(error), *error.args)
@@ -74,7 +75,7 @@ class Entry(Generic[P]):
         Time of the last use, as a number from `PlanCache.tick`.
     shortcuts : dict
         The shortcuts that launch the plan, by their key in `PlanCache.shortcuts`. The value None means that the driver has no
-        shortcut for it.
+        shortcut for the plan.
     """
 
     __slots__ = ("plan", "shortcuts", "used")
@@ -116,9 +117,10 @@ class PlanCache(Generic[P]):
         Returns the time: a number that grows from call to call.
     fused_parts : Recollection
         For some operations, the parts of the epilogue that their plans contain. An entry deviates from the default, because
-        cuDNN refused the default plan or a measurement found a quicker one.
+        cuDNN refused the default plan or a measurement found a quicker plan.
     sites : Recollection
-        For the identity of a plan, the other forms of the plan's operation (`handlepool.graphs.choices.Site`).
+        For each plan, by its identity, the forms between which the plan's operation can choose
+        (`handlepool.graphs.choices.Site`).
     recent : Entry or None
         The entry whose shortcut was used last. If the next call uses the same entry, it need not set the time again.
     """
@@ -144,7 +146,7 @@ class PlanCache(Generic[P]):
 
     def use(self, entry: Entry[Any]) -> None:
         """Note the use of an entry by its shortcut."""
-        # Repeated uses of one entry compare `recent` alone, and skip this method.
+        # A shortcut whose entry is `recent` already does not call this method.
         self.recent = entry
         entry.used = self.tick()
 
@@ -175,9 +177,9 @@ class PlanCache(Generic[P]):
         return [entry.plan for entry in sorted(entries, key=lambda entry: entry.used)]
 
     def add_shortcut(self, device: int, key: Hashable, shortcut: Hashable, make: Callable[[Entry[P]], Shortcut | None]) -> None:
-        """Add a shortcut to a key's plan, unless it is there.
+        """Add a shortcut to a key's plan, if it is missing.
 
-        The shortcut is dropped together with the plan.
+        ``shortcut`` is the shortcut's key, and ``make`` makes the function. The shortcut is dropped together with the plan.
         """
         with self._lock:
             entry = self._plans.get(device, {}).get(key)
@@ -220,16 +222,17 @@ class PlanCache(Generic[P]):
                             "the build of its graph; call it after the build"
                         )
                     with running.lock, self._lock:
-                        # An interrupt in the last steps of the build may have left its entry behind.
+                        # An interrupt in the last steps of the build may have left its entry in `_builds`.
                         if self._builds.get((device, key)) is running:
                             del self._builds[device, key]
                     if running.plan is not None:
                         return running.plan
                     if running.error is not None:
                         raise _retold(running.error) from _retold(running.error, running.error.__cause__)
-                    # The builder was interrupted. That concerned only the builder's thread, so this thread builds now.
+                    # An interrupt ended the build without a plan or an error. The interrupt concerned only the builder's
+                    # thread, so this thread builds now.
         finally:
-            # This line makes no call, so no interrupt comes before it.
+            # The next line makes no call, so no interrupt can come before it.
             mine.thread = None
             # An error refers to its traceback, and the traceback to this frame. If the frame still referred to the error, the
             # cycle would keep all objects of the callers alive.
@@ -296,7 +299,7 @@ class PlanCache(Generic[P]):
     def drop(self) -> None:
         """Forget every plan for good, at exit.
 
-        The lock is not taken. In a forked child, it may have been locked by a thread of the parent.
+        The lock is not taken, because in a forked child a thread of the parent may have left it locked.
         """
         self._dropped = True
         self._clear()

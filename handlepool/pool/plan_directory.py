@@ -44,7 +44,7 @@ _PARTS = re.compile(r"[0-9a-f]{16}\.part")
 This module reads and removes only files whose names match `_PLANS` or `_PARTS`.
 """
 _STALE = 3600.0
-"""The age in seconds of an unfinished file that can be removed.
+"""The age in seconds from which an unfinished file is removed.
 
 The process that wrote an older file was probably killed.
 """
@@ -98,7 +98,7 @@ class PlanDirectory:
         # This counts the bytes written since the directory's size was last measured. None means that it was not yet measured.
         self._written: int | None = None
         self._counts: Counter[str] = Counter()
-        # The lock guards the counts. Nothing under it can block.
+        # The lock guards the counts. No code under the lock can block.
         self._lock = threading.RLock()
         try:
             for path in (*reversed(self.path.parents), self.path):
@@ -109,7 +109,9 @@ class PlanDirectory:
             if error.errno in (EEXIST, ENOTDIR):
                 it = "it" if path == self.path else path
                 why = f"{it} is {'a symbolic link to no directory' if Path(path).is_symlink() else 'a file'}"
-            raise ArgumentError(f"plan directory {shown(str(self.path))} cannot be used: {why}; pass another one") from error
+            raise ArgumentError(
+                f"plan directory {shown(str(self.path))} cannot be used: {why}; pass another directory"
+            ) from error
 
     def load(self, key: str) -> SavedPlan | None:
         """Return the plan saved under a key.
@@ -240,7 +242,8 @@ class PlanDirectory:
         if why:
             os.close(directory)
             raise ArgumentError(
-                f"plan directory {self.path} {why}, so another user may put plans there; pass your own, of mode 700"
+                f"plan directory {self.path} {why}, so another user may put plans there; "
+                f"pass a directory of your own with mode 700"
             )
         return directory
 
@@ -272,18 +275,18 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a directory."""
     text = path if isinstance(path, str) else os.fspath(path) if isinstance(path, os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text or not _encodable(text):
-        raise ArgumentError(f"plan_directory={shown(path)}; it must be the path of a directory, as text or a pathlib.Path")
+        raise ArgumentError(f"plan_directory={shown(path)} is no path; pass the path of a directory, as text or a pathlib.Path")
     try:
         return Path(text).expanduser().absolute()
     # The user's home may be unknown, or the working directory may have been removed.
     except (RuntimeError, OSError) as error:
-        raise ArgumentError(f"plan_directory={shown(text)} cannot be found: {error}; pass a path from the root") from error
+        raise ArgumentError(f"plan_directory={shown(text)} cannot be found: {error}; pass an absolute path") from error
 
 
 def _encodable(path: str) -> bool:
     try:
         os.fsencode(path)
-    # Half of a surrogate pair cannot be encoded.
+    # Half of a surrogate pair cannot be encoded, so no file can have such a path.
     except UnicodeEncodeError:
         return False
     return True
@@ -326,7 +329,10 @@ def _decoded(data: bytes) -> tuple[str, SavedPlan] | None:
 
 
 def _read(name: str, directory: int, *, touch: bool = True) -> bytes:
-    """Return the bytes of this user's file, and note its use."""
+    """Return the bytes of a file, and note its use.
+
+    The result is empty if the file is not a regular file, is too large, or can be written by other users.
+    """
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     try:
         found = os.fstat(file)
@@ -360,7 +366,7 @@ def _write(name: str, data: bytes, directory: int) -> None:
 def _remove(name: str, directory: int) -> None:
     try:
         os.unlink(name, dir_fd=directory)
-    # Another process was quicker.
+    # Another process has removed the file already.
     except FileNotFoundError:
         pass
 

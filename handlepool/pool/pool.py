@@ -80,7 +80,8 @@ class HandlePool:
             raise ArgumentError(f"HandlePool(driver={shown(driver)}): pass 'cuda', 'host', a driver object, or None")
         if strict and made:
             raise ArgumentError(
-                "HandlePool(strict=True) was given a driver that is made already: HostDriver(strict=True) makes a strict one"
+                "HandlePool(strict=True) cannot make an existing driver strict: pass HostDriver(strict=True) as the driver, "
+                "without strict="
             )
         self.internals = PoolInternals(
             driver,
@@ -101,7 +102,7 @@ class HandlePool:
         try:
             return PlanDirectory(path) if path else None
         except ArgumentError as error:
-            raise ArgumentError(f"the environment variable {VARIABLE} names it: {error}") from error
+            raise ArgumentError(f"the environment variable {VARIABLE} names an unusable path: {error}") from error
 
     def get_handle(self, stream: object = None) -> Handle:
         """Return this thread's cuDNN handle for a stream of the current device.
@@ -196,7 +197,7 @@ class HandlePool:
         own = self.internals.slot(stream)
         own.reserve(workspace)
         self.internals.device(own.device).sides.prewarm(states, workspace)
-        # A branch that runs Python is measured at the first call of its function. The kernel for that is loaded now.
+        # A branch that runs Python is measured at the first call of its function. The kernel that measures is loaded now.
         if states:
             driver = self.internals.driver
             with on_device(driver, own.device), driver.relaxed():
@@ -206,7 +207,8 @@ class HandlePool:
         """Destroy idle handles, idle scratch, and blocks that were replaced.
 
         Idle handles and scratch belong to no thread, stream or fork. The call also cleans up after dropped objects of all
-        pools: forks that were not left, and programs that were not closed. A program must first have ended its last replay.
+        pools: forks that were not left, and programs that were not closed. A dropped program is cleaned up only after its last
+        replay has ended.
 
         Parameters
         ----------
@@ -237,10 +239,10 @@ class HandlePool:
 
         Later calls raise `PoolClosedError`. Scratch is freed with its handle.
 
-        Any thread may call it at any time, also in a finalizer and inside a branch. It waits for no other thread. A launch, a
-        build or a branch under way keeps its handle and scratch until it ends. They are destroyed later, by whichever comes
-        first: the next call of that thread, the join of the branch, a miss or `trim` of another pool, or another `close` of
-        this pool. The memory of captures stays.
+        Any thread may call `close` at any time, also in a finalizer and inside a branch. The call waits for no other thread. A
+        launch, a build or a branch under way keeps its handle and scratch until it ends. Both are destroyed later, by whichever
+        comes first: the next call of that thread, the join of the branch, a miss or `trim` of another pool, or another `close`
+        of this pool. The memory of captures stays.
 
         Only calls of this library are protected in this way. A handle from `get_handle` and a workspace from `get_workspace`
         are destroyed even while a thread uses them. So first let each thread end that executes cuDNN graphs by itself.
@@ -252,7 +254,7 @@ class HandlePool:
 
     def __reduce__(self) -> Any:
         """Refuse to be copied: two pools would own the same handles."""
-        raise TypeError("a HandlePool owns handles, streams and memory and cannot be copied or pickled; make another one")
+        raise TypeError("a HandlePool owns handles, streams and memory and cannot be copied or pickled; make another pool")
 
     def __enter__(self) -> "HandlePool":
         return self

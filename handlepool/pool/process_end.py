@@ -22,8 +22,8 @@ All these threads share this time. A thread that uses a program later is delayed
 class ProcessEnd:
     """The programs to end at exit, and whether the exit has begun.
 
-    The object has no lock: the exit stops threads, and a stopped thread would hold a lock for ever. Each change and each copy
-    is one atomic step.
+    The object has no lock, because the exit stops threads, and a thread stopped under a lock would hold the lock for ever. Each
+    change and each copy is one atomic step.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class ProcessEnd:
     def programs(self) -> list[object]:
         """List the programs that were added and are still in use."""
         owners = [getattr(reference(), "__self__", None) for reference in list(self._ends.values())]
-        # A program that its user has dropped is no longer in use. It waits among the deferred steps for its end.
+        # A program that its user has dropped is no longer in use. Its end waits among the deferred steps.
         dropped = {id(getattr(step, "__self__", None)) for step in list(deferred)}
         return [owner for owner in owners if owner is not None and id(owner) not in dropped]
 
@@ -65,7 +65,7 @@ class ProcessEnd:
     def run(self) -> None:
         """End the programs, and drop every plan.
 
-        The plans must not outlive cuDNN's binding, which would print errors.
+        A plan that outlived cuDNN's binding would print errors when it is destroyed.
         """
         ends = [reference() for reference in list(self._ends.values())]
         # The weak references to dropped programs are already cleared. So these programs are found through the deferred steps.

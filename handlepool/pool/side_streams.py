@@ -42,11 +42,11 @@ class SideSlots:
     slots : set of Slot
         All slots of the device that are not destroyed.
     make_slot, destroy_handle : callable
-        The device's own.
+        `DeviceSlots.make_slot` and `DeviceHandles.destroy` of the device.
     release_left : callable
         Takes in slots that ended threads and streams have left behind.
     defer_rest : callable
-        The device's own: defers the destruction of a closed pool's remaining resources.
+        Defers the destruction of a closed pool's remaining resources.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class SideSlots:
     def release(self, slot: Slot, *, captured: bool) -> None:
         """Release a leased side slot.
 
-        A slot that took part in a capture waits for the capture's end.
+        A slot that took part in a capture is held until the capture ends.
         """
         if captured:
             self.capturing.append(slot)
             _log.debug("stream %#x: side slot held until its capture ends", slot.pointer)
-            # The slot is added first and `closed` is read afterwards, for the reason given below.
+            # The slot is added before `closed` is read, so that either `close()` or this thread finds the slot.
             if self._status.closed:
                 self._defer_rest()
             return
@@ -181,9 +181,9 @@ class SideSlots:
         return old
 
     def reuse(self, stream: Stream | None) -> None:
-        """Take back a stream from `replace_stream` that no code uses any more.
+        """Take back an unused stream that `replace_stream` returned.
 
-        Streams are reused, because torch never gives up the memory that it keeps for a stream.
+        Streams are reused, because torch keeps memory for each stream that it has seen, and never gives this memory up.
         """
         # If the collector found a dropped program in a cycle, it has already run the destructors of the program's streams. Such
         # a stream cannot be reused.
@@ -191,7 +191,7 @@ class SideSlots:
             self._streams.append(stream)
 
     def release_captured(self) -> None:
-        """Put the side slots back whose captures have ended."""
+        """Release the side slots whose captures have ended."""
         for _ in range(len(self.capturing)):
             try:
                 slot = self.capturing.pop(0)
@@ -210,7 +210,7 @@ class SideSlots:
 
     def destroy_free(self) -> None:
         """Destroy the free side slots, and the streams without a slot."""
-        # A stream is destroyed with its last reference. These are the last references.
+        # A stream is destroyed with its last reference. `_streams` has the last references to these streams.
         with self._driver.relaxed():
             self._streams.clear()
         do_all(partial(self.destroy, slot) for slot in take_each(self.free))

@@ -96,7 +96,9 @@ class Status:
         return "driver not loaded" if self.driver is None else self.driver.name
 
     def diagnose(self, error: BaseException | None) -> None:
-        """Raise if the context was lost, after poisoning the pools.
+        """Raise if the context was lost.
+
+        All pools that share the context are poisoned first, so that their later calls raise.
 
         Call this only while handling an error, and before a call that destroys many objects at once.
 
@@ -115,10 +117,10 @@ class Status:
             raise _poisoned(cause) from cause
 
     def lost(self, error: BaseException | None, *, ask: bool = True) -> BaseException | None:
-        """Return the error that destroyed the context, or None if it lives.
+        """Return the error that destroyed the context, or None.
 
         The other pools that share the context are poisoned too. With ``ask=False`` the method inspects only the given error and
-        does not ask CUDA. That is for errors of any origin.
+        does not ask CUDA. Callers do so for errors that may have nothing to do with CUDA.
         """
         driver = self.driver
         if driver is None or self.forked or isinstance(error, PoisonedContextError):
@@ -168,7 +170,7 @@ class Status:
 def _poisoned(cause: BaseException) -> PoisonedContextError:
     return PoisonedContextError(
         f"the CUDA context of this process was lost by an earlier error ({cause}), and no call can succeed in it any more: "
-        f"restart the process. `compute-sanitizer python ...` names the kernel that did it"
+        f"restart the process. `compute-sanitizer python ...` names the kernel that caused the error"
     )
 
 

@@ -1,11 +1,11 @@
 """Resolve a caller's stream to device, pointer, identity and owner.
 
-This serves guarantee 4. The driver may give the pointer of a destroyed stream to a new stream, so a pointer does not identify a
-stream. If a stream object lives exactly as long as its stream, the object is the identity. Any other stream is known by its
-pointer *and* the driver's id of the stream, which is unique for the life of the process. Reading the id of a capturing stream
-would break the capture, so the capture's own id is used instead. Each of the two default streams has a key made of device and
-pointer. The legacy stream is one stream for all threads of a device. The per-thread stream is a different stream in each
-thread, but keys are only compared within a thread.
+This module keeps guarantee 4. The driver may give the pointer of a destroyed stream to a new stream, so a pointer does not
+identify a stream. If a stream object lives exactly as long as its stream, the object is the identity. Any other stream is known
+by its pointer *and* the driver's id of the stream, which is unique for the life of the process. Reading the id of a capturing
+stream would break the capture, so the capture's own id is used instead. Each of the two default streams has a key made of
+device and pointer. The legacy stream is one stream for all threads of a device. The per-thread stream is a different stream in
+each thread, but keys are only compared within a thread.
 """
 
 from collections.abc import Hashable
@@ -91,8 +91,8 @@ def is_over(key: Any, now: Any) -> bool:
 
     ``now`` is the present key of the same bare pointer. A pointer belongs to one stream at a time, so another stream id means
     that the earlier stream is gone. A stream takes part in at most one capture at a time, and in none while its id can be read.
-    So another capture id, or a stream id, means that the earlier capture is over. While the stream is capturing, it is unknown
-    whether it is the stream whose id was read before.
+    So another capture id, or a stream id, means that the earlier capture is over. While a stream is capturing, its stream id
+    cannot be read. So a present capture id does not show whether the stream of an earlier id is gone.
     """
     return bool(key != now and key[:2] == now[:2] and len(key) >= len(now))
 
@@ -125,7 +125,7 @@ def _pointer(stream: Any) -> int:
                 f"(2.10 or later), JAX or cuda.core, a cudaStream_t as an integer, or None for CuPy's current stream"
             ) from None
     else:
-        # In some libraries this is a method, in others a property.
+        # In some libraries `__cuda_stream__` is a method, in other libraries a property.
         answer = protocol() if callable(protocol) else protocol
         try:
             version, pointer = answer
@@ -136,7 +136,7 @@ def _pointer(stream: Any) -> int:
         if version != 0:
             raise StreamError(
                 f"__cuda_stream__ of {shown(stream)} speaks version {shown(version)} of the protocol; handlepool knows "
-                f"version 0. Pass the pointer as an integer"
+                f"only version 0. Pass the pointer as an integer"
             )
         try:
             pointer = as_integer(pointer)

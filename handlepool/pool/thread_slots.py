@@ -38,7 +38,8 @@ class ThreadSlots:
         """Add a new slot; leave old slots of foreign streams behind.
 
         Beyond the limit, the least recently used slot of a foreign stream is left behind. The new slot's key may show that an
-        earlier stream or capture of the same pointer is over. Then the slot of the latter is left behind too.
+        earlier stream or capture of the same pointer is over. Then the slot of that earlier stream or capture is left behind
+        too.
         """
         # The sweep removes slots whose streams have gone. Doubling the threshold makes the sweeps rare.
         if len(self.slots) >= self._sweep_at:
@@ -86,11 +87,11 @@ class ThreadSlots:
 class LiveSlots:
     """All slots that threads own, and the slots that were left behind.
 
-    Leaving a slot behind calls nothing (guarantee 10).
+    To leave a slot behind takes no call to CUDA (guarantee 10).
     """
 
     def __init__(self) -> None:
-        # Each change and each copy is one atomic step.
+        # Each change and each copy is one atomic step, so no lock is needed.
         self._slots: set[Slot] = set()
         self._left: deque[Slot] = deque()
         self._local = threading.local()

@@ -1,9 +1,9 @@
 """Allocate scratch memory: counted and limited per device.
 
-This serves guarantee 5. Scratch does not come from CuPy's pool, because CuPy keys its arenas by stream pointers, and the driver
-reuses these pointers. When a larger block replaces a block, the old block is *deferred*: an event that is recorded on the
-block's stream tells when no work uses it any more. If the stream is gone, there is no such event. Then `Driver.free` waits for
-the device.
+This module keeps guarantee 5. Scratch does not come from CuPy's pool, because CuPy keys its arenas by stream pointers, and the
+driver reuses these pointers. When a larger block replaces a block, the old block is *deferred*: an event that is recorded on
+the block's stream tells when no work uses the old block any more. If the stream is gone, no event can be recorded, and
+`Driver.free` waits for the device.
 """
 
 import logging
@@ -84,7 +84,8 @@ class DeviceScratch:
         self._describe = describe
         # The lock guards only the two counts. No driver is called under it.
         self._lock = threading.RLock()
-        # Each block stands with the event to wait for. None means that an earlier try to free the block failed.
+        # Each entry has a block, and the event to wait for before the block is freed. The event None means that an earlier try
+        # to free the block failed.
         self.deferred_blocks: deque[tuple[Any, ScratchBlock]] = deque()
         # These are the blocks of users' captures, by capture id. They stay, because the graph may be replayed at any time.
         self.captured: dict[int, list[ScratchBlock]] = {}
@@ -95,7 +96,9 @@ class DeviceScratch:
         self._capturing: dict[int, set[CapturedSlot]] = {}
 
     def allocate(self, nbytes: int) -> ScratchBlock:
-        """Return a block of at least ``nbytes``, a multiple of 256.
+        """Return a block of at least ``nbytes`` bytes.
+
+        The size of the block is a multiple of 256 bytes.
 
         Raises
         ------
@@ -114,9 +117,9 @@ class DeviceScratch:
                 free, total = self.driver.memory_info()
             limit = "no limit" if self.limit is None else f"a limit of {self.limit:,} bytes"
             raise OutOfMemoryError(
-                f"{size:,} bytes of scratch on device {self.device}: {free:,} of {total:,} bytes are free, the pool holds "
-                f"{self.nbytes:,} bytes of scratch under {limit} ({self._describe()}). Raise scratch_limit, give a "
-                f"workspace_limit to the graphs, use fewer streams, or free arrays{self.driver.memory_advice}"
+                f"{size:,} bytes of scratch on device {self.device} were refused: {free:,} of {total:,} bytes are free, and "
+                f"the pool holds {self.nbytes:,} bytes of scratch under {limit} ({self._describe()}). Raise scratch_limit, give "
+                f"a workspace_limit to the graphs, use fewer streams, or free arrays{self.driver.memory_advice}"
             )
         return block
 
@@ -201,7 +204,7 @@ class DeviceScratch:
 
     @property
     def captured_nbytes(self) -> int:
-        """Return the bytes of blocks that belong to captures."""
+        """Return the bytes of blocks that belong to users' captures."""
         return sum(block.nbytes for blocks in list(self.captured.values()) for block in list(blocks))
 
     def enter_capture(self, capture: int, slot: CapturedSlot) -> None:
@@ -276,8 +279,8 @@ class DeviceScratch:
                 return
             if event is None:
                 self.free(block)
-            # This entry is an event whose destruction failed. It may have been recorded in a capture, so it must not be waited
-            # for.
+            # This entry is an event whose destruction failed. The event may have been recorded in a capture, so the host must
+            # not wait for it.
             elif not block.nbytes:
                 self.destroy_event(event)
             else:
@@ -287,7 +290,7 @@ class DeviceScratch:
                         if wait:
                             self.driver.synchronize_event(event)
                 except BaseException:
-                    # A later call tries again.
+                    # The block stays in the queue, and a later call tries again.
                     self.deferred_blocks.append((event, block))
                     raise
                 if not passed:
@@ -297,7 +300,7 @@ class DeviceScratch:
 
 
 class Workspace:
-    """Scratch of one slot, which only grows and loses its contents then.
+    """Scratch of a slot, which only grows, and then loses its contents.
 
     Attributes
     ----------
@@ -322,7 +325,7 @@ class Workspace:
             if capture or not self.block.nbytes:
                 raise
             # Contents are not kept, so the old block can be given up before the new block is allocated. `allocate` waits for
-            # its stream and frees it.
+            # the old block's stream and frees the old block.
             self._replace(scratch, EMPTY, stream)
             new = scratch.allocate(nbytes)
         if capture:
@@ -335,7 +338,7 @@ class Workspace:
     def _replace(self, scratch: DeviceScratch, new: ScratchBlock, stream: int) -> None:
         """Replace the present block, and defer its end.
 
-        The present block is read here and not passed, because a finalizer may have grown the workspace meanwhile.
+        This method reads the present block itself, because a finalizer may have grown the workspace since the caller read it.
         """
         old = scratch.exchange(self, new)
         try:

@@ -1,9 +1,9 @@
 """Capture the work of a function as a graph; own its resources.
 
-A recording owns everything that the graph needs, for as long as the graph may run. While a recording is under way,
-``thread.recording`` holds it: launches report their plans to it, and slots report the place of their scratch. Arrays come from
-memory of the recording's own. So no later allocation reuses memory of a temporary array while a replay may still use it
-(guarantee 9).
+A recording owns everything that the graph needs, for as long as the graph may run. While a thread records,
+``thread.recording`` is the recording: launches report their plans to the recording, and slots report the place of their scratch.
+The function's arrays come from memory of the recording's own. So no later allocation reuses the memory of a temporary array
+while a replay may still use that memory (guarantee 9).
 """
 
 import sys
@@ -18,8 +18,8 @@ from handlepool.drivers.captures import RecordedGraph
 from handlepool.drivers.protocol import Driver, abort_capture
 from handlepool.drivers.streams import LEGACY_STREAM
 from handlepool.errors import CaptureError, StateBusyError
-from handlepool.order.accesses import Memory
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
+from handlepool.order.uses import Memory
 from handlepool.pool.context import on_device, recordings, run_on, unchecked
 from handlepool.pool.deferred import abandon
 from handlepool.pool.internals import PoolInternals
@@ -45,7 +45,8 @@ class KeptValues:
     ----------
     holds : callable
         Returns whether a value is in the recording's own memory. Such a value is not kept, because that memory lives as long as
-        the program anyway. A kept temporary array would also stop the recording from giving its memory to the next allocation.
+        the program anyway. If a temporary array were kept, the recording could not give the array's memory to a later
+        allocation.
     """
 
     def __init__(self, holds: Callable[[object], bool]) -> None:
@@ -53,17 +54,17 @@ class KeptValues:
         self._values: dict[int, object] = {}
 
     def add(self, *values: object) -> None:
-        """Keep the values that are reachable from some values.
+        """Keep the values that are reachable from ``values``.
 
-        The walk goes through containers, closures, defaults, partial and bound functions. An object of any other type is kept as
-        a whole, with all its present contents.
+        The search goes through containers, closures, defaults, partial and bound functions. An object of any other type is kept
+        as a whole, with all its present contents.
         """
         for value in leaves(*values, calls=True):
             if value is not None and not self._holds(value):
                 self._values[id(value)] = value
 
     def values(self) -> list[object]:
-        """Return the values that are kept."""
+        """Return the kept values."""
         return [*self._values.values()]
 
     def take(self) -> dict[int, object]:
@@ -90,25 +91,25 @@ class Recording:
     captured : RecordedGraph
         The graph that was captured. ``graph`` may be a copy of it with other edges.
     schedule : Schedule or None
-        Set where calls are nodes and the driver can order them by choice.
+        The steps of the captured graph. None if the recording has no lanes, or if the driver cannot choose dependencies.
     arrangement : Arrangement or None
-        The arrangement of these nodes in the graph that is launched.
+        The lanes and edges of the steps in the graph that is launched. None if ``schedule`` is None.
     times : list of float or None
-        Microseconds of each step, once they were measured.
+        Microseconds of each step. None before the steps were measured.
     scratch : set of DeviceScratch
         The places where slots were given scratch under this capture.
     event : event
-        The event of the program that was made of this recording. None before there is a program, and after the destruction.
+        The event of the program that was made of this recording. None before the program is made, and after `destroy`.
     launches_nothing : bool
         Whether a call had a result without elements. Such a call launches nothing, so the graph may be empty.
     kept : KeptValues
         The values that the graph reads.
     held : list
-        Arrays whose memory other libraries would otherwise reuse. Released when the call of the function ends.
+        Arrays whose memory other libraries would otherwise reuse. They are released when the call of the function ends.
     lanes : Lanes or None
-        Set where calls are nodes that are ordered by their data.
+        The lanes, which order nodes by their data. None if the recording has no lanes.
     reads, writes : set of Piece or Token
-        The memory that its graph functions and operations are known to read and write.
+        The memory that the function's graph functions and operations are known to read and write.
     """
 
     def __init__(self, pool: PoolInternals, name: str, lanes: int | None = None, rehearsed: Sequence[CallSignature] = ()) -> None:
@@ -117,7 +118,7 @@ class Recording:
         self._leased: list[Slot] = []
         # The slots of forks that were joined during the capture.
         self._taken: list[tuple[SideSlots, Slot]] = []
-        # The streams whose pointers no other owner may get while the graph exists.
+        # The streams that no other owner may get while the graph exists.
         self._streams: list[tuple[SideSlots, Any]] = []
         self._plans: dict[int, object] = {}
         self.lanes = None if lanes is None else Lanes(pool, self.device, lanes, self._leased, self.keep)
@@ -131,23 +132,23 @@ class Recording:
         self.writes: set[Piece | Token] = set()
         self.event: Any = None
         self.launches_nothing = False
-        # Graphs that are about to be launched in the place of `graph`.
+        # Graphs that the program is about to launch instead of `graph`.
         self._adopted: list[RecordedGraph] = []
         self._name = name
         self._rehearsed = rehearsed
         self._memory = pool.driver.recording_memory()
         # Maps the address of an allocation to the line that made it.
         self._allocated_at: dict[int, str] = {}
-        # The source of torch's tensors, where torch is in use.
+        # The source of torch's tensors. None if torch is not in use.
         self._tensors: Any = None
         self.kept = KeptValues(self._memory.holds)
         self.held: list[Any] = []
         self._capture = 0
 
     def keep(self, plan: object) -> None:
-        """Keep a launched plan, because it must outlive the graph.
+        """Keep a launched plan, because the plan must outlive the graph.
 
-        The plan cache may drop the plan earlier.
+        The plan cache may drop the plan before the graph is destroyed.
         """
         self._plans[id(plan)] = plan
 
@@ -168,9 +169,9 @@ class Recording:
             self.lanes.accessed(reads, writes)
 
     def check(self, what: str, pointer: int, driver: Driver, fork: object = None) -> None:
-        """Raise for work on a stream that the recording does not include.
+        """Refuse work on a stream that is no part of the recording.
 
-        Such work would run now and at no replay. ``fork`` is the fork that makes a branch.
+        Such work would run now, and would not run at a replay. ``fork`` is the fork whose branch the work is, if any.
         """
         # The work of another driver is no part of this recording.
         if unchecked(driver) is not unchecked(self.pool.driver):
@@ -178,31 +179,31 @@ class Recording:
         if pointer == LEGACY_STREAM or driver.capture_id(pointer) != self._capture:
             raise CaptureError(
                 f"{what} ran on stream {pointer:#x}, which is not part of the recording of {self._name}, so a replay "
-                "would skip it. Use the current stream there, and open forks inside the recorded function"
+                "would skip that work. In the recorded function, use only the current stream and forks that the function opens"
             )
         if self.lanes is not None:
             self.lanes.in_order(what, pointer, fork)
 
     def lack(self, fork: object, states: int, wanted: int) -> None:
-        """Note a fork that has fewer states than it wanted."""
+        """Note that a fork got ``states`` states, fewer than ``wanted``."""
         if self.lanes is not None:
             self.lanes.note_short_fork(fork, states, wanted)
 
     def memory(self, outputs: object, before: Sequence[LeftoverArrays]) -> Memory:
         """Return the memory that a replay reads and writes.
 
-        If all returned arrays are the recording's own, the function wrote these arrays and the memory that it is known to write.
-        Otherwise it may also have written each array that is kept for it, as in a branch. ``before`` are the arrays that the
-        first call made.
+        A replay writes the returned arrays, and the memory that graph functions and operations are known to write. If a returned
+        array is not in the recording's own memory, each array in ``kept`` also counts as written. ``before`` are the arrays that
+        the first call made.
 
         Raises
         ------
         CaptureError
-            Where the function reads an array that its first call made.
+            If the function reads an array that its first call made.
         """
         driver = self.pool.driver
         given = self._pieces(self.kept.values())
-        # Operations count by the memory that they declare, because the recording does not see their launches.
+        # For operations, the memory that they declare counts, because the recording does not see their launches.
         used = () if self.lanes is None else self.lanes.used
         reads, writes = self.reads.union(*[each for each, _ in used]), self.writes.union(*[each for _, each in used])
         known = self.reads if self.lanes is None else self.reads.union(*self.lanes.read)
@@ -215,7 +216,7 @@ class Recording:
         return Memory([*reads, *given], [*writes, *self._pieces(arrays), *(() if own else given)])
 
     def _pieces(self, values: Sequence[object]) -> list[Piece]:
-        """Return the memory of the arrays among some values that have elements."""
+        """Return the memory of each array in ``values`` that has elements."""
         driver, native, found = self.pool.driver, self.pool.driver.array_types[0], []
         for value in values:
             if type(value) is native:
@@ -230,30 +231,30 @@ class Recording:
     def make_event(self) -> Any:
         """Create the program's event and return it.
 
-        The event is destroyed with the recording. Called inside `Driver.relaxed`.
+        `destroy` destroys the event. The caller must be inside `Driver.relaxed`.
         """
         self.event = self.pool.driver.create_event()
         return self.event
 
     def measured(self, measure: Callable[[], list[float]]) -> list[float]:
-        """Measure the steps, and return their times."""
+        """Call ``measure``; keep and return its times of the steps."""
         self.times = measure()
         return self.times
 
     def adopt(self, graph: RecordedGraph) -> None:
-        """Own another graph too, which the program is about to launch."""
+        """Own another graph, which the program is about to launch."""
         self._adopted.append(graph)
 
     def arrange_as(self, graph: RecordedGraph, arrangement: Arrangement) -> None:
         """Make an adopted graph the graph that is launched.
 
-        The recording no longer owns the graph that was launched before, unless that graph is ``captured``.
+        The recording no longer owns the previous ``graph``, unless that graph is ``captured``.
         """
         self.graph, self.arrangement = graph, arrangement
         self._adopted.clear()
 
     def owns(self, graph: RecordedGraph) -> bool:
-        """Return whether a graph is destroyed with the recording."""
+        """Return whether `destroy` destroys this graph."""
         return graph in (self.graph, self.captured, *self._adopted)
 
     def holds(self, value: object) -> bool:
@@ -262,17 +263,17 @@ class Recording:
 
     @property
     def known_reads(self) -> set[Piece | Token]:
-        """The memory that its graph functions and operations read."""
+        """The memory that the function's graph functions and operations read."""
         return self.reads if self.lanes is None else self.reads.union(*self.lanes.read, *[reads for reads, _ in self.lanes.used])
 
     @property
     def known_writes(self) -> set[Piece | Token]:
-        """The memory that its graph functions and operations write."""
+        """The memory that the function's graph functions and operations write."""
         return self.writes if self.lanes is None else self.writes.union(*[writes for _, writes in self.lanes.used])
 
     @property
     def unseen(self) -> bool:
-        """Whether the recording has work whose writes are not known."""
+        """Whether some recorded work may write memory that is not known."""
         return self.lanes is None or any(step.lane is None for step in self.lanes.steps)
 
     def shares_with(self, other: "Recording") -> bool:
@@ -295,9 +296,9 @@ class Recording:
 
     @property
     def allocations(self) -> list[int | None]:
-        """The step of each memory allocation in the graph, or None.
+        """The step that made each memory allocation in the graph.
 
-        An entry is None where the step is not known.
+        An entry is None if the step is not known.
         """
         captured, schedule = self.captured, self.schedule
         nodes = () if captured is None else captured.allocations()
@@ -305,11 +306,9 @@ class Recording:
 
     @property
     def own(self) -> list[tuple[int, int]]:
-        """The ranges of its own memory that calls may have written.
+        """The ranges of the recording's own memory that calls may have written.
 
-        Each range is the address of the begin and of the end.
-
-        Used for a recording with lanes.
+        A range is the address of its begin and the address of its end. Without lanes, the ranges of arrays are not noted.
         """
         found = [] if self.lanes is None else [*self.lanes.memory.own]
         blocks = [block for place in self.scratch for block in place.recorded.get(self._capture, ())]
@@ -328,21 +327,21 @@ class Recording:
         With lanes, the method calls ``check_state`` before it compares the recorded calls with the calls of the first run.
 
         The captured stream belongs to a side slot, because the caller's stream may be the null stream, which CUDA cannot capture.
-        The slot takes part in no fork meanwhile. No capture is left open in any case.
+        During the capture no fork gets this slot. If the method raises, it has ended the capture.
 
         Raises
         ------
         CaptureError
-            For work that cannot be captured.
+            If the function gives work that cannot be captured.
         Exception
-            The function's own error otherwise.
+            The function's own error, if the function raises for another reason.
         """
         sides = self.pool.device(self.device).sides
         slot = sides.lease()
         if slot is None:
             raise StateBusyError(
-                f"every side stream of device {self.device} is in use, and a recording needs one{_held_by(self)}: record "
-                "outside of forks, use executors with fewer workers, and record functions with many lanes one after the "
+                f"every side stream of device {self.device} is in use, and a recording needs a free side stream{_held_by(self)}: "
+                "record outside of forks, use executors with fewer workers, and record functions with many lanes one after the "
                 "other"
             )
         self._leased.append(slot)
@@ -359,9 +358,10 @@ class Recording:
         return value
 
     def take(self, sides: SideSlots, slot: Slot) -> bool:
-        """Take over a joined fork's side slot; return whether it is taken.
+        """Take over a joined fork's side slot; return whether this was needed.
 
-        The slot is taken if torch is in use. Torch keeps memory for each stream, so no other owner may use the slot's stream.
+        The recording needs the slot only if torch is in use. Torch keeps memory for each stream. So no other owner may use the
+        slot's stream while the graph exists.
         """
         if self._tensors is not None:
             self._taken.append((sides, slot))
@@ -370,16 +370,17 @@ class Recording:
     def _end_leases(self) -> None:
         """Release the leased slots.
 
-        An interrupt loses one slot at most. The thread that destroys the recording releases the rest.
+        If a KeyboardInterrupt stops this method, at most one slot is lost. `destroy` releases the other slots.
         """
         leased, sides = self._leased, self.pool.device(self.device).sides
         if self.lanes is not None:
-            # The lanes go first, because the pool recognises a lost slot by the absence of any holder.
+            # The lanes let go of their slots first. If an interrupt loses a slot later, the pool detects the loss because no lane
+            # refers to the slot any more.
             self.lanes.forget()
         while leased:
             if leased[0].owner is not None:
                 unbind(leased[0])
-            # Torch keeps memory for each stream. So the slot gets a new stream, and the old stream stays with the recording.
+            # Torch keeps memory for the slot's stream. So the recording keeps this stream, and the slot gets a new stream.
             if self._tensors is not None:
                 self._streams.append((sides, sides.replace_stream(leased[0])))
             sides.release(leased.pop(0), captured=True)
@@ -412,20 +413,20 @@ class Recording:
                     self._arrange()
         except BaseException as trouble:
             ending = trouble
-            # The end of the capture may have failed before the driver closed it.
+            # `end_capture` may have failed before it ended the capture, which would then stay open.
             abort_capture(driver, slot.pointer)
         try:
             if error is not None or ending is not None:
                 raise_cause(self._name, self.pool, error, ending, device=self.device, valid=valid, progress=self._progress)
         finally:
-            # Without this, the error, its traceback and this frame would form a reference cycle.
+            # Without `del`, the error, its traceback and this frame would form a reference cycle.
             del error, ending
         return value
 
     def _capture_valid(self, pointer: int) -> bool:
-        """Return whether a capture is open and valid.
+        """Return whether the stream's capture is open and valid.
 
-        The answer is False where the driver cannot tell.
+        The answer is False if the driver cannot tell.
         """
         try:
             return self.pool.driver.dependencies(pointer) is not None
@@ -433,16 +434,16 @@ class Recording:
             return False
 
     def _check_host_copies(self, captured: RecordedGraph) -> None:
-        """Refuse copies from the host.
+        """Refuse a graph that copies from host memory.
 
-        A replay would read that host memory again, with the values that it has by then.
+        A replay would read the host memory again, with the values of that time.
         """
         for address in captured.host_copies():
             place = self._allocated_at.get(address)
             where = f"an array that was allocated at {place}" if place else f"device memory at {address:#x}"
             raise CaptureError(
-                f"{self._name} cannot be recorded: it copies from the host into {where}, and every replay would read that "
-                f"host memory again. {REMEDIES}"
+                f"{self._name} cannot be recorded: the function copies host memory into {where}, and every replay would read "
+                f"the host memory again. {REMEDIES}"
             )
 
     def _allocated(self, block: object) -> None:
@@ -453,10 +454,7 @@ class Recording:
             self._allocated_at[address] = place
 
     def _arrange(self) -> None:
-        """Make the captured graph ready for launch.
-
-        Its nodes run on the requested number of lanes.
-        """
+        """Arrange the captured graph on the requested lanes, and instantiate it."""
         lanes, captured = self.lanes, self.captured
         assert captured is not None
         if lanes is not None and lanes.exact:
@@ -465,7 +463,8 @@ class Recording:
         try:
             self.graph = captured.arranged(*(self.arrangement.edges if self.arrangement else ()))
         except CaptureError:
-            # The driver cannot copy the graph, so the captured edges stay.
+            # The driver cannot copy the graph in order to change its edges. So the program launches the graph with the edges of
+            # the capture.
             self.arrangement = None if self.schedule is None else self.schedule.recorded
         assert self.graph is not None
         self.graph.instantiate()
@@ -492,12 +491,13 @@ class Recording:
             value = self._call(slot, function, args, kwargs)
             if lanes.refused:
                 raise CaptureError(lanes.refused)
-            # The state is checked first, since a change of state is often the cause of other work.
+            # The state is checked before the calls. If the function changed its state, its calls often differ for this reason,
+            # and the message about the state names the cause.
             check_state()
             check_same(self._name, self._rehearsed, [each for each in lanes.calls if each.what is not OF_CONSTANT])
             lanes.join(self._name, value)
-            # These signatures and the calls of the lanes also hold plans. They are dropped here, so that `release_plans` drops
-            # the last reference to each plan.
+            # The signatures of the rehearsal and of the lanes refer to plans. Both are dropped here, so that `release_plans`
+            # drops the last reference to each plan.
             self._rehearsed = ()
             lanes.calls.clear()
             return value
@@ -516,7 +516,7 @@ class Recording:
                     tensors.check()
             return value
 
-        # Arrays come from the memory of the recording, so that no other owner reuses it between replays.
+        # The function's arrays are allocated in the recording's memory. So no other owner reuses their memory between replays.
         allocator = driver.swap_allocator(self._memory.allocator)
         self._memory.on_allocate(self._allocated)
         try:
@@ -530,11 +530,12 @@ class Recording:
                     tensors.end()
 
     def _progress(self) -> Progress | None:
-        """Return the recording's calls and memory so far, where calls are nodes."""
+        """Return the calls and memory so far, or None without lanes."""
         lanes = self.lanes
         if lanes is None:
             return None
-        # Each lane has scratch of its own, and one lane would reuse the memory of earlier calls.
+        # One lane would need the scratch of a single lane. It would need less memory for arrays, because each call could reuse
+        # memory that earlier calls freed.
         scratch, got, nbytes = self.scratch_bytes, lanes.leased.got, self.nbytes
         on_one_lane = self._memory.in_order + scratch // max(got, 1) + nbytes - self._memory.nbytes - scratch
         return Progress(len(lanes.calls), len(self._rehearsed), got, nbytes, on_one_lane)
@@ -542,8 +543,9 @@ class Recording:
     def destroy(self) -> bool:
         """Destroy the graph and free its memory; return whether all is done.
 
-        Memory that an array still uses is left for a later call. No launch of the graph may be under way. One thread at a time
-        has a recording: the thread of its program, or the thread that found the recording deferred.
+        Memory that an array still uses is freed by a later call of this method. The caller makes sure that no launch of the graph
+        is under way, and that no other thread uses the recording: the caller is the program, or a thread that settles deferred
+        recordings.
         """
         pool = self.pool
         if pool.status.untouchable:
@@ -565,7 +567,7 @@ class Recording:
 
     def _destroy_graph(self) -> None:
         graphs = self.graph, self.captured, *self._adopted
-        # The attributes are cleared first, so that a second call does not destroy a graph twice.
+        # The attributes are cleared first, so that a second call of `destroy` does not destroy a graph twice.
         self.graph = self.captured = self.schedule = None
         self._adopted = []
         do_all([graph.destroy for graph in dict.fromkeys(graphs) if graph is not None])
@@ -577,7 +579,7 @@ class Recording:
             scratch.destroy_event(event)
 
     def settle(self) -> bool:
-        """Run `destroy`, and leave a failure for a later try."""
+        """Run `destroy`; return False if it fails."""
         try:
             return self.destroy()
         except Exception:
@@ -585,10 +587,10 @@ class Recording:
 
 
 def _held_by(recording: Recording) -> str:
-    """Say how many side slots other recordings under way hold."""
+    """Say how many lanes the other unfinished recordings have, for a message."""
     found = [each.lanes for each in [*recordings] if isinstance(each, Recording) and each.shares_with(recording)]
     counts = [0 if lanes is None else lanes.leased.got for lanes in found]
     if not counts:
         return ""
     recorded = "another recording has" if len(counts) == 1 else f"{len(counts)} other recordings have"
-    return f", and {recorded} {sum(counts)} as lanes"
+    return f"; {recorded} {sum(counts)} as lanes"

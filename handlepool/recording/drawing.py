@@ -1,4 +1,4 @@
-"""Draw programs as graphs by lanes and as nodes in time."""
+"""Draw a program: its graph by lanes, and its steps over time."""
 
 import os
 import re
@@ -14,25 +14,25 @@ from handlepool._util.names import shown
 from handlepool.errors import ArgumentError, PackageMissingError
 from handlepool.recording.explain import Explanation
 
-# The sizes are in inches, and the resolution is in dots an inch.
+# The picture's width, its margin and the height of a lane's row are in inches. The resolution is in dots per inch.
 _WIDTH, _MARGIN, _ROW, _DPI = 16.0, 0.5, 0.3, 120
-# The least height of a panel, in inches.
+# The minimum height of a panel, in inches.
 _LEAST_HEIGHT = 0.9
-# A picture of a graph with more edges shows none of them.
+# If a graph has more edges than this number, its picture shows no edges.
 _MOST_EDGES = 4000
 _MANY = 300
-"""The number of steps from which boxes have no gaps between them."""
+"""The minimum number of steps for which boxes are drawn without gaps."""
 _LETTER = 5.4
 """The width of a letter, in points."""
 _NAMED = 8
-"""The number of call names with a colour of their own.
+"""The number of call names that have a colour of their own.
 
-The names whose calls take longest get these colours.
+The names whose calls take longest get these colours. All other names share a colour.
 """
 
 
 class Theme(NamedTuple):
-    """The colours of the light or the dark form of a picture."""
+    """The colours of a light or a dark picture."""
 
     paper: str
     ink: str
@@ -65,58 +65,65 @@ DARK = Theme(
 VARIABLE = "HANDLEPOOL_DRAW"
 """The environment variable that names a folder for pictures.
 
-Each recording with lanes is drawn to that folder.
+If the variable is set, a picture of each recording with lanes is written to that folder.
 """
 
 Spans = list[tuple[float, float]]
-"""The begin and end of each step, in microseconds."""
+"""The begin and the end of each step, in microseconds."""
 
 
 def check(name: str, file: str | PathLike[str]) -> None:
-    """Raise before a replay is measured if no picture can be drawn.
+    """Raise if no picture can be written to ``file``.
+
+    Callers check this before they record a function or measure a replay, because both take time.
 
     Raises
     ------
-    PackageMissingError, ArgumentError
+    PackageMissingError
+        If matplotlib is not installed.
+    ArgumentError
+        If ``file`` is no file name, has an unknown ending, or is in a folder that does not exist.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise PackageMissingError(
-            f"a picture of {name} needs matplotlib, which is not installed: pip install handlepool[demo], or take "
-            f"program.explain().to_dot(), which Graphviz draws"
+            f"a picture of {name} needs matplotlib, which is not installed. Run pip install handlepool[demo], or give the text "
+            f"of program.explain().to_dot() to Graphviz"
         ) from error
     try:
         path = Path(fspath(file))
     except TypeError:
-        raise ArgumentError(f"{name}: draw({shown(file)}); pass the name of a file") from None
+        raise ArgumentError(f"{name}: draw({shown(file)}): the argument is not a file name; pass the name of a file") from None
     kinds = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in kinds:
         raise ArgumentError(
-            f"{name}: draw({str(fspath(file))!r}): the ending selects the format, and must be one of .{', .'.join(sorted(kinds))}"
+            f"{name}: draw({str(fspath(file))!r}): the file name's ending selects the format; use one of "
+            f".{', .'.join(sorted(kinds))}"
         )
     if not path.parent.is_dir():
         raise ArgumentError(f"{name}: draw({str(path)!r}): the folder {str(path.parent)!r} does not exist; make it first")
 
 
-# The default of ``numbers`` counts the pictures of the process. So two recordings with the same name get two files.
+# All calls share the default of ``numbers``, which counts the pictures of this process. So two recordings with the same name get
+# two files.
 def asked_for(name: str, numbers: Iterator[int] = count(1)) -> Path | None:  # noqa: B008
-    """Return the file to draw a recording to, or None.
+    """Return the file for a recording's picture, or None.
 
-    None means that the environment variable `VARIABLE`, which asks for pictures, is not set.
+    Return None if the environment variable `VARIABLE` is not set, so that no picture is wanted.
     """
     folder = os.environ.get(VARIABLE)
     if not folder:
         return None
     path = Path(folder) / f"{re.sub('[^A-Za-z0-9_.-]+', '-', name).strip('-.') or 'program'}-{next(numbers)}.png"
-    check(f"{name} (drawn since {VARIABLE} is set)", path)
+    check(f"{name} (drawn because {VARIABLE} is set)", path)
     return path
 
 
 def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
-    """Write the picture of a program.
+    """Write the picture of a program to a file.
 
-    If a replay was measured, a second panel shows the steps as they ran.
+    If a replay was measured, a second panel shows when each step ran in that replay.
 
     Raises
     ------
@@ -127,10 +134,13 @@ def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
     from matplotlib.figure import Figure
 
     if not how.steps and how.limit is not None:
-        raise ArgumentError(f"{how.name} has no calls to draw: it consists of plain work on the driver's single lane")
+        raise ArgumentError(
+            f"{how.name} has no calls to draw, because the function calls no graph function or operation; draw another program"
+        )
     if not how.steps:
         raise ArgumentError(
-            f"{how.name} was not recorded with lanes, so it has no calls to draw: record it as in record(function, ..., lanes=8)"
+            f"{how.name} was not recorded with lanes, so it has no calls to draw: record with lanes, as in "
+            "record(function, ..., lanes=8)"
         )
     theme = DARK if dark else LIGHT
     colours = _colours(how, theme)
@@ -138,7 +148,8 @@ def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
     panels = 2 if how.ends else 1
     height = 1.2 + panels * (panel + 0.75)
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor=theme.paper)
-    # The canvas registers itself with the figure. Because pyplot is not used, the picture needs no display and no global state.
+    # The canvas registers itself with the figure. The canvas is made here without pyplot, which would need a global state and
+    # might need a display.
     FigureCanvasAgg(figure)
     figure.text(_MARGIN / _WIDTH, 1 - 0.35 / height, how.name, size=16, weight="bold", color=theme.ink, parse_math=False)
     figure.text(_MARGIN / _WIDTH, 1 - 0.65 / height, _subtitle(how), size=10.5, color=theme.pale, parse_math=False)
@@ -171,7 +182,7 @@ def _subtitle(how: Explanation) -> str:
 def _colours(how: Explanation, theme: Theme) -> dict[str, str]:
     """Return the colour of each call name.
 
-    The names whose calls take longest get colours of their own, and all other names share a colour.
+    The `_NAMED` names whose calls take longest get colours of their own. All other names share a colour.
     """
     taken: Counter[str] = Counter()
     for number, step in enumerate(how.steps):
@@ -195,7 +206,7 @@ def _legend(figure: Any, theme: Theme, colours: dict[str, str], top: float) -> N
 def _planned(how: Explanation, times: Sequence[float]) -> Spans:
     """Return the planned begin and end of each step.
 
-    A step begins as soon as the steps that it waits for have ended. It takes its measured time.
+    A step begins as soon as the steps that it waits for have ended, and takes its entry of ``times``.
     """
     spans: Spans = [(0.0, 0.0)] * len(how.steps)
     for number in how.order():
@@ -208,11 +219,11 @@ def _panel(axes: Any, how: Explanation, spans: Spans, colours: dict[str, str], t
     last = max(end for _, end in spans) or 1.0
     points = axes.get_position().width * _WIDTH * 72
     axes.set_facecolor(theme.paper)
-    # A gap separates boxes. If there are too many boxes for gaps, two shades alternate instead.
+    # Neighbouring boxes of a lane are separated by a gap. If there are too many boxes for gaps, their shades alternate instead.
     gap = 0.3 if len(how.steps) < _MANY else 0.0
     middle = (how.got - 1) / 2
     shades = {lane: cycle((1.0, 1.0 if gap else 0.72)) for lane in range(how.got)}
-    # Steps are drawn by begin, so that the shades of a lane alternate along the time axis.
+    # The steps are drawn in order of their begin, so that the two shades alternate along the time axis.
     for step, (begin, end) in sorted(zip(how.steps, spans, strict=True), key=itemgetter(1)):
         width = end - begin
         if step.lane is None:
@@ -221,7 +232,7 @@ def _panel(axes: Any, how: Explanation, spans: Spans, colours: dict[str, str], t
             look = {"color": colours[step.name], "alpha": next(shades[step.lane])}
             axes.barh(step.lane, width, left=begin, height=0.78, edgecolor=theme.paper, linewidth=gap, **look)
         label = step.name.rpartition(".")[2]
-        # A label is drawn only where it fits into its box.
+        # The label is drawn only if it fits into the step's box.
         if len(label) * _LETTER + 4 < width / last * points:
             ink = theme.ink if step.lane is None else theme.paper
             row = middle if step.lane is None else step.lane
@@ -229,7 +240,7 @@ def _panel(axes: Any, how: Explanation, spans: Spans, colours: dict[str, str], t
     if edges and how.edges <= _MOST_EDGES:
         _edges(axes, how, spans, theme)
     axes.set_xlim(0, last * 1.003)
-    # The upper limit comes first, so that lane 0 is at the top.
+    # The larger limit is given first, which reverses the axis. So lane 0 is at the top.
     axes.set_ylim(how.got - 0.45, -0.55)
     named = range(0, how.got, max(1, how.got // 8))
     axes.set_yticks(named, [f"lane {lane}" for lane in named])

@@ -17,16 +17,16 @@ class Step(NamedTuple):
     ----------
     name : str
     place : str
-        File and line of the call. The place of other work may be unknown. Then these are the last call before the work and the
-        first call after it.
+        File and line of the call. If the place of other work is unknown, ``place`` names the last call before the work and the
+        first call after the work.
     lane : int or None
         The lane of the node; None for other work.
     after : tuple of int
-        The numbers of the steps that this step waits for directly. Waits that follow from other waits are left out.
+        The numbers of the steps that this step waits for directly. If this step waits for a step only through another step, that
+        number is left out.
     why : str
-        The reason why the step runs alone, after all earlier steps and before all later steps; empty for an ordinary node. A
-        node has such a reason too if it failed, or if it gave work to other streams than its lane's. Then only later steps wait
-        for it.
+        The reason why all later steps wait for this step; empty for an ordinary node. Other work runs alone: it also waits for
+        all earlier steps. A node has a reason if it failed, or if it gave work to other streams than its lane's.
     """
 
     name: str
@@ -45,29 +45,30 @@ class Explanation:
     name : str
         The name of the program.
     operations : int
-        The number of kernels, copies and the like in the CUDA graph, where they are called nodes. One call may add several, or
-        none.
+        The number of kernels, copies and similar operations in the CUDA graph. CUDA calls these operations nodes. A call may add
+        none, one or several.
     nbytes : int
         Bytes of device memory for arrays and scratch.
     scratch : int
-        Bytes of scratch among ``nbytes``.
+        Bytes of scratch, which ``nbytes`` includes.
     allocations : tuple of (int or None)
-        For each memory allocation in the graph, the number of its step in ``steps``, or None if the step is unknown. A
-        ``cudaMallocAsync`` in a recording becomes such an allocation, which each replay repeats.
+        For each memory allocation in the graph, the number of its step in ``steps``, or None if the step is unknown. A call of
+        ``cudaMallocAsync`` in the recorded function becomes such an allocation, which each replay repeats.
     limit : int or None
         The argument ``lanes`` of `record`; None for a program without lanes.
     wanted, recorded : int
         ``wanted`` is the number of lanes that the calls could have used, at most 32. ``recorded`` is the number of lanes that
-        the calls were recorded on. The program's memory is that of the recorded lanes.
+        the calls were recorded on. It decides how much memory the program uses.
     got : int
         The number of lanes on which the calls run in a replay, at most ``limit``.
     exact : bool
-        Whether the driver can make a node depend only on the nodes whose results it reads. Otherwise there is one lane.
+        Whether the driver can choose the dependencies of each node. If it cannot, there is one lane.
     steps : tuple of Step
     times : tuple of float
         Microseconds of each step when it runs alone; empty if the steps were not measured.
     data : tuple of tuple of int
-        For each step, the steps that it waited for in the recording, before the nodes were moved to fewer lanes.
+        For each step, the numbers of the steps that it waited for on the ``recorded`` lanes. ``Step.after`` has the waits on the
+        ``got`` lanes.
     ends : tuple of float
         Microseconds from the beginning of a replay to the end of each step; empty if no such replay was measured.
     """
@@ -94,63 +95,65 @@ class Explanation:
 
     @property
     def serial(self) -> list[Step]:
-        """The steps that run alone, between all earlier and later steps."""
+        """The steps that all later steps wait for, as ``why`` tells."""
         return [step for step in self.steps if step.why]
 
     @property
     def edges(self) -> int:
-        """The number of waits between steps."""
+        """The number of direct waits of steps for other steps."""
         return sum(len(step.after) for step in self.steps)
 
     @property
     def longest(self) -> int:
-        """The number of steps on the longest path, on the present lanes."""
+        """The number of steps on the longest path of waits."""
         return int(_longest(self._after, [1.0] * len(self.steps)))
 
     @property
     def longest_by_data(self) -> int:
-        """The number of steps on the longest path by data alone.
+        """The number of steps on the longest path of waits by data.
 
-        This is the length of the longest path if the number of lanes is unlimited.
+        `longest` is larger if nodes also wait because they share a lane.
         """
         return int(_longest(self.data or self._after, [1.0] * len(self.steps)))
 
     @property
     def critical(self) -> float:
-        """Microseconds of the longest path by data alone.
+        """Microseconds of the longest path of waits by data.
 
-        It is 0 if the steps were not measured.
+        The value is 0 if the steps were not measured.
         """
         return _longest(self.data or self._after, self.times) if self.times else 0.0
 
     @property
     def planned(self) -> float:
-        """Microseconds of the longest path on the present lanes.
+        """Microseconds of the longest path of waits on the present lanes.
 
-        It is 0 if the steps were not measured.
+        The value is 0 if the steps were not measured.
         """
         return _longest(self._after, self.times) if self.times else 0.0
 
     @property
     def total(self) -> float:
-        """Microseconds of all steps in sequence; 0 if not measured."""
+        """The sum of the microseconds of all steps; 0 if not measured."""
         return sum(self.times)
 
     @property
     def ran(self) -> list[tuple[float, float]]:
         """The begin and end of each step, in microseconds.
 
-        A step counts as beginning at the end of the last step that it waits for. The list is empty if `ends` is empty.
+        Only ends are measured. So a step is taken to begin when the last step that it waits for ends. The list is empty if `ends`
+        is empty.
         """
         if not self.ends:
             return []
         begins = [max([self.ends[before] for before in step.after], default=0.0) for step in self.steps]
-        # Measurement errors may place a step's end before the end of a predecessor. So the begin is at most the step's own end.
+        # By a measurement error, a step may seem to end before a step that it waits for. Without `min`, the step would then end
+        # before it begins.
         return [(min(begin, end), end) for begin, end in zip(begins, self.ends, strict=True)]
 
     @property
     def use(self) -> list[tuple[int, float]]:
-        """The number of nodes of each lane, and their microseconds in all."""
+        """The number of nodes, and their microseconds in total, of each lane."""
         found: dict[int, list[float]] = {}
         for number, step in enumerate(self.steps):
             if step.lane is not None:
@@ -169,9 +172,9 @@ class Explanation:
         return [step.after for step in self.steps]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the explanation in types that JSON can store.
+        """Return the explanation as a dictionary that JSON can store.
 
-        They are dictionaries, lists, numbers, strings, booleans and None.
+        It contains only dictionaries, lists, numbers, strings, booleans and None.
         """
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         # Tuples become lists, because JSON has no tuples.
@@ -186,7 +189,7 @@ class Explanation:
     def to_dot(self) -> str:
         """Return the graph of the steps in the language of Graphviz.
 
-        A step that runs alone is drawn as a box.
+        A step in `serial` is drawn as a box, and any other step as an ellipse.
         """
         lines = [f"digraph {_quoted(self.name)} {{"]
         for number, step in enumerate(self.steps):
@@ -210,25 +213,27 @@ class Explanation:
             f"steps of {len(self.steps)}{least}"
         )
         if not self.nodes:
-            lines.append("It has no call of a graph function or an operation, and lanes are for such calls only")
+            lines.append("The program has no call of a graph function or an operation, and only such calls run on lanes")
         if not self.exact:
             lines.append("The driver cannot choose the dependencies of a node, so all steps run one after the other")
         elif self.wanted > self.recorded and self.recorded < self.limit:
-            lines.append(f"Up to {self.wanted} lanes were wanted: no more side streams of the device were free")
+            lines.append(f"The calls could use {self.wanted} lanes, but no more side streams of the device were free")
         if self.recorded > self.got:
-            lines.append(f"Recorded on {self.recorded} lanes, as the data allows, and brought onto {self.got} by edges")
+            lines.append(
+                f"The nodes were recorded on {self.recorded} lanes, and then brought onto {self.got} lanes by further edges"
+            )
         if self.times:
             use = ", ".join(f"{count} {time:,.1f}" for count, time in self.use)
             lines.append(
                 f"Measured: {self.total:,.1f} microseconds one after the other, {self.critical:,.1f} on the longest way by data, "
-                f"{self.planned:,.1f} on these lanes; on each lane, nodes and microseconds: {use}"
+                f"{self.planned:,.1f} on these lanes; number of nodes and microseconds of each lane: {use}"
             )
         elif self.got > 1:
             lines.append(f"Nodes on each lane: {', '.join(str(count) for count, _ in self.use)}")
         lines += self._who_allocates()
         if self.serial:
-            lines.append("After all before it, and before all after it:")
-            # Equal lines are counted, because a loop may make the same step many times.
+            lines.append("Steps that all later steps wait for:")
+            # Equal lines are printed once with their count, because a loop may make the same step many times.
             told = Counter(f"{step.name}, {step.place}: {step.why}" for step in self.serial)
             lines += [f"  {line}" if count == 1 else f"  {count} times {line}" for line, count in told.items()]
         return "\n".join(lines)
@@ -253,7 +258,7 @@ def _ordered(after: Sequence[Sequence[int]]) -> list[int]:
 
 def _longest(after: Sequence[Sequence[int]], times: Sequence[float]) -> float:
     ways: dict[int, float] = {}
-    # In this order, the paths to all predecessors of a step are already known.
+    # In this order, a step comes after the steps that it waits for. So their longest paths are already known.
     for number in _ordered(after):
         ways[number] = times[number] + max([ways[before] for before in after[number]], default=0.0)
     return max(ways.values(), default=0.0)

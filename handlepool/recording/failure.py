@@ -13,9 +13,8 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.recording.random_numbers import refusal
 
 ADVICE = (
-    "A recorded function gives work to streams and never waits for the GPU. Synchronise, read values on the host "
-    "(float(y), y.get(), print(y)) and copy from the host before it or after it. Pass host data as an argument, or make "
-    "it on the device in an operation"
+    "A recorded function must not synchronise, read values on the host (float(y), y.get(), print(y)) or copy from the host: "
+    "do so before or after the recorded function. Pass host data as an argument, or make the data on the device in an operation"
 )
 
 
@@ -25,11 +24,12 @@ class Progress(NamedTuple):
     Attributes
     ----------
     calls, of : int
-        Calls that became nodes so far, and all such calls in the function's first run.
+        Number of calls that had become nodes, and number of calls that should become nodes, as counted in the function's first
+        run.
     lanes : int
         Number of lanes.
     nbytes, on_one_lane : int
-        Bytes of device memory so far, and an estimate of these bytes for one lane.
+        Bytes of device memory that the recording had, and an estimate of the bytes that it would have had with one lane.
     """
 
     calls: int
@@ -57,12 +57,12 @@ def raise_cause(
         The function's name.
     pool : PoolInternals
     error, ending : BaseException or None
-        The error of the function's call, and the error of the capture's end. One of the two is not None.
+        The error of the function's call, and the error of the capture's end. At least one of these errors is not None.
     device : int
     valid : bool
-        Whether the capture was valid after the function's error. Then it lacks only the work that the error prevented.
+        Whether the capture was still valid after the function's error.
     progress : callable
-        Returns the progress of the recording, where its calls are nodes. Called only where memory ran out.
+        Returns the progress of the recording, or None without lanes. It is called only if memory ran out.
     """
     first = error or ending
     assert first is not None
@@ -77,7 +77,7 @@ def raise_cause(
         if _is_out_of_memory(pool, error) and (reached := progress()) is not None:
             took, advice = f"{reached.nbytes:,} bytes on {reached.lanes} lanes", ""
             if reached.lanes > 1:
-                took, advice = f"{took}, where 1 lane takes about {reached.on_one_lane:,}", "record it with lanes=1; or "
+                took, advice = f"{took} (on 1 lane about {reached.on_one_lane:,} bytes)", "record it with lanes=1; or "
             raise OutOfMemoryError(
                 f"the recording of {name} found no memory on device {device} ({error}), at call {reached.calls} of "
                 f"{reached.of}, when it had {took}. To have enough, {advice}free arrays, close programs, and call "
@@ -88,17 +88,18 @@ def raise_cause(
                 f"the graph of {name} found no memory on device {device} ({ending}): free arrays, close programs, "
                 f"call HandlePool.trim() and CuPy's free_all_blocks(), and record it again"
             ) from ending
-        # The driver may tell of an invalid capture at the call that invalidated it, or only at the end.
+        # Either error may say why the capture is invalid: the driver reports this at the call that invalidated the capture, or
+        # when the capture ends.
         causes = [pool.driver.capture_failure(trouble) for trouble in (error, ending) if trouble is not None]
         cause = next(filter(None, causes), None)
-        # An error that no invalid capture explains is the function's own, so it goes to the caller unchanged.
+        # If the function's error does not come from an invalid capture, it goes to the caller unchanged.
         if error is not None and (cause is None or _is_own_refusal(error) or (valid and causes[0] is None)):
             raise error
-        # The host driver already names the place in its cause.
+        # The cause that the host driver reports already names the place, which is then not repeated.
         where = f" at {place}" if place and place not in str(cause) else ""
         raise CaptureError(f"{name} cannot be recorded: {cause or ending}{where}. {ADVICE}") from first
     finally:
-        # Without this, the error, its traceback and this frame would form a reference cycle.
+        # Without `del`, the error, its traceback and this frame would form a reference cycle.
         del first, error, ending
 
 
@@ -110,7 +111,7 @@ def _is_out_of_memory(pool: PoolInternals, error: BaseException | None) -> bool:
 def _is_own_refusal(error: BaseException) -> bool:
     """Return whether an error is a refusal by this package's recording modules.
 
-    Such an error names its cause, unlike an error of a driver.
+    Such a refusal names its cause. So the caller does not replace it with a `CaptureError` about the capture.
     """
     trace = error.__traceback__
     # The last frame of a traceback is the frame that raised the error.

@@ -1,7 +1,11 @@
-"""Make a function's real call, and compare captures with that call."""
+"""Call a function for real, and then capture a second call.
+
+The first call runs on the caller's stream. The second call is captured, and must make the same launches as the first call.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -13,10 +17,10 @@ from handlepool._util.reachable import leaves
 from handlepool.drivers.protocol import Driver
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.graphs.plan import Plan
-from handlepool.order.accesses import Memory
 from handlepool.order.measured import awaited, wait_for_answers
 from handlepool.order.stream_order import in_torch, torch_among, torch_in_use
-from handlepool.pool.context import run_on
+from handlepool.order.uses import Memory
+from handlepool.pool.context import on_device, run_on
 from handlepool.pool.deferred import defer
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.process_end import process_end
@@ -30,10 +34,55 @@ from handlepool.recording.state import State
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
+class Take:
+    """A recording of a program's call, with its outputs.
+
+    Attributes
+    ----------
+    recording : Recording
+    outputs : object
+        The value that the function returned under capture.
+    memory : Memory
+        The memory that replays read and write.
+    launched : tuple of (Plan, int)
+        Each launched plan with its number of launches. Empty if the launches were not counted.
+    """
+
+    recording: Recording
+    outputs: Any
+    memory: Memory | None
+    launched: tuple[tuple[Plan, int], ...] = ()
+
+    def end(self) -> None:
+        """Destroy the recording, after all its launches have ended."""
+        held = [self.outputs]
+        self.outputs, self.launched = None, ()
+        dispose(self.recording, held)
+
+
+def dispose(recording: Recording, held: list[Any]) -> None:
+    """Destroy a recording whose launches have ended.
+
+    ``held`` are objects that were kept alive for the recording. The list is emptied.
+    """
+    held.append(recording.kept.take())
+    try:
+        with on_device(recording.pool.driver, recording.device), recording.pool.driver.relaxed():
+            held.clear()
+        done = recording.destroy()
+    except BaseException:
+        defer(recording.settle)
+        raise
+    # If a caller still holds arrays in the recording's memory, this memory cannot be freed yet, and a later call frees it.
+    if not done:
+        defer(recording.settle)
+
+
 class FirstCall:
     """Make a function's real call, and note its launches.
 
-    Each later capture must make the same launches.
+    Each later capture of the function must make the same launches.
 
     Parameters
     ----------
@@ -68,8 +117,8 @@ class FirstCall:
             call = partial(_rehearsed, self._rehearsal, pool, home, call)
         if self._launches is not None:
             call = partial(self._launches.around, call)
-        # The measurements of writes that were requested before this call concern other calls. So `capture` waits only for later
-        # requests.
+        # The number of measurements of writes that were requested so far. They concern earlier calls, so `capture` waits only for
+        # the measurements that this call requests.
         self._asked = awaited.asked
         with self._copies.noted():
             returned = call(function, args, kwargs)
@@ -77,11 +126,11 @@ class FirstCall:
         return returned
 
     def keep(self) -> None:
-        """Keep the plans for further captures, at the latest until exit."""
+        """Keep the noted plans for further captures, but drop them at exit."""
         process_end.add(self._end_at_exit)
 
     def end(self) -> None:
-        """End the call, and find the arrays that the function has kept."""
+        """End the first call; find its arrays that are still alive."""
         for left in self._leftovers():
             left.end()
 
@@ -89,7 +138,7 @@ class FirstCall:
         return [watcher.new for watcher in (self._rehearsal, self._launches) if watcher is not None]
 
     def plans(self) -> list[tuple[Plan, int]]:
-        """Return the launched plans of the device, with launch counts."""
+        """Return the plans launched on the caller's device, with launch counts."""
         return [] if self._launches is None else self._launches.plans(self._home.device)
 
     def capture(
@@ -109,19 +158,21 @@ class FirstCall:
     ) -> T:
         """Call the function again under capture, and finish the recording.
 
-        The method returns the value of ``finish(recording, outputs)``. If it raises, all objects are as they were before the
-        call, and nothing of the recording is left.
+        The method returns the value of ``finish(recording, outputs)``. If the method raises, it restores the objects that the
+        second call changed, and destroys the recording.
 
         Parameters
         ----------
         given : ContainerSnapshot
-            The snapshot of the arguments.
+            The snapshot of the lists and dictionaries among the arguments.
         values : sequence
             The values that the arguments contain, also inside containers.
         home : StreamReference
             The caller's stream, which is current.
+        finish : callable
+            Makes the value that this method returns, such as a program.
         kept : sequence, optional
-            Values that the graph reads. By default they are the function and its arguments.
+            Values that the program keeps alive, because the graph reads them. The default is the function and its arguments.
         before : State, optional
             The state of the same arguments before the first call.
         returned : optional
@@ -142,8 +193,8 @@ class FirstCall:
         again = None if launches is None or lanes is not None else Launches(pool)
         try:
             if awaited.asked > self._asked and not self._captured:
-                # The measurements must be complete: nodes of operations may run concurrently only if the operations are known
-                # to write no more than they declare.
+                # Operations may run concurrently as nodes only if they write no more than they declare. So the measurements of
+                # their writes must be complete before the capture.
                 wait_for_answers(self._asked)
             renewed = given.renew()
             if self._captured:
@@ -160,7 +211,7 @@ class FirstCall:
             with self._copies.repeated(recording.kept.add):
                 outputs = captured(function, args, kwargs, partial(state.check, name))
             given.check(name)
-            # With lanes, the capture itself checks the state and compares the calls.
+            # With lanes, `recording.capture` has already checked the state and compared the calls.
             if again is not None and launches is not None:
                 state.check(name)
                 check_same(name, launches.calls, again.calls)
@@ -172,8 +223,8 @@ class FirstCall:
                 one, other = next(pair for pair in pairs if pair[0] != pair[1])
                 raise CaptureError(
                     f"{name} returned something else in its second call, which is recorded: {_text(one)} the first "
-                    f"time, and {_text(other)} the second time. Before the recording, make all decisions and every object that "
-                    "is made only once"
+                    f"time, and {_text(other)} the second time. Before the recording, take all decisions, and make the objects "
+                    "that only the first call makes"
                 )
             made = finish(recording, outputs)
             self._captured = True
@@ -181,22 +232,22 @@ class FirstCall:
         except BaseException:
             outputs, done = None, False
             try:
-                # The arguments are restored first. Otherwise an attribute could keep an array in the recording's memory, which
-                # no replay has written.
+                # The arguments and the state are restored before the recording is destroyed. Otherwise they could still refer to
+                # an array in the recording's memory, whose values no replay has written.
                 given.restore()
                 if state is not None:
                     state.restore()
                 done = recording.destroy()
             finally:
                 recording.kept.take()
-                # If the driver cannot destroy the recording yet, a later call does so. The original error must reach the caller
-                # in any case.
+                # If the recording could not be destroyed, it is deferred, and a later call destroys it. The caller gets the
+                # original error, not the error of `destroy`.
                 if not done:
                     defer(recording.settle)
             raise
 
     def memory(self, recording: Recording, outputs: object) -> Memory:
-        """Return the memory of replays, and release the first call's arrays.
+        """Return the memory that replays use; release the first call's arrays.
 
         Raises
         ------
@@ -210,7 +261,7 @@ class FirstCall:
         return made
 
     def _end_at_exit(self, deadline: float) -> None:
-        """Drop the plans, which must not outlive cuDNN's binding."""
+        """Drop the plans at exit, because they must not outlive cuDNN's binding."""
         for watcher in (self._rehearsal, self._launches):
             if watcher is not None:
                 watcher.calls.clear()
@@ -219,7 +270,7 @@ class FirstCall:
 
 
 def name_of_call(function: object) -> str:
-    """Return the name of a function for messages."""
+    """Return the name of ``function`` for messages."""
     names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None), type(function).__name__]
     return [name for name in names if isinstance(name, str)][0]  # noqa: RUF015 - without a generator
 
@@ -230,7 +281,7 @@ def nothing(name: str) -> ArgumentError:
 
 
 def check_returned(name: str, function: object, returned: object) -> None:
-    """Refuse None, and generators that have yet to run.
+    """Refuse a returned None, or a generator that has yet to run.
 
     Raises
     ------
@@ -243,15 +294,15 @@ def check_returned(name: str, function: object, returned: object) -> None:
 
 
 def _settle(driver: Driver, pointer: int) -> None:
-    """Wait for a stream, because its work may still write NumPy arrays."""
+    """Wait for the stream's work, which may still write NumPy arrays."""
     with driver.relaxed():
         driver.synchronize_stream(pointer)
 
 
 def _shapes(driver: Driver, returned: Any) -> list[Any]:
-    """Return the shapes and types of returned arrays.
+    """Return the shape and type of each returned array.
 
-    An entry is a tuple for an array of the driver, and text for any other array.
+    For an array of the driver, the entry is a tuple. For an array of another library, the entry is text.
     """
     native: Any = driver.array_types[0]
     if type(returned) is native:
@@ -274,7 +325,7 @@ def _text(shape: Any) -> str:
 def _rehearsed(rehearsal: Rehearsal, pool: PoolInternals, home: StreamReference, run: Callable[..., T], *call: Any) -> T:
     """Call a function while a rehearsal notes its calls.
 
-    Meanwhile the caller's stream is also current for torch, as during the recording.
+    During the call, the caller's stream is also torch's current stream, as the captured stream is during the recording.
     """
     torch = (torch_in_use(pool.driver) or torch_among(*call)) if "torch" in sys.modules else None
     if torch is None:

@@ -1,11 +1,12 @@
-"""Compare the values that a function reaches with those of its program.
+"""Compare the values that a function reaches with the recorded values.
 
-A program reads arrays in place, and has numbers, texts and flags built in. So these values must be as they were at the
-recording. Arrays and objects are compared by identity, and plain values by value. The function reaches them by its closure, its
-defaults, attributes, containers, and the globals that its code names. An attribute is left out if no code of the function names
-it, unless a library may read it.
+A program reads the arrays that it was recorded with, and has numbers, texts and flags built in. So before a call uses the
+program, guards check that the function still reaches the same arrays and values. Arrays and other objects are compared by
+identity, and plain values by value. The function reaches values through its closure, its defaults, attributes, containers, and
+the globals that its code names. An attribute has no guard if no code of the function names the attribute, unless library code
+may read it.
 
-All comparisons of one program are compiled into one function, because a loop over them would take three times as long.
+All comparisons of one program are compiled into one function, because a loop over the guards would take three times as long.
 """
 
 import sys
@@ -45,28 +46,31 @@ from handlepool.recording.update import PLAIN, same
 MOST_GUARDS = 5000
 """The maximum number of guards of a program.
 
-A function that needs more guards runs eagerly.
+A function that needs more guards is not recorded, and runs eagerly.
 """
 MOST_HOST_BYTES = 1 << 16
-"""The maximum bytes of NumPy arrays to compare at each call.
+"""The maximum bytes of NumPy arrays that are compared at each call.
 
-A function that reaches more bytes runs eagerly.
+A function that reaches more bytes is not recorded, and runs eagerly.
 """
 ARRAY, OBJECT, VALUE = "array", "object", "value"
 
 _BY_NAME = frozenset(
     ["getattr", "hasattr", "vars", "__dict__", "attrgetter", "methodcaller", "eval", "exec", "globals", "locals"]
 )
-"""Names of functions by which code can reach attributes by computed names."""
+"""Names with which code can reach attributes whose names it computes."""
 _MODULE_DATA = ("_parameters", "_buffers", "_modules")
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 _CODE = (FunctionType, BuiltinFunctionType, ModuleType, type, staticmethod, classmethod, property, CACHE)
-"""Types that count as code, which is assumed not to change."""
+"""Types of values that count as code.
+
+Code gets no guard, because it is assumed not to change.
+"""
 _PLAIN = (*PLAIN, type(None), slice, range, np.dtype)
 
 
 class Guard(NamedTuple):
-    """One comparison.
+    """The comparison of one value that the function reaches.
 
     Attributes
     ----------
@@ -77,6 +81,7 @@ class Guard(NamedTuple):
     read : callable
         Returns the present value.
     expected : object
+        The value at the recording, or a later object equal to that value.
     """
 
     path: str
@@ -86,7 +91,7 @@ class Guard(NamedTuple):
 
 
 class TooMany(Exception):
-    """A function reaches too much to compare at each call."""
+    """A function reaches more values than can be compared at each call."""
 
 
 class Guards:
@@ -96,16 +101,16 @@ class Guards:
     ----------
     driver : Driver
     function : callable
-    held : sequence
-        The arguments that the key contains by identity.
+    held : iterable
+        The arguments that the key of the call contains by identity.
 
     Attributes
     ----------
     arrays : list
-        All arrays and tensors that are reached.
+        All arrays and tensors that the function reaches.
     holds : callable
-        Returns True if all values are identical to those of the recording. It also returns False if a value was replaced by an
-        equal value; then `changed` decides.
+        Returns True if each value is the same object as at the recording. If it returns False, `changed` tells whether a value
+        differs or was only replaced by an equal object.
 
     Raises
     ------
@@ -114,32 +119,36 @@ class Guards:
 
     def __init__(self, driver: Driver, function: Callable[..., Any], held: Iterable[Any]) -> None:
         self._kinds = driver.array_types
-        # With the host driver, a tensor on the host is read in place, like an array. Otherwise its values are compared.
+        # The host driver reads a tensor in host memory in place, like an array. With any other driver, the values of such a
+        # tensor are compared.
         self._host_tensors = driver.name != "host"
         walk = Walk(driver, (), ())
         walk.run(function, [*held], {})
         if len(walk.entered) >= MOST_PLACES:
-            raise TooMany(f"it reaches {MOST_PLACES:,} objects or more")
+            raise TooMany(f"the function reaches {MOST_PLACES:,} objects or more, too many to compare")
         self._reached = walk.entered
         self.arrays = [each for each in walk.entered.values() if self._is_array(each)]
         named = _named([each for each in walk.entered.values() if isinstance(each, FunctionType) and _is_users(each)])
-        # If the code can compute names of attributes, every attribute counts as named.
+        # None stands for all names. If code can compute the names of attributes, each attribute counts as named.
         self._named = None if named & _BY_NAME else named
         self._guards: list[Guard] = []
         self._tests: list[str] = []
         self._space: dict[str, Any] = {}
         self._host_bytes = 0
-        # Both sets have dictionaries of torch modules, by identity. In the first set are hooks, which are not compared. In the
-        # second are parameters and buffers, whose number is not compared.
+        # The identifiers of dictionaries of torch modules. Dictionaries in `_left_out`, such as hooks, are not compared. Of
+        # dictionaries in `_any_length` (parameters and buffers), the entries are compared, but not their number.
         self._left_out: set[int] = set()
         self._any_length: set[int] = set()
         self._of_modules = _of_modules()
         for path, kind, owner, names in walk.found:
             self._add_place(path, kind, owner, names)
             if len(self._guards) > MOST_GUARDS:
-                raise TooMany(f"it reaches more than {MOST_GUARDS:,} attributes, entries and variables")
+                raise TooMany(
+                    f"the function reaches more than {MOST_GUARDS:,} attributes, entries and variables, too many to compare at "
+                    "each call"
+                )
         self.holds = self._compiled()
-        # The comparisons keep the arrays alive, so the other objects of the walk are released.
+        # Only the guarded objects must stay alive, and the guards refer to them. So all other objects of the walk are released.
         self._reached = {}
 
     def __len__(self) -> int:
@@ -148,7 +157,7 @@ class Guards:
     def changed(self) -> list[Guard]:
         """Return the guards whose values have changed.
 
-        If a value was replaced by an equal value, the new object is expected from now on.
+        If a value was replaced by an equal object, it counts as unchanged, and its guard expects the new object from now on.
         """
         found, renewed = [], []
         for number, guard in enumerate(self._guards):
@@ -165,7 +174,7 @@ class Guards:
                 renewed.append((number, now))
         for number, now in renewed:
             self._guards[number] = self._guards[number]._replace(expected=now)
-            # The compiled function compares by identity. Without the new object, it would fail at every later call.
+            # `holds` compares by identity. Without the new object, `holds` would return False at every later call.
             if f"v{number}" in self._space:
                 self._space[f"v{number}"] = now
         return found
@@ -174,7 +183,8 @@ class Guards:
         return isinstance(value, self._kinds) or is_tensor(value)
 
     def _compiled(self) -> Callable[[], bool]:
-        # The function is a single expression without a loop. An error inside it counts as a difference.
+        # The compiled function evaluates all tests in one expression without a loop. If a test raises, the value counts as
+        # different.
         tests = "\n        or ".join(self._tests) or "False"
         text = f"def holds():\n    try:\n        return not ({tests})\n    except Exception:\n        return False\n"
         exec(compile(text, "<a program's guards>", "exec"), self._space)
@@ -188,7 +198,6 @@ class Guards:
             return
         if kind is ATTRIBUTES:
             own = owner.__dict__
-            # A wrapper's ``__wrapped__`` is left out, because the wrapper does not read it as a value.
             keys = self._read_of(owner, own)
             self._entries(own, [(f"{path}.{key}", key) for key in keys], "[{key}]", own.get)
             if keys == [*own]:
@@ -221,7 +230,10 @@ class Guards:
         elif kind in (VALUES, TENSOR) and (kind is VALUES or self._host_tensors):
             self._host_bytes += owner.nbytes
             if self._host_bytes > MOST_HOST_BYTES:
-                raise TooMany(f"it reaches more than {MOST_HOST_BYTES:,} bytes of host arrays, as in {path}")
+                raise TooMany(
+                    f"the function reaches more than {MOST_HOST_BYTES:,} bytes of host arrays, too many to compare at each call, "
+                    f"as in {path}. Keep these values in arrays of the device"
+                )
             if kind is VALUES:
                 self._bytes(path, owner, "{}.tobytes()", owner.tobytes)
             else:
@@ -232,9 +244,10 @@ class Guards:
             self._bytes(path, owner, "bytes({})", lambda: bytes(owner))
 
     def _read_of(self, owner: object, own: dict[str, Any]) -> list[str]:
-        """Return the attributes of an object that the function may read."""
+        """Return the names of an object's attributes that need guards."""
         kind = type(owner)
         if isinstance(owner, FunctionType):
+            # ``__wrapped__`` needs no guard, because the code of a wrapper does not read this attribute.
             return [key for key in own if key != "__wrapped__"]
         if self._of_modules and _is_module(owner):
             self._left_out |= {id(own[key]) for key in self._of_modules if key in own and key not in _MODULE_DATA}
@@ -254,7 +267,7 @@ class Guards:
                 continue
             number = len(self._guards)
             shown = repr(key) if type(key) in (str, int) else f"k{number}"
-            # A key that cannot be written as a literal is put into the namespace of the compiled function.
+            # A key that has no literal is read from the namespace of the compiled function.
             self._space[f"k{number}"] = key
             self._guard(path, value, owner, test.format(key=shown), partial(get, key, MISSING))
 
@@ -262,7 +275,7 @@ class Guards:
         def read() -> Any:
             return slot.__get__(owner, type(owner))
 
-        # Reading a slot without a value raises. There is nothing to compare then.
+        # If the slot has no value, reading it raises, and there is no value to compare.
         try:
             value = read()
         except AttributeError:
@@ -299,8 +312,8 @@ class Guards:
             raise TooMany(f"the values of {path} cannot be compared") from error
         number = len(self._guards)
         self._guards.append(Guard(path, VALUE, lambda: value if read() == value else MISSING, value))
-        # The last entry keeps the objects alive whose identities are compared. Otherwise a new object could get the identity of
-        # a freed object.
+        # ``keep`` are the objects whose identities are compared. The namespace keeps them alive, because a new object could get
+        # the identity of a freed object.
         self._space[f"o{number}"], self._space[f"v{number}"], self._space[f"k{number}"] = owner, value, keep
         self._tests.append(f"{test.format(f'o{number}')} != v{number}")
 
@@ -308,13 +321,13 @@ class Guards:
         if self._is_array(value):
             return False
         if isinstance(value, FunctionType):
-            # A function of the user does not count as code, because the variable may later refer to another function.
+            # A function of the user gets a guard, because the variable may later refer to another function.
             return is_library(value.__module__)
         return isinstance(value, _CODE) or str(type(value).__module__).partition(".")[0] == "handlepool"
 
 
 def _of_modules() -> frozenset[str]:
-    """Return the attributes that torch gives each of its modules."""
+    """Return the names of the attributes that every torch module has."""
     module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
     return frozenset[str]() if module is None else frozenset(vars(module()))
 
@@ -328,11 +341,12 @@ def _is_plain(value: object) -> bool:
 
 
 def _named(functions: Iterable[FunctionType]) -> frozenset[str]:
-    """Return the names in the code of functions.
+    """Return all names that the code of ``functions`` contains.
 
-    A constructor is left out if no code names its class. Then it only ran before the recording.
+    The names in a constructor are left out if no other code names its class, because the constructor then ran only before the
+    recording.
     """
-    # `dataclasses` generates comparisons that name ``__class__`` and make no object.
+    # Methods that `dataclasses` generates are left out. Some of them name ``__class__``, but they make no object.
     functions = [each for each in functions if not (each.__name__.startswith("__") and each.__code__.co_filename == "<string>")]
     makes = {each for each in functions if each.__name__ in _CONSTRUCTORS}
     named = frozenset[str]().union(*[names_of(each.__code__) for each in functions if each not in makes])

@@ -1,8 +1,8 @@
 """Hold the tensors that nodes of other lanes read (guarantee 8).
 
-Torch's allocator gives a freed block to the next allocation for the stream that the block was allocated for. The nodes of a lane
-run in order, so that is right as long as the block is used on its own lane alone. If nodes of other lanes read the block, its
-tensor is held until its own lane follows all of these nodes.
+Torch allocates each block for a stream. When the block is freed, torch gives it to the next allocation for the same stream. The
+nodes of a lane run one after the other, so this reuse is safe if only nodes of that lane use the block. If nodes of other lanes
+read the block, its tensor is held until the block's lane follows all of these nodes.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,37 +16,40 @@ MOST_TRIED = 8
 
 
 class Storages(Protocol):
-    """The source of tensors while a function is recorded."""
+    """The source of torch's tensors while a function is recorded."""
 
     def stream_of(self, pointer: int) -> int | None:
         """Return the stream that a storage was allocated for.
 
-        The answer is None for memory from elsewhere.
+        Return None if the source did not allocate the memory at ``pointer``.
         """
 
 
 class HeldTensors:
-    """Storages of tensors, by the stream that each was allocated for.
+    """Hold storages of tensors, by the stream that each was allocated for.
 
     Parameters
     ----------
     memory : Storages
         Tells the stream that a storage was allocated for.
     is_own : callable
-        Returns whether a block of the recording's own memory begins at an address. Such a block is not held, because the
-        recording gives freed memory only to nodes that follow its users.
+        Returns whether a block of the recording's own memory begins at an address. Such a block is not held here, because the
+        recording gives its freed memory only to nodes that follow all users of that memory.
     """
 
     def __init__(self, memory: Storages, is_own: Callable[[int], bool]) -> None:
         self._memory = memory
         self._is_own = is_own
         self._by_stream: dict[int, dict[int, tuple[object, Needs]]] = {}
-        # Storages whose memory is from elsewhere. They are held to the end, because the recording might get their memory as its
-        # own once they are released.
+        # Storages that ``memory`` did not allocate. They are held until the recording ends. If they were released earlier, the
+        # recording might get the same memory as its own.
         self._foreign: dict[int, object] = {}
 
     def read(self, pointer: int, track: Track, call: int, storages: Iterable[tuple[int, Any]]) -> None:
-        """Note the storages that the last call of a lane was given."""
+        """Hold the storages from other lanes that a lane's last call got.
+
+        ``pointer`` is the lane's stream, and ``call`` the number of the call on ``track``. Each storage comes with its address.
+        """
         for start, storage in storages:
             if start in self._foreign or self._is_own(start):
                 continue
@@ -60,11 +63,11 @@ class HeldTensors:
     def follow(self, pointer: int, known: Needs) -> None:
         """Release storages of a stream if its next call follows their readers.
 
-        Each call tries only a few storages.
+        ``known`` are the calls that the next call on the stream ``pointer`` follows. At most `MOST_TRIED` storages are tried.
         """
         held = self._by_stream.get(pointer)
         if held:
-            # A stream may have many held storages, and each node would pay for a look at all of them.
+            # A stream may have many held storages, and to try all of them at each node would cost too much time.
             for start in [*islice(held, MOST_TRIED)]:
                 entry = held.pop(start)
                 if any(known.get(track, 0) < call for track, call in entry[1].items()):
@@ -72,13 +75,13 @@ class HeldTensors:
                     held[start] = entry
 
     def clear(self) -> None:
-        """Release all storages except foreign memory.
+        """Release all storages, except storages with foreign memory.
 
-        The next call follows everything recorded so far.
+        The caller makes sure that the next call follows everything recorded so far.
         """
         self._by_stream.clear()
 
     def close(self) -> None:
-        """Release foreign memory too, since the recording has ended."""
+        """Release all storages, because the recording has ended."""
         self.clear()
         self._foreign.clear()

@@ -1,7 +1,7 @@
-"""Write out a known call of a recorded function as one function.
+"""Generate one function that does all steps of a known call.
 
-The function compares the key, checks the guards, leases an instance and uses its program. As separate functions, these steps cost
-a third of a program's call.
+For a call like an earlier call of a recorded function, the generated function compares the key, checks the guards, leases an
+instance and uses its program. As separate functions, these steps would cost a third of the host time of the call.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +15,16 @@ from handlepool.recording.matching import compared, compared_tensors, made, meet
 from handlepool.recording.state_kinds import is_tensor
 
 Hit = Callable[..., Any]
-"""A known call, written out.
+"""A generated function, which does all steps of a known call.
 
-It takes the tuple of the call's arguments. Optionally it takes a stream, and a function that it calls before the first copy.
+Its arguments are the tuple of the call's arguments, optionally a stream, and optionally a function that it calls before the first
+copy.
 """
 
 MISSED: Any = object()
-"""The value of a hit that does not serve a call.
+"""The value of a hit that does not serve the call.
 
-The arguments differ, or the call has to go the long way now. Nothing was enqueued.
+Then the arguments differ, or the call needs the long way (`RecordedFunction.__call__`). The hit has enqueued nothing.
 """
 _PLAIN = (bool, int, str, bytes, type(None))
 """Types of plain values, which a hit compares by type and equality."""
@@ -72,8 +73,8 @@ def hit(
 ) -> Hit | None:
     """Return a function that calls a recorded function's program.
 
-    The returned function takes positional arguments, and returns `MISSED` if they are not like ``args``. Return None in place of
-    the function if some argument is neither an array nor a plain value, or no argument is an array.
+    The returned function takes positional arguments, and returns `MISSED` if they are not like ``args``. If no argument is an
+    array, or an argument is neither an array nor a plain value, there is no such function, and the result is None.
 
     Parameters
     ----------
@@ -83,13 +84,13 @@ def hit(
     device : int
         Ordinal of the programs' device.
     edges : list of int
-        Begin and end of each piece of memory that the function reaches, ascending.
+        Begin and end of each piece of memory that the recorded function reaches, ascending.
     instances : list of Instance
-        The instances of the key. The list may grow later.
+        The instances of the key. The list is shared, and may grow later.
     limit : int
         Maximum number of instances.
     holds : callable
-        Returns whether the guards hold.
+        Returns whether the guards hold, see `Guards`.
     reused : bool
         Whether calls return the programs' own outputs.
     """
@@ -99,18 +100,18 @@ def hit(
     arrays = {name: each for name, each in named.items() if type(each) is kind and each.size}
     plain = {name: each for name, each in named.items() if type(each) in _PLAIN}
     tensors = {name: each for name, each in named.items() if is_tensor(each) and each.numel()}
-    # A call with arrays and tensors takes the long way.
+    # A hit compares either arrays or tensors. If a call has both, the next test returns None, so the call takes the long way.
     arrays = arrays or tensors
     if not arrays or len(arrays) + len(plain) < len(named):
         return None
     apart = ""
     if tensors:
         differ, read, space = compared_tensors(arrays)
-        # If torch's current stream is another stream than CuPy's, the call goes the long way, which makes torch's stream current.
+        # If torch's current stream differs from CuPy's, the call takes the long way, which makes torch's stream current.
         apart = f"theirs({device}) != pointer or "
     else:
         differ, read, space = compared(driver, arrays, device if driver.device_count() > 1 else None)
-        # CuPy's arrays are never read-only, so the host driver alone compares that.
+        # Only arrays of the host driver can be read-only. A call with a read-only array takes the long way.
         if driver.name == "host":
             differ += [f"not {name}.flags.writeable" for name in arrays]
     differ += [f"{name}.__class__ is not k{name} or {name} != v{name}" for name in plain]
@@ -131,8 +132,8 @@ def hit(
         apart=apart,
         meet="".join(f" or {each}" for each in meet),
         claim=" and instance.claim(stream)" if reused else "",
-        # Arrays with gaps can only be copied on the current stream, and outputs are only reserved for the current stream. In both
-        # cases a call with a given stream goes the long way.
+        # A call with a given stream takes the long way in two cases. Arrays with gaps can only be copied on the current stream,
+        # and reused outputs are only reserved for the current stream.
         elsewhere="" if instances[0].direct and not reused else "\n    else:\n        return MISSED",
         limit=limit,
         reused=reused,
@@ -146,7 +147,8 @@ def hit(
 
 
 def _overlap(begins: Sequence[int], ends: Sequence[int]) -> bool:
-    """Return whether pieces of memory share an address."""
+    """Return whether any two pieces of memory share an address."""
     begins, ends = sorted(begins), sorted(ends)
-    # If no two pieces share an address, their order by begin is their order by end, and none begins before the former's end.
+    # If no two pieces share an address, the order by begin equals the order by end. So each piece begins at or after the end of
+    # the piece before it.
     return any(map(int.__lt__, begins[1:], ends))

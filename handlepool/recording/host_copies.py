@@ -1,10 +1,10 @@
-"""Turn host data into constants, or refuse it (guarantee 19).
+"""Turn host data into constants, or refuse the recording (guarantee 19).
 
-Host data are values that a recorded function copies to the device. A graph would contain such a copy with the address of the
-host memory. A replay would then read whatever values this memory has at that time. Therefore the values that the driver's
-`asarray` copies in the first call are copied once more before the second call, into constants. In the second call, `asarray`
-compares its values with the constant. If they are equal, it returns a copy of the constant, made on the device, into which the
-function may write. If they differ, it raises.
+Host data are values in host memory that a recorded function copies to the device. If the graph contained such a copy, each replay
+would read the host memory again, with the values of that time. A constant avoids this: a device array that the program keeps. The
+function is called twice. In the first call, this module notes the values that the driver's `asarray` copies. Before the second
+call, which is recorded, it makes a constant of each noted value. In the second call, `asarray` finds the constant with equal
+values and returns a copy of it, into which the function may write. If no constant has equal values, `asarray` raises.
 """
 
 import gc
@@ -32,7 +32,7 @@ REMEDIES = "Pass the array as an argument, or make it on the device in an operat
 class HostCopies:
     """The values that both calls of a function copy to the device.
 
-    An object is used by one thread.
+    Only one thread uses an object of this class.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class HostCopies:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the values that are copied in the first call."""
+        """Note the values that the first call copies to the device."""
         end = self._driver.watch_host_data(self._note, lambda values, *_: self._read.append(values))
         try:
             yield
@@ -64,15 +64,16 @@ class HostCopies:
             end()
 
     def upload(self, removed: Sequence[Any] = ()) -> None:
-        """Make the constants on the current stream.
+        """Make the constants for the second call, on the current stream.
 
-        An array that the function has kept gets no constant, because the second call will not make it again. ``removed`` are
-        values that the first call stored in its arguments. They are removed before the second call, so the function will make
-        them again.
+        If the function has kept an array since the first call, the array gets no constant, because the second call will not make
+        it again. ``removed`` are values that the first call stored in its arguments, and that the caller has removed from them.
+        Arrays among ``removed`` get constants, because the second call will make them again.
         """
         again = {*map(id, leaves(removed))} if removed else set()
         if [made for made in self._made if made() is not None]:
-            # Arrays in unreachable cycles do not count as kept. An example is the cycle of a local function that calls itself.
+            # Arrays in unreachable reference cycles do not count as kept, so they are collected first. For example, a local
+            # function that calls itself is in such a cycle.
             gc.collect()
         for number, made in enumerate(self._made):
             array = made()
@@ -81,9 +82,9 @@ class HostCopies:
         self._left = [*self._constants]
 
     def renew(self) -> None:
-        """Make the constants of the last repetition again, for another one.
+        """Make new constants for a further capture, on the current stream.
 
-        They are made on the current stream.
+        Only the constants that the last capture used are made again.
         """
         used = [number for number in self._constants if number not in self._left]
         self._constants = {number: self._driver.asarray(self._values[number]) for number in used}
@@ -91,12 +92,12 @@ class HostCopies:
 
     @contextmanager
     def repeated(self, keep: Callable[..., object]) -> Iterator[None]:
-        """Give the constants to the second call, and keep each used constant.
+        """Give the constants to the second call; ``keep`` each used constant.
 
         Raises
         ------
         CaptureError
-            If a value differs from that of the first call, even if the function caught the error.
+            If the second call copies other values than the first call. The error is raised even if the function caught it.
         """
         self._keep = keep
         end = self._driver.watch_host_data(self._repeat, self._read_again)
@@ -109,9 +110,9 @@ class HostCopies:
 
     def _note(self, values: np.ndarray[Any, Any], copy: Callable[[], Any]) -> Any:
         array = copy()
-        # The copy keeps the values, since the function may change the host array.
+        # The values are copied, because the function may change the host array later.
         self._values.append(np.array(values, order="K"))
-        # This weak reference later shows whether the function has kept the array.
+        # The reference is weak, so that `upload` can tell whether the function has kept the array.
         self._made.append(ref(array))
         return array
 
@@ -119,7 +120,8 @@ class HostCopies:
         number = next((each for each in self._left if _alike(self._values[each], values)), None)
         if number is None:
             raise self._refuse(
-                f"the array that asarray makes at {place_of_call()}, {shown(values)}, has other values than in the first call"
+                f"in the second call, the array that asarray makes at {place_of_call()}, {shown(values)}, has other values than "
+                f"in the first call"
             )
         self._left.remove(number)
         constant = self._constants[number]
@@ -132,9 +134,9 @@ class HostCopies:
         return array
 
     def _as_node(self, make: Callable[[], Any], constant: Any) -> Any:
-        """Make a copy of a constant.
+        """Call ``make``, which copies a constant, and return the copy.
 
-        With lanes, the copy is a node of its own, so that unrelated nodes do not wait for it.
+        With lanes, the copy is a node of its own. So only nodes that use the copy wait for it.
         """
         driver, device = self._driver, self._pool.current_device()
         lanes = lanes_for(self._pool, driver.current_stream(device).ptr)
@@ -147,19 +149,24 @@ class HostCopies:
         return lanes.run("asarray", (piece_of(driver, constant),), (), (constant,), call, what=OF_CONSTANT)
 
     def _read_again(self, values: np.ndarray[Any, Any], label: str, copies: bool) -> None:
-        """Check host memory that recorded work reads in place."""
+        """Refuse host data that recorded work copies, or whose values changed.
+
+        The driver calls this method when work reads host memory. ``label`` is the name of the work, and ``copies`` says whether
+        CuPy does the work by a copy from the host.
+        """
         number = self._next_read
         self._next_read += 1
         if copies:
-            raise self._refuse(f"{label} at {place_of_call()} copies NumPy's {shown(values)} to the device")
+            raise self._refuse(f"{label} at {place_of_call()} copies NumPy's {shown(values)} to the device at each replay")
         known = self._read[number] if number < len(self._read) else None
         if known is None or not (_lies_there(known, values) or _alike(known, values)):
             raise self._refuse(
-                f"{label} at {place_of_call()} reads NumPy's {shown(values)}, with other values than in the first call"
+                f"in the second call, {label} at {place_of_call()} reads NumPy's {shown(values)}, with other values than in the "
+                f"first call"
             )
 
     def _refuse(self, fault: str) -> CaptureError:
-        # The first refusal is kept, because the function may catch the error.
+        # The first refusal is kept, so that `repeated` can raise it even if the function catches the error.
         self._refused = self._refused or f"{self._name} cannot be recorded: {fault}. {REMEDIES}"
         return CaptureError(self._refused)
 
@@ -170,5 +177,5 @@ def _lies_there(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
 
 
 def _alike(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
-    # The bytes are compared, so that NaN equals NaN and zeros of other signs differ.
+    # The bytes are compared, so that NaN equals NaN, and 0.0 differs from -0.0.
     return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()

@@ -1,9 +1,9 @@
 """Lease the programs of one key to calls, as forks lease slots.
 
-An instance is a program with the arrays that its calls copy. A call leases an instance while it enqueues its work, under the
-program's lock. No user code runs under that lock. Each use ends with a record of the program's event, and the next use on another
-stream waits for that event. So calls overlap on the device if they use different streams and there are enough instances. With too
-few instances, calls wait on the device, and their values are right.
+An instance is a program with its own input and output arrays, into and from which calls copy. A call leases an instance while it
+enqueues its work, under the program's lock. No user code runs under that lock. Each use of the program ends with a record of the
+program's event, and the next use on another stream waits for that event. So calls overlap on the device if they use different
+streams and different instances. If there are too few instances, calls wait for each other on the device, with the same results.
 """
 
 import threading
@@ -31,45 +31,45 @@ from handlepool.recording.update import Copy, copy_all, piece_of
 from handlepool.tensors.layout import Token, share
 
 submitted = count()
-"""Numbers of calls, in order of submission."""
+"""The numbers of calls, in order of submission."""
 RECENT = 64
-"""Number of calls after which an instance's stream counts as unused."""
+"""The number of calls after which an instance's stream counts as unused."""
 
 
 class Instance:
-    """A program of a key, with the arrays that its calls copy.
+    """A program of a key, with its own input and output arrays.
 
     Parameters
     ----------
     program : Program
-        The program, which is lent.
+        The program, which was made with ``lent``.
     inputs : list
-        Arrays and tensors of the instance.
+        The instance's own arrays and tensors, into which a call copies its arguments.
     outputs
-        The value of the function under capture.
+        The value that the function returned under capture.
     returned : Returned
-        The function's returned arrays, sorted by their memory.
+        The arrays in ``outputs``, sorted by their memory.
     written : sequence of int
-        Places of the inputs that a call copies back into its arguments, because the function may write them.
+        Places of the inputs that a call copies back into its arguments, because the function may write to them.
     reused : bool
         Whether calls return the program's own outputs.
 
     Attributes
     ----------
     stream : Stream
-        The stream of its last use. Before the first use, the stream that was current at its capture.
+        The stream of the instance's last use. Before the first use, the stream that was current at the capture.
     number : int
-        The number of its last call, in order of submission.
+        The number of the instance's last call, in order of submission.
     away : bool
-        Whether no call may lease it, because it is being tuned.
+        Whether no call may lease the instance, because it is being tuned.
     inputs : list
-        Its own arrays and tensors.
+        As the parameter.
     outputs
-        The value of the function under capture.
+        As the parameter.
     writes : bool
-        Whether arguments are copied back.
+        Whether a call copies inputs back into its arguments.
     run : callable or None
-        Enqueues a prepared call. None where tensors are among the arrays.
+        Enqueues a prepared call. None if a call cannot be prepared, because tensors and arrays are mixed.
     single : bool
         Whether the value of a call is a single new array.
     direct : bool
@@ -114,9 +114,9 @@ class Instance:
         self.number = next(submitted)
         self.away = False
         self.writes = bool(written)
-        # The thread and the stream whose result the outputs hold, where outputs are reused.
+        # The thread and the stream for which the outputs hold a result. It is only used if outputs are reused.
         self._keeper: tuple[ThreadToken, Any] | None = None
-        # If two threads claim the instance at once, this lock lets one of them succeed. No call is made under this lock.
+        # The lock makes `claim` atomic, so that only one of two threads succeeds. No call of the program is made under this lock.
         self._lock = threading.RLock()
         self.inputs, self.outputs = inputs, outputs
         self._own, self._written, self._reused = returned.own, written, reused
@@ -133,18 +133,18 @@ class Instance:
             self.run, self.direct = driver.prepared(copies), all([*map(all, copies.runs())])
 
     def claimable(self, stream: object) -> bool:
-        """Return whether its outputs are free for this thread and stream.
+        """Return whether this thread and stream may use the outputs.
 
-        They are not free while they hold the result of another live thread, or of another stream.
+        They may not while the outputs hold the result of another live thread, or of another stream of this thread.
         """
-        # The keeper is read once, because another thread may replace it in between.
+        # The attribute is read only once, because another thread may replace it between two reads.
         keeper = self._keeper
         return keeper is None or keeper[0].over or (keeper[0] is thread.token and keeper[1] == stream)
 
     def claim(self, stream: object) -> bool:
-        """Reserve its outputs for this thread and a stream, if possible.
+        """Reserve the outputs for this thread and a stream, if free.
 
-        Return whether they are reserved now.
+        Return whether the outputs are reserved now.
         """
         with self._lock:
             if not self.claimable(stream):
@@ -153,7 +153,7 @@ class Instance:
             return True
 
     def close(self) -> None:
-        """Close the program after its last work, and let its stream go."""
+        """Close the program after its last work; let go of the stream."""
         try:
             self.program.close()
         finally:
@@ -162,19 +162,19 @@ class Instance:
     def replay(self, stream: object) -> None:
         """Launch the program on a stream, without any copies.
 
-        The caller copies the inputs before, and the outputs after.
+        The caller copies to the inputs before this call, and from the outputs after it.
         """
         self.number, self.stream = next(submitted), stream
         self.program._turn(_launched, (), stream)  # noqa: SLF001 - as in `call`
 
     def move(self, stream: object) -> None:
-        """Prefer the instance for calls on another stream."""
+        """Prefer this instance for calls on ``stream`` from now on."""
         self.number, self.stream = next(submitted), stream
 
     def tune(self, lanes: Iterable[int], goal: str, seconds: float) -> LanesTuning:
-        """Measure the lanes, as `Program.tune` does.
+        """Choose the best number of lanes, as `Program.tune` does.
 
-        No call leases the instance meanwhile.
+        No call can lease the instance while it is being tuned.
         """
         self.away = True
         try:
@@ -196,13 +196,14 @@ class Instance:
         return made if out is not None else self.built(made, arrays)
 
     def built(self, made: Sequence[Any], arrays: Sequence[Any]) -> Any:
-        """Return a call's value, of its new arrays and its arguments' arrays."""
+        """Return a call's value, built of new arrays and the call's arguments."""
         return self._build([*(self._own if self._reused else made), *arrays])
 
     def _run(self, results: Results, arrays: list[Any], pointer: int, launch: Callable[[], object], begin: None) -> Any:
         driver = self._driver
         elements = elements_of(driver, arrays)
-        # The inputs are copied in before the launch, and the arguments that are written are copied back after it.
+        # The arguments are copied to the inputs before the launch. Inputs that the function may write are copied back to the
+        # arguments after the launch.
         bring = [Copy("", target, source, 1) for target, source in zip(self._elements, elements, strict=True)]
         back = [
             Copy("", elements[place], self._elements[place], 1, arrays[place] if is_tensor(arrays[place]) else None)
@@ -210,7 +211,7 @@ class Instance:
         ]
         copy_all(driver, bring)
         launch()
-        # The arguments go before the results: the caller may want a result in an argument.
+        # The results are copied last, because ``out`` may be one of the arguments, which must then hold the result.
         copy_all(driver, back)
         copy_all(driver, results.copies)
         return results.value
@@ -226,21 +227,21 @@ def lease(
     Parameters
     ----------
     reused : bool
-        Whether the instance also has to keep its outputs for this thread and stream.
+        Whether calls return the programs' own outputs. Then the instance's outputs are reserved for this thread and stream.
     grow : callable, optional
-        Captures a further instance. It is preferred to an instance that the device still uses.
+        Captures a further instance. A further instance is preferred to an instance that the device still uses.
     """
     free = []
     for instance in instances:
         if not instance.away and (not reused or instance.claimable(stream)):
-            # An instance on the same stream needs no wait, so it comes first.
+            # An instance whose last use was on the same stream comes first, because the call need not wait for an event.
             if instance.stream is stream and (not reused or instance.claim(stream)):
                 return instance
             free.append(instance)
     free.sort(key=attrgetter("number"))
-    # An idle instance of another stream needs no wait either. But if calls still come on that stream, the next of these calls
-    # would have to take the instance of yet another stream, and so on. So if a further instance can be captured, an idle instance
-    # is taken only if its stream counts as unused.
+    # An idle instance of another stream needs no wait either. But if calls on that stream continue, the next of them would have
+    # to take the instance of a third stream, and so on. So if a further instance can be captured, an idle instance is taken only
+    # if its stream counts as unused.
     old = max([each.number for each in instances]) - RECENT
     for instance in free:
         if (grow is None or instance.number < old) and instance.program.idle and (not reused or instance.claim(stream)):
@@ -248,8 +249,8 @@ def lease(
     if grow is not None:
         new = grow()
         free = [new] if new is not None else sorted(free, key=lambda each: not each.program.idle)
-    # Either the new instance is left, or the free instances, of which the first choice comes first. The call may then wait on the
-    # device.
+    # ``free`` is now the new instance, or the free instances, best first. The call may have to wait on the device for the last
+    # use of the instance.
     for instance in free:
         if not reused or instance.claim(stream):
             return instance
@@ -261,15 +262,15 @@ def _launched(arrays: object, pointer: int, launch: Callable[[], object], begin:
 
 
 def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
-    """Return new arrays with the layouts of given ones.
+    """Return new arrays with the layouts of ``arrays``.
 
-    The new arrays share memory as the given ones do. Their values are arbitrary.
+    If two of ``arrays`` share memory, so do their new arrays. The values of the new arrays are arbitrary.
     """
     made: list[Any] = [None] * len(arrays)
     first: dict[int, int] = {}
     for place, array in enumerate(arrays):
         first.setdefault(id(array), place)
-        # Torch makes the tensors. The other arrays are grouped below by the memory that they share.
+        # Torch makes the new tensors here. The new arrays are made below, in groups that share memory.
         if is_tensor(array):
             made[place] = integration().empty_lying_as(array)
     places = [place for place, each in enumerate(made) if each is None]
@@ -279,8 +280,8 @@ def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
     alone = {*range(len(plain))}.difference(*together)
     for group in [*together, *[[each] for each in sorted(alone)]]:
         begin, end = min(pieces[each][0] for each in group), max(pieces[each][1] for each in group)
-        # The new memory begins as far after an aligned address as the caller's memory. So the new arrays are aligned as the
-        # caller's.
+        # The new memory gets the same offset from an aligned address as the caller's memory. So each new array has the alignment
+        # of the caller's array.
         shift = begin % ALIGNED
         with driver.relaxed():
             block = driver.empty((shift + end - begin,), (1,), np.dtype(np.uint8))
@@ -289,21 +290,21 @@ def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
             array = plain[each]
             address = driver.array_pointer(array) + by
             made[places[each]] = driver.part(block, address, array.shape, array.strides, array.dtype)
-    # A function may ask whether two of its arguments are one array.
+    # If the same array is given twice, the function gets the same new array twice, because it may compare arguments by identity.
     return [made[first[id(array)]] for array in arrays]
 
 
 def written_places(recording: Recording, arrays: list[Any], changed: Sequence[bool | None]) -> list[int]:
-    """Return the places of the inputs that a capture may write.
+    """Return the places of the inputs that the recorded work may write.
 
-    If the writes of some work are not known, every input counts, except tensors that did not change. ``changed`` says for each
-    input whether torch counted a write, or is None if torch cannot tell.
+    If the writes of some work are not known, every input counts, except tensors that did not change in the first call.
+    ``changed`` says for each input whether torch counted a write in the first call, or is None if torch cannot tell.
     """
     driver, writes = recording.pool.driver, [each for each in recording.known_writes if not isinstance(each, Token)]
     pieces = [piece_of(driver, each) for each in elements_of(driver, arrays)]
     found = []
     for place, piece in enumerate(pieces):
-        # Work with unknown writes may write any input, unless torch says that the tensor is unchanged.
+        # Work with unknown writes may write any input, except a tensor that torch reports as unchanged.
         unseen = recording.unseen and changed[place] is not False
         if piece[0] < piece[1] and (unseen or changed[place] or any(share(piece, each) for each in writes)):
             found.append(place)

@@ -1,10 +1,10 @@
-"""Find the key of a call.
+"""Find the key of a call of a recorded function.
 
-Calls of one key share a program.
+Calls with the same key use the same programs.
 
-The key contains the shape, strides and type of each array, and tells which arrays share memory. For numbers, text and flags it
-contains the value, with type and sign. For any other object it contains the identity. The state inside such an object is
-compared by guards, see `handlepool.recording.guards`.
+The key contains the shape, strides and type of each array among the arguments, and which of them share memory. For numbers, text
+and flags the key contains the value, with its type and sign. For any other object the key contains the identity. The state inside
+such an object is compared by guards, see `handlepool.recording.guards`.
 """
 
 import copy
@@ -28,26 +28,26 @@ _PLAIN = frozenset([int, bool, str, bytes, type(None)])
 _VALUES = frozenset(["datetime", "decimal", "fractions", "pathlib", "uuid"])
 """Modules of immutable objects whose repr shows the full value."""
 _WITHOUT_ATTRIBUTES = (list, tuple, dict, OrderedDict)
-"""Classes of containers whose objects are their entries alone."""
+"""Classes of containers whose objects have entries but no attributes."""
 MOST_LIES = 1000
 """The maximum number of geometries whose extent in memory is cached."""
 
 
 class NotRecorded(Exception):
-    """A call has arguments that do not allow a program.
+    """A call has arguments for which no program can be made.
 
     The call then runs eagerly.
     """
 
 
 class Call:
-    """The arguments of one call, taken apart.
+    """The key of one call, and the parts of its arguments.
 
     Attributes
     ----------
     key : tuple
     arrays : list
-        The driver's arrays and the tensors among the arguments, in order.
+        The driver's arrays and torch's tensors among the arguments, in order.
     held : list
         The objects that the key contains by identity.
     edges : list of tuple
@@ -57,7 +57,7 @@ class Call:
     related : bool
         Whether arrays share memory.
     containers : dict
-        For each list, dictionary and data class, by identity, its number in the call.
+        The number in the call of each list, dictionary and object of a data class, by its identifier.
     """
 
     __slots__ = ("arrays", "containers", "edges", "held", "key", "related", "tensors")
@@ -72,7 +72,7 @@ class Call:
 
 
 class Reader:
-    """Take calls apart, for one driver.
+    """Find the keys of calls, for one driver.
 
     Parameters
     ----------
@@ -87,23 +87,23 @@ class Reader:
         self._kinds = driver.array_types
         self._in_place = in_place
         self._several = driver.device_count() > 1
-        # CuPy's arrays are never read-only.
+        # Only arrays of the host driver can be read-only.
         self._read_only = driver.name == "host"
         self._reaches: dict[tuple[Any, ...], tuple[int, int]] = {}
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Take a call apart.
+        """Return a call's key and the parts of its arguments.
 
         Raises
         ------
         NotRecorded
-            With the reason.
+            If no program can be made for such arguments. The message gives the reason.
         """
         call, kind = Call(), self._kind
         parts: list[Any] = []
         arrays, simple = call.arrays, not self._in_place
         for place, value in enumerate(args):
-            # The first branch is a shortcut for the usual argument, which is an array by position.
+            # This repeats a branch of `_part`, because most arguments are arrays by position and must be quick.
             if type(value) is kind and simple:
                 arrays.append(value)
                 parts.append((value.shape, value.strides, value.dtype))
@@ -120,10 +120,10 @@ class Reader:
         device = self._driver.current_device()
         if arrays:
             self._place(call, device)
-            # With plain code every array is copied back, and no copy can go into a read-only array.
+            # If there is plain code, every array is copied back after the call, and nothing can be copied into a read-only array.
             if self._read_only and not all(map(self._is_writeable, arrays)):
-                raise NotRecorded("an argument is a read-only array, as of numpy.broadcast_to: pass a copy")
-        # The relation tells which arrays share memory. If there are none, the key does not contain it.
+                raise NotRecorded("an argument is a read-only array, as numpy.broadcast_to makes it: pass a copy")
+        # The relation tells which arrays share memory. If no arrays share memory, the key does not contain the relation.
         call.key = (device, *parts, *(self._relation(call) if call.related else ()))
         return call
 
@@ -132,27 +132,28 @@ class Reader:
         return is_tensor(array) or array.flags.writeable
 
     def _relation(self, call: Call) -> tuple[Any, Any]:
-        """Return which arrays share memory, and which arrays are the same object."""
+        """Tell which arrays share memory, and which are the same object."""
         first: dict[int, int] = {}
         same = tuple([first.setdefault(id(each), place) for place, each in enumerate(call.arrays)])
         return relation(self._driver, self._elements(call)), same
 
     def _place(self, call: Call, device: int) -> None:
-        """Find the memory of the arrays."""
+        """Find the memory of each array, and whether arrays share memory."""
         driver, arrays = self._driver, call.arrays
         if self._several and any(driver.array_device(each) != device for each in arrays if not is_tensor(each)):
-            raise NotRecorded(f"an argument lies on another device than the current one, device {device}")
+            raise NotRecorded(f"an argument is not on the current device, device {device}: copy it to that device")
         if call.tensors:
             pieces = [tensors.piece_of(each) if is_tensor(each) else piece_of(driver, each) for each in arrays]
             call.edges = sorted([each[:2] for each in pieces])
         else:
-            # As offsets from the pointer, begin and end depend only on the geometry. So they are cached by geometry.
+            # The begin and the end of an array's memory, as offsets from its pointer, depend only on the geometry. So these
+            # offsets are cached by geometry.
             reaches = self._reaches
             for array, pointer in zip(arrays, driver.array_pointers(arrays), strict=True):
                 lie = array.shape, array.strides, array.dtype
                 reach = reaches.get(lie)
                 if reach is None:
-                    # Without this bound, calls with ever new shapes would let the cache grow for ever.
+                    # If each call has a new shape, the cache would grow without this bound.
                     if len(reaches) > MOST_LIES:
                         reaches.clear()
                     begin, end, _ = piece_of(driver, array)
@@ -160,7 +161,8 @@ class Reader:
                 call.edges.append((pointer + reach[0], pointer + reach[1]))
             if len(arrays) > 1:
                 call.edges.sort()
-        # The edges are sorted. So an array shares memory with an earlier array if it begins before the last end.
+        # The edges are sorted by begin. So an array shares memory with an earlier array if it begins before the largest end so
+        # far.
         last = 0
         for begin, end in call.edges:
             if begin < last and begin < end:
@@ -178,11 +180,11 @@ class Reader:
         if kind in _PLAIN:
             return kind, value
         if kind in (float, complex):
-            # Unlike the values, their reprs differ for 0.0 and -0.0, and are equal for two NaNs.
+            # The repr is compared, not the value: 0.0 == -0.0, but their reprs differ, and NaN != NaN, but their reprs are equal.
             return kind, repr(value)
         if isinstance(value, np.generic):
             return kind, value.dtype, value.tobytes()
-        # A dictionary with ``__missing__`` may give values that are no entries, so it is not compared by its entries.
+        # A dictionary with ``__missing__`` may return values that are no entries. So it is compared by identity, not by entries.
         if isinstance(value, (list, tuple, dict)) and not hasattr(kind, "__missing__"):
             return self._container(kind, value, call)
         if kind in (slice, range):
@@ -191,10 +193,10 @@ class Reader:
             return self._tensor(value, call)
         if isinstance(value, (*self._kinds, np.ndarray)) or holds_values(value):
             raise NotRecorded(
-                f"an argument is a {kind_of(value)}, which no program takes: pass an array of the {self._driver.name} driver's"
+                f"an argument is a {kind_of(value)}, which a program cannot take: pass an array of the {self._driver.name} driver"
             )
         if isinstance(value, (Iterator, MappingView)):
-            raise NotRecorded(f"an argument is a {kind_of(value)}, which a call uses up: pass a list")
+            raise NotRecorded(f"an argument is a {kind_of(value)}, which a program cannot take: pass a list")
         if is_dataclass(value) and not isinstance(value, type):
             return self._container(kind, value, call)
         if kind.__module__ in _VALUES:
@@ -202,9 +204,10 @@ class Reader:
         return self._fixed(value, call)
 
     def _container(self, kind: type, value: Any, call: Call) -> Any:
-        """Return the part of a list, tuple, dictionary or data class.
+        """Return the part of the key for a container or data class.
 
-        A function may ask whether two of its arguments are one list. So a container that comes again is told by its number.
+        If the same container occurs again among the arguments, its second part has only its number. So the key differs from the
+        key for equal but separate containers, which the function may tell apart.
         """
         if not isinstance(value, tuple):
             known = call.containers.get(id(value))
@@ -219,11 +222,12 @@ class Reader:
             entries = ()
         if kind in _WITHOUT_ATTRIBUTES:
             return kind, entries
-        # The code of a class may read attributes beside the entries.
+        # Methods of the class may read the attributes, so the key contains them too.
         return kind, entries, tuple([(name, self._attribute(value, each, call)) for name, each in attributes_of(value)])
 
     def _attribute(self, value: Any, attribute: Any, call: Call) -> Any:
-        # Some classes give each entry as an attribute as well, and an array that is given twice is no further input.
+        # In some classes an attribute is one of the entries. Then only its place is added, so that its arrays are not added
+        # twice.
         place = _place_of(value, attribute)
         return self._part(attribute, call) if place is None else (kind_of(value), place)
 
@@ -234,10 +238,10 @@ class Reader:
 
     def _tensor(self, value: Any, call: Call) -> Any:
         if not tensors.takes(self._driver, value, self._driver.current_device()):
-            raise NotRecorded(f"an argument is a {kind_of(value)} on {value.device}")
+            raise NotRecorded(f"an argument is a {kind_of(value)} on {value.device}: copy it to the current device")
         modes = tensors.modes()
         if value.requires_grad and modes[0]:
-            raise NotRecorded("an argument is a tensor that requires a gradient: call it inside torch.no_grad()")
+            raise NotRecorded("an argument is a tensor that requires a gradient: call the function inside torch.no_grad()")
         try:
             tensors.check(value)
         except Exception as error:
@@ -254,9 +258,9 @@ def rebuilt_call(
     is_input: Callable[[Any], bool],
     arrays: Iterator[Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments in new containers, with other arrays in the inputs' places.
+    """Return copies of the arguments, with ``arrays`` as the inputs.
 
-    The other arrays are given in the order of `Call.arrays`.
+    Containers are copied. ``arrays`` are in the order of `Call.arrays`.
     """
     made: dict[int, Any] = {}
 
@@ -269,7 +273,7 @@ def rebuilt_call(
         if isinstance(value, dict):
             new: Any = made.setdefault(id(value), copy.copy(value))
             for key, each in value.items():
-                # Calling the base class's method avoids code of a subclass.
+                # The method of `dict` is called, because a subclass may override it.
                 dict.__setitem__(new, rebuilt(key), rebuilt(each))
         elif isinstance(value, list):
             new = made.setdefault(id(value), copy.copy(value))
@@ -283,7 +287,7 @@ def rebuilt_call(
         if type(value) not in _WITHOUT_ATTRIBUTES:
             for name, each in attributes_of(value):
                 place = _place_of(value, each)
-                # A frozen dataclass refuses ordinary assignment.
+                # `object.__setattr__` also works for a frozen dataclass, which refuses ordinary assignment.
                 object.__setattr__(new, name, rebuilt(each) if place is None else [*_entries_of(new)][place])
         return new
 
@@ -292,7 +296,7 @@ def rebuilt_call(
 
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of a container of a class, by name."""
+    """Return the names and values of a container's attributes."""
     names = [each.name for each in fields(value)] if is_dataclass(value) else []
     names += [*getattr(value, "__dict__", ()), *[name for name, _ in slots_of(type(value))]]
     return [(name, getattr(value, name)) for name in dict.fromkeys(names) if hasattr(value, name)]
@@ -305,10 +309,19 @@ def _entries_of(value: Any) -> Any:
 
 
 def _place_of(value: Any, attribute: Any) -> int | None:
-    """Return the place of an attribute among a container's entries, or None."""
+    """Return the place of the entry that is the attribute, or None."""
     return next((place for place, each in enumerate(_entries_of(value)) if each is attribute), None)
 
 
 def elements_of(driver: Driver, arrays: Sequence[Any]) -> list[Any]:
-    """Return the arrays, with an array over its memory for each tensor."""
+    """Return ``arrays``, with each tensor replaced by an array over its memory."""
     return [tensors.elements(driver, "a tensor", each) if is_tensor(each) else each for each in arrays]
+
+
+def text_of(key: tuple[Any, ...]) -> str:
+    """Return a text with a key's plain values, array shapes and types."""
+    # In a key, an array has three entries (shape, strides, type), and a tensor has six, with the shape at index 1.
+    arrays = {3: (0, 2), 6: (1, 3)}
+    return ", ".join(
+        " ".join(str(part[each]) for each in arrays.get(len(part), (-1,))) for part in key[1:] if isinstance(part, tuple) and part
+    )

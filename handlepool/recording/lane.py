@@ -1,7 +1,9 @@
-"""The streams of a recording: its main stream, and its lanes.
+"""Manage the streams of a recording: its main stream, and its lanes.
 
-A lane is a leased side slot with its nodes. A leaf is a node that no later node follows yet. Outside of nodes, the main stream
-waits for all leaves. So untracked work runs after everything recorded before it.
+A node is a recorded call. A lane is a leased side slot with the nodes that are recorded on its stream. A leaf is a node that no
+later node follows yet. Between two nodes, the main stream waits for all leaves. So untracked work, which is no node, runs after
+everything recorded before it. CUDA nodes are the kernels and copies in the captured graph. A node adds none, one or several CUDA
+nodes.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -16,9 +18,9 @@ from handlepool.pool.slot import Slot, bind_to_thread
 from handlepool.recording.other_work import OtherWork
 
 LEFT_FREE = 4
-"""Side slots that a recording leaves to other users.
+"""The number of side slots that a recording leaves to other users.
 
-The rule holds once the recording has as many lanes as were asked for.
+A recording may lease the lanes that were asked for without regard to this number.
 """
 
 
@@ -28,15 +30,15 @@ class Node:
     Attributes
     ----------
     track, call : Track, int
-        The lane's track, and the call's number there.
+        The lane's track, and the number of the call on this track.
     known : dict
-        By track, the last call that this node follows, and the node itself.
+        For each track, the number of the last call that this node follows. For its own track, the number of the node itself.
     ends : tuple
-        The nodes of the capture that a later call waits for.
+        The CUDA nodes that a later call waits for in order to follow this node.
     step : int
-        Its number among all steps.
+        The number of this node among all steps.
     steps : tuple of int
-        The steps that a later call waits for.
+        The steps that a later call waits for in order to follow this node.
     """
 
     __slots__ = ("call", "ends", "known", "step", "steps", "track")
@@ -53,7 +55,7 @@ class Node:
 class _LaneTrack(Track):
     """The track of a lane, whose calls are nodes.
 
-    The track has neither events nor a caller, and none of their fields.
+    The track has no events and no caller, so the fields for them are not set.
     """
 
     __slots__ = ()
@@ -67,14 +69,14 @@ class _LaneTrack(Track):
 class Lane:
     """A slot that nodes are recorded on, and its recent nodes.
 
-    The nodes are those recorded since the last untracked work.
+    The recent nodes are the nodes since the last untracked work.
 
     Attributes
     ----------
     ends : tuple
-        The dependencies of the stream (nodes of the capture) when they were last read.
+        The CUDA nodes that the stream's next work depends on, as last read from the driver.
     shown : bool
-        Whether user code has had the stream, and may use it again.
+        Whether user code got the stream, and may therefore give it work at any time.
     """
 
     def __init__(self, slot: Slot, number: int, ends: tuple[Any, ...], *, shown: bool) -> None:
@@ -87,34 +89,34 @@ class Lane:
         self.nodes: list[Node] = []
 
     def show(self) -> Slot:
-        """Return the slot for user code, which may keep the stream."""
+        """Return the slot for user code, which then has the stream."""
         self.shown = True
         return self.slot
 
     def add(self, direct: Sequence[Node], step: int) -> Node:
-        """Add a node that follows some nodes directly."""
+        """Add a node that directly follows the nodes ``direct``."""
         track: _LaneTrack = self.track
         for each in direct:
             if each.known is not track.known:
                 track.learn(each.known)
         track.count = call = track.count + 1
-        # A new dictionary is made for each node, because the former node keeps its own.
+        # Each node needs a new dictionary, because the previous node keeps the present one.
         track.known = {**track.known, track: call}
         node = Node(track, call, track.known, step)
         self.nodes.append(node)
         return node
 
     def follow(self, others: Collection[Node]) -> None:
-        """Let the last node follow other nodes too."""
+        """Let the lane's last node also follow ``others``."""
         for each in others:
             self.track.learn(each.known)
         self.nodes[-1].known = self.track.known
 
     def end(self, ends: tuple[Any, ...], more: tuple[Any, ...], users: Sequence[Node]) -> tuple[Any, ...]:
-        """End the last node; return the nodes a later call waits for.
+        """End the last node; return the CUDA nodes its followers wait for.
 
-        The node's stream waits for ``ends``, which are nodes of the capture. ``more`` are nodes that were captured elsewhere. A
-        later call follows the ``users`` too.
+        ``ends`` are the CUDA nodes that the lane's stream waits for now, and ``more`` are the node's CUDA nodes on other streams.
+        A call that follows the node also follows the nodes ``users``.
         """
         node, self.ends = self.nodes[-1], ends
         if more or users:
@@ -131,7 +133,7 @@ class Lane:
 
 
 class MainStream:
-    """The captured stream, which waits for all leaves outside of nodes.
+    """The captured stream, which waits for all leaves between two nodes.
 
     Attributes
     ----------
@@ -140,9 +142,9 @@ class MainStream:
     pointer : int
         Pointer of the slot's stream.
     deps : tuple
-        The nodes of the capture that the stream was made to wait for.
+        The CUDA nodes that the stream was made to wait for.
     floor, floor_steps : tuple
-        The nodes of the capture, and the steps, that every node follows.
+        The CUDA nodes, and the steps, that every later node follows.
     leaves : dict of Node
         The nodes that no later node follows. The dictionary serves as an ordered set.
     others : OtherWork or None
@@ -163,9 +165,9 @@ class MainStream:
         self.last_place = "the beginning"
 
     def begin(self, slot: Slot) -> bool:
-        """Begin with the slot that captures.
+        """Begin with the slot whose stream is captured.
 
-        Return whether the driver can let the stream wait for nodes by choice.
+        Return whether the driver can choose the CUDA nodes that the stream waits for.
         """
         self.slot, self.pointer = slot, slot.pointer
         floor = self._driver.dependencies(slot.pointer)
@@ -173,13 +175,13 @@ class MainStream:
         return floor is not None
 
     def new_work(self) -> tuple[Any, ...] | None:
-        """Return the dependencies of a stream that was given untracked work.
+        """Return the stream's dependencies if it got untracked work.
 
-        Return None if the stream was given no work since it was made to wait for `deps`.
+        Return None if the stream got no work since it was made to wait for `deps`.
         """
-        # The stream's dependencies change with any work that it is given, so they tell of work that no caller reported.
+        # Any work on the stream changes the stream's dependencies. So they also show work that no caller reported.
         found, known = self._driver.dependencies(self.pointer) or (), self.deps
-        # The sequences are compared first, because to make two sets costs more. Neither sequence has a node twice.
+        # The sequences are compared first, because making two sets costs more time. No sequence has a CUDA node twice.
         return None if found == known or (len(found) == len(known) and {*found} == {*known}) else found
 
     def other_work(self) -> OtherWork:
@@ -189,17 +191,17 @@ class MainStream:
         return self.others
 
     def note_short_fork(self, fork: object, states: int, wanted: int) -> None:
-        """Note a fork that has fewer states than it wanted."""
+        """Note that a fork got ``states`` states, fewer than ``wanted``."""
         if self.others is not None:
             self.others.note_short_fork(fork, states, wanted)
 
     def end_node(self, node: Node, place: str, ends: tuple[Any, ...] | None, *, follows_more: bool) -> None:
-        """Make an ended node a leaf, and wait for all leaves.
+        """Make an ended node a leaf; let the stream wait for leaves.
 
-        A later call of the node waits for ``ends``. They are None where the driver cannot let a stream wait by choice.
-        ``follows_more`` says that the node follows more nodes than it did when it began.
+        ``ends`` are the CUDA nodes that a follower of the node waits for, or None if the driver cannot choose dependencies.
+        ``follows_more`` says that the node follows more nodes now than when it began.
         """
-        # Untracked work that comes from now on lies between this node and the next node.
+        # Untracked work is noted anew, because later work lies between this node and the next node.
         self.last_place, self.others = place, None
         if follows_more:
             self.leaves = {leaf: None for leaf in self.leaves if node.known.get(leaf.track, 0) < leaf.call}
@@ -209,30 +211,32 @@ class MainStream:
             self._driver.set_dependencies(self.pointer, self.deps)
 
     def begin_anew(self, steps: tuple[int, ...], deps: tuple[Any, ...]) -> None:
-        """Let later nodes follow some steps, whose nodes are ``deps``.
+        """Let all later nodes follow ``steps``.
 
-        The stream waits for everything that was recorded so far.
+        ``deps`` are the last CUDA nodes of these steps. The caller makes sure that these steps follow everything that was
+        recorded so far.
         """
-        # Nothing is known of the memory that untracked work used, so every later node follows that work.
+        # The memory that untracked work used is unknown. So every later node follows that work.
         self.floor = self.deps = deps
         self.floor_steps, self.leaves = steps, {}
 
     def join(self, lanes: Iterable[Lane]) -> None:
         """Let the stream wait for all lanes.
 
-        CUDA ends no capture while work of a forked stream is not joined.
+        CUDA cannot end a capture before the captured stream waits for all work of the streams that joined the capture.
         """
         driver = self._driver
         for lane in lanes:
             if lane.slot is self.slot:
                 continue
-            # The lane first gets the main stream's own dependencies, so its end event adds no dependency to the main stream.
+            # The lane first gets the same dependencies as the main stream. So the wait for its event adds no dependency to the
+            # main stream, and only tells CUDA that the lane is joined.
             driver.set_dependencies(lane.pointer, self.deps)
             driver.record_event(lane.slot.end_event, lane.pointer)
             driver.wait_event(self.pointer, lane.slot.end_event)
 
     def forget(self) -> None:
-        """Release the slot, the nodes and the capture's nodes."""
+        """Let go of the slot, the nodes and the CUDA nodes."""
         self.slot = None
         self.leaves.clear()
         self.floor = self.deps = ()
@@ -246,17 +250,18 @@ class LeasedLanes:
     pool : PoolInternals
     device : int
     limit : int
-        Maximum number of nodes that will run at once. With 1 there is one lane. With more, there are as many as the data allows.
+        Maximum number of nodes that will run at once. With 1 there is one lane. With more, as many lanes are leased as the data
+        allows.
     slots : list of Slot
-        Gets each slot that is leased.
+        The list to which each leased slot is added.
 
     Attributes
     ----------
     all : list of Lane
     wanted, got : int
-        The number of lanes that the data allows, and of lanes that were leased.
+        The number of lanes that the data allows, and the number of lanes that were leased.
     pointers : set of int
-        The streams of the lanes, and the main stream.
+        Pointers of the lanes' streams and of the main stream.
     of : dict
         The lane of each track.
     """
@@ -275,7 +280,7 @@ class LeasedLanes:
     def begin(self, main: Slot, *, exact: bool) -> None:
         """Begin with the slot of the main stream.
 
-        Without exact dependencies there is one lane.
+        ``exact`` says whether the driver can choose dependencies. If it cannot, there is only one lane.
         """
         self._main = main
         self._width = self._width if exact else 1
@@ -283,17 +288,17 @@ class LeasedLanes:
         self.pointers.add(main.pointer)
 
     def nodes(self, calls: Needs) -> list[Node]:
-        """Return the nodes of calls, given by track."""
+        """Return the nodes of ``calls``, which has a call's number by track."""
         of = self.of
         return [of[track].nodes[call - 1] for track, call in calls.items()]
 
     def choose(self, producers: Sequence[Node], ends: tuple[Any, ...]) -> Lane:
-        """Return the lane for a node.
+        """Return the lane for a new node that follows ``producers``.
 
-        In order of preference, the lane is a producer's, a lane that the node already follows, a new lane, or the lane that has
-        been idle for longest. A new lane waits for ``ends``, as the main stream does.
+        The first choice is the lane of a producer. Next come a lane whose nodes the new node follows anyway, a new lane, and the
+        lane that has been idle for longest. A new lane waits for ``ends``, as the main stream does.
         """
-        # If a producer is the last node of its lane, a node on that lane waits for no other node of the lane.
+        # The producer must be the last node of its lane. Otherwise the new node would also wait for the nodes after the producer.
         last: Node | None = None
         for each in producers:
             if self.of[each.track].nodes[-1] is each and (last is None or each.step > last.step):
@@ -317,22 +322,22 @@ class LeasedLanes:
             self.of[lane.track] = lane
 
     def forget(self) -> None:
-        """Release all that was kept for the recording."""
+        """Let go of the lanes and of the main stream's slot."""
         self.all.clear()
         self.of.clear()
-        # The slot is about to be released, and the recording may live on.
+        # The recording may outlive the lease of this slot, so it must not refer to the slot.
         self.__dict__.pop("_main", None)
 
     def _lease(self, ends: tuple[Any, ...]) -> Lane | None:
-        """Lease one more lane, or return None.
+        """Lease one more lane; return None if the present lanes must suffice.
 
-        If no slot is free for the first lane, the main stream becomes this lane. Return None if the present lanes must suffice.
+        If no slot is free for the first lane, the main stream becomes the first lane.
         """
         if len(self.all) >= self._width:
             return None
         count, sides = len(self.all), self._sides
-        # The lanes that were asked for are leased from all free slots. Beyond these lanes, some slots are left to forks and to
-        # other recordings.
+        # Up to the number of lanes that were asked for, a lane may take any free slot. A further lane must leave `LEFT_FREE`
+        # slots to forks and other recordings.
         free = self._exact and self.wanted <= count and (count < self._limit or sides.spare > LEFT_FREE)
         slot = sides.lease() if free else None
         self.wanted = max(self.wanted, count + 1)
@@ -343,7 +348,7 @@ class LeasedLanes:
         else:
             self._slots.append(slot)
             bind_to_thread(self._pool.repaired(slot))
-            # A side stream takes part in the capture once it waits for an event that the main stream recorded.
+            # The side stream joins the capture because it waits for an event that the captured main stream records.
             self._pool.driver.record_event(slot.start_event, self._main.pointer)
             self._pool.driver.wait_event(slot.pointer, slot.start_event)
         lane = Lane(slot, count, ends, shown=slot is self._main)
@@ -355,9 +360,9 @@ class LeasedLanes:
 
 
 def direct(producers: Sequence[Node]) -> list[Node]:
-    """Return the nodes that no other given node follows.
+    """Return the producers that no other producer follows.
 
-    To wait for a node is to wait for all nodes that it follows.
+    A stream that waits for a node thereby waits for all nodes that the node follows. So it need not wait for the other producers.
     """
     found = []
     for each in producers:
@@ -371,13 +376,13 @@ def direct(producers: Sequence[Node]) -> list[Node]:
 
 
 def ends_of(nodes: Collection[Node]) -> tuple[Any, ...]:
-    """Return the captured nodes that a follower of some nodes waits for."""
+    """Return the CUDA nodes that a follower of ``nodes`` waits for."""
     ends = [each.ends for each in nodes]
     return ends[0] if len(ends) == 1 else tuple(dict.fromkeys(chain.from_iterable(ends)))
 
 
 def steps_of(nodes: Sequence[Node]) -> tuple[int, ...]:
-    """Return the steps that a later call of some nodes waits for."""
+    """Return the steps that a follower of ``nodes`` waits for."""
     return nodes[0].steps if len(nodes) == 1 else tuple(sorted([step for each in nodes for step in each.steps]))
 
 

@@ -1,13 +1,16 @@
 """Record the calls of a sequential function as nodes (guarantee 17).
 
-In the program, a node waits for its data alone. A lane is a leased side slot whose stream takes part in the capture. Each node
-goes on one lane. The lane first waits for the nodes that the call follows by its data, and for its own last node. Other libraries
-keep data per stream. The nodes of a lane run one after the other, so no two use that data, or the slot's scratch, at once. The
-books, which note the use of memory, are the same as for a region, with a track for each lane.
+A node is a recorded call of a graph function or an operation. In the program, a node waits only for the nodes that made its data
+or used its memory. A lane is a leased side slot whose stream takes part in the capture. Each node is recorded on one lane. The
+lane's stream first waits for the nodes that the call follows by its data, and for the lane's last node. So the nodes of a lane
+run one after the other, and never use the slot's scratch, or data that a library keeps for the stream, at once. The books, which
+note the use of memory, are the same as for a region, with a track for each lane.
 
-Untracked work is work that is no node. It changes the dependencies of the main stream, where the next node finds it. New books
-begin after that work. There are as many lanes as the data allows: `handlepool.recording.schedule` reduces them to the number that
-was asked for.
+Untracked work is work that is no node. It changes the dependencies of the main stream, by which the next node detects the work.
+All later nodes follow untracked work, so new books begin after it. There are as many lanes as the data allows. Afterwards
+`handlepool.recording.schedule` reduces them to the number that was asked for.
+
+CUDA nodes are the kernels and copies in the captured graph. A node adds none, one or several CUDA nodes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,18 +43,18 @@ GAVE_TO_MAIN = "it gave work to the stream that is recorded, and not to its own 
 MOST_NODES = 20_000
 """The maximum number of nodes in one recording."""
 
-
 _Open = tuple[CallSignature, Lane, Node, Pieces, Pieces, list[Use], list[Use]]
 """A node that is being recorded.
 
-The entries are its signature, lane and node, the memory that it reads and writes, and the entries of the books for both.
+The tuple has the node's signature, lane and `Node`, the memory that it reads, the memory that it writes, and the entries of the
+books for the read memory and for the written memory.
 """
 
 
 class Lanes:
-    """The nodes of one recording, and its lanes.
+    """The nodes and lanes of one recording.
 
-    A thread makes and uses the lanes of its own recording, with its device current.
+    Only the thread that records makes and uses this object, with the recording's device current.
 
     Parameters
     ----------
@@ -60,9 +63,9 @@ class Lanes:
     limit : int
         Maximum number of nodes that will run at once. With 1, all nodes are recorded on one lane.
     leased : list of Slot
-        Gets each slot that is leased.
+        The list to which each leased slot is added.
     keep : callable
-        Called with each plan.
+        Called with each launched plan, which it keeps alive.
 
     Attributes
     ----------
@@ -71,22 +74,22 @@ class Lanes:
     calls : list of CallSignature
         The calls that became nodes.
     ends : list of tuple of node
-        For each step, the nodes of the capture that a later step waits for. Untracked work may make several steps, and then the
-        last of these steps alone has the nodes.
+        For each step, the CUDA nodes that a later step waits for. If untracked work makes several steps, only the last of these
+        steps has an entry with CUDA nodes.
     read : list of pieces
         The memory that the plans of nodes read.
     used : list of (pieces, pieces)
         For each step, the memory that it is known to read and write.
     memory : NodeMemory
-        The blocks that were allocated.
+        The books of memory, and the blocks that were allocated.
     leased : LeasedLanes
         The lanes.
     main : MainStream
         The captured stream.
     exact : bool
-        Whether the driver can let a stream wait for chosen nodes alone.
+        Whether the driver can choose the CUDA nodes that a stream waits for.
     refused : str
-        The reason why a call was refused, or "". With a reason the recording fails, even if the function caught the error,
+        The reason why a call was refused, or "". If there is a reason, the recording fails even if the function caught the error,
         because the program would lack the call.
     """
 
@@ -106,9 +109,9 @@ class Lanes:
         self._keep = keep
         self._driver = pool.driver
         self._ask = pool.driver.dependencies
-        # The nodes of the capture that the lane of the last node was made to wait for.
+        # The CUDA nodes that the lane's stream was made to wait for before the last node.
         self._node_deps: tuple[Any, ...] = ()
-        # The memory that calls inside the node read and write.
+        # The memory that calls inside the present node read and write.
         self._nested_accesses: list[tuple[Pieces, Pieces]] = []
         # These three values describe the next node while its outputs are allocated: a function that returns the memory that the
         # node reads, the place of the call, and the calls that the node follows.
@@ -116,22 +119,22 @@ class Lanes:
         self._expected_place = ""
         self._expected_known: Needs | None = None
         self._nodes = 0
-        # The first flag says that a node is being recorded, the second that the books are being changed.
+        # `_inside` says that a node is being recorded, and `_busy` that the books are being changed.
         self._inside = self._busy = False
-        # The reason why nothing may run beside the node that is being recorded.
+        # The reason why all later steps must follow the node that is being recorded, or "".
         self._serial_reason = ""
         self._current: Lane | None = None
         self._tensors: Any = None
         self._held: HeldTensors | None = None
 
     def begin(self, slot: Slot, memory: RecordingMemory, tensors: Any = None) -> Callable[[], None]:
-        """Record the work that a capturing slot is given from now on.
+        """Begin to record nodes; return a function that ends this.
 
-        Return a function that ends the watch. The slot's stream is the main stream. ``tensors`` is the source of torch's tensors
-        meanwhile, if torch is in use.
+        ``slot`` captures, and its stream is the main stream. ``memory`` is the recording's own memory. ``tensors`` is the source
+        of torch's tensors, if torch is in use.
         """
         self._tensors = tensors
-        # One lane needs no held tensors, because all nodes use one stream.
+        # With one lane, no tensors are held: all nodes use one stream, on which torch reuses memory in order.
         if tensors is not None and self.limit > 1:
             self._held = HeldTensors(tensors, memory.begins)
         self.exact = self.main.begin(slot)
@@ -147,31 +150,31 @@ class Lanes:
     def takes(self, pool: object, pointer: int) -> bool:
         """Return whether a call on a stream becomes a node.
 
-        The outermost call of the recording's pool on the main stream does.
+        A call of the recording's pool on the main stream becomes a node, unless it is inside another node.
         """
         return not self._inside and pool is self._pool and pointer == self.main.pointer
 
     def note_untracked(self, what: str, why: str = PLAIN) -> None:
-        """Note work that is not a node."""
+        """Note untracked work, with the reason why it is no node."""
         if not self._inside:
             self.main.other_work().add(what, why)
 
     def in_order(self, what: str, pointer: int, fork: object) -> None:
         """Note work that is recorded in the order of streams and forks.
 
-        See `OtherWork`.
+        Work inside a node belongs to the node, and is not noted. See `OtherWork.in_order` for the parameters.
         """
         if not self._inside:
             self.main.other_work().in_order(what, pointer == self.main.pointer, fork)
 
     def note_short_fork(self, fork: object, states: int, wanted: int) -> None:
-        """Note a fork that has fewer states than it wanted."""
+        """Note that a fork got ``states`` states, fewer than ``wanted``."""
         self.main.note_short_fork(fork, states, wanted)
 
     def allocated(self, block: object) -> tuple[int, str]:
-        """Note a block of memory, and return its address and its line.
+        """Note an allocated block; return its address and its place.
 
-        The line is the line that allocated the block.
+        The place is the file and line that allocated the block.
         """
         output = not self._inside and self._expected is not None
         place = self._expected_place if output else place_of_call()
@@ -182,33 +185,34 @@ class Lanes:
     def accessed(self, reads: Pieces, writes: Pieces) -> None:
         """Note the memory that a call inside a node accesses.
 
-        A call that is outside of nodes, and no node itself, is ignored.
+        If the call is not inside a node, it is ignored.
         """
         if self._inside:
             self._nested_accesses.append((reads, writes))
 
     def made(self, arrays: object) -> None:
-        """Ignore the new arrays of a node: only a rehearsal notes them."""
+        """Ignore the new arrays of a node, which only `Rehearsal` notes."""
 
     def expect(self, reads: Callable[[], Pieces] | None) -> None:
-        """Note a function that returns the memory that the next node reads.
+        """Note ``reads``, which returns the memory that the next node reads.
 
-        It is set before the node's outputs are allocated, and None afterwards.
+        The caller sets ``reads`` before it allocates the node's outputs, and sets None afterwards.
         """
         self._expected, self._expected_known = reads, None
         if reads is not None:
             self._expected_place = place_of_call()
 
     def may_have(self, start: int, stop: int) -> bool:
-        """Return whether freed memory may be given out now.
+        """Return whether freed memory may be given to a new array now.
 
-        It may if all calls that used the memory come before the call that will write there. Outside of nodes that call is only
-        expected. If another call writes there, the books order that call after the users.
+        The memory may be given out if the node that will write to it already follows all calls that used the memory. This node is
+        the present node, or between nodes the expected next node. If another node writes there, the books order it after these
+        calls.
         """
-        # With one lane, all nodes run in order.
+        # With one lane, each node follows all earlier nodes.
         if self.limit == 1:
             return True
-        # While the books are busy, only a finalizer that interrupted their change can ask.
+        # While the books are being changed, only a finalizer that interrupts the change can ask. The books cannot be read then.
         if self._busy:
             return False
         self._busy = True
@@ -222,7 +226,7 @@ class Lanes:
             self._busy = False
 
     def _known_to_writer(self) -> Needs:
-        """Return the calls that the present node, or the next node, follows."""
+        """Return the calls that the present node follows, or the next node."""
         if self._inside and self._current is not None:
             return self._current.nodes[-1].known
         if self._expected is None:
@@ -254,11 +258,11 @@ class Lanes:
         ----------
         name : str
         reads, writes : sequence of Piece or Token
-            The memory that it reads, and that it overwrites.
+            The memory that the call reads, and the memory that it overwrites.
         keep : object
-            The owners of that memory.
+            The arrays that own the memory.
         call : callable
-            Given the slot to launch on.
+            Does the work. It takes the slot on which the work is to be launched.
         new : callable, optional
             Takes the call's value, and returns the memory that the call wrote beyond ``writes`` and its own allocations.
         what : tuple
@@ -269,9 +273,10 @@ class Lanes:
         Raises
         ------
         CaptureError
-            For more nodes than a recording may have. For a call whose work the capture did not get, or got without a known order.
+            If the recording already has `MOST_NODES` nodes. If the call's work was not captured, or was captured without a known
+            order.
         OwnershipError
-            In a finalizer that found its thread in the middle of the books.
+            If a finalizer makes the call while its thread is changing the books.
         """
         signature = CallSignature(name, sizes_of(writes), place_of_call(), what)
         opened = self._begin(signature, reads, (*writes, *assumed_writes), keep)
@@ -287,7 +292,7 @@ class Lanes:
     def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: Any) -> Any:
         """Record the launch of a shortcut as a node; return its value.
 
-        The shortcut asks for the slot once it knows its operands.
+        ``attempt`` is the shortcut. It calls ``begin`` for the slot, once it has found that the arrays have the plan's geometry.
         """
         opened: _Open | None = None
 
@@ -305,7 +310,7 @@ class Lanes:
         try:
             result = attempt(begin, arrays, out)
         except BaseException:
-            # An attempt may fail before it asks for a slot, and then there is no node to end.
+            # If the attempt failed before it called ``begin``, there is no node to end.
             if opened is not None:
                 self._fail(opened)
             raise
@@ -314,16 +319,14 @@ class Lanes:
         return result
 
     def join(self, name: str, outputs: object) -> None:
-        """Let the main stream wait for all lanes.
+        """Let the main stream wait for all lanes, before the capture ends.
 
-        The end of a capture requires this.
-
-        ``outputs`` are the outputs of the function.
+        ``outputs`` is the value that the function returned.
 
         Raises
         ------
         CaptureError
-            For an output that no node writes.
+            If no recorded call writes an array in ``outputs``.
         """
         if not self.exact:
             return
@@ -338,7 +341,7 @@ class Lanes:
         self.main.join(self.leased.all)
 
     def forget(self) -> None:
-        """Release all that was kept for the recording."""
+        """Let go of the slots, the books and the CUDA nodes."""
         self.memory.close()
         self.leased.forget()
         self.main.forget()
@@ -355,13 +358,16 @@ class Lanes:
     def _begin(self, made: CallSignature, reads: Pieces, writes: Pieces, keep: object) -> _Open:
         """Begin a node: choose its lane, and let that lane wait.
 
-        The lane waits for the nodes that the new node follows. Later calls are inside the node until it ends.
+        The lane waits for the nodes that the new node follows. Until the node ends, all other calls are inside it.
         """
-        # This call may come from a finalizer that runs while its thread changes the books.
+        # If a finalizer makes this call while its thread is changing the books, the call is refused.
         if self._busy:
             raise in_the_middle()
         if self._nodes >= MOST_NODES:
-            self.refused = f"{made.name} would be node {self._nodes + 1:,} of a recording, which may have {MOST_NODES:,}"
+            self.refused = (
+                f"{made.name} would be node {self._nodes + 1:,} of a recording, which may have at most {MOST_NODES:,} nodes. "
+                "Record the parts of the function one by one"
+            )
             raise CaptureError(self.refused)
         self._busy = True
         try:
@@ -382,18 +388,18 @@ class Lanes:
                 self._held.follow(lane.pointer, node.known)
                 self._held.read(lane.pointer, lane.track, node.call, self._tensors.storages(keep))
             self._expected, self._inside, self._current, self._serial_reason = None, True, lane, ""
-            # The call is noted only now. So the comparison at the end misses a node that could not begin, and refuses the
-            # recording even if the function caught the error.
+            # The call is noted only when its node has begun. If a node cannot begin, the comparison with the first run misses the
+            # call, and refuses the recording even if the function caught the error.
             self.calls.append(made)
             return made, lane, node, reads, writes, met, changed
         finally:
             self._busy = False
 
     def _start(self, needs: Needs, made: CallSignature) -> tuple[Lane, Node]:
-        """Choose a lane, and let it wait for its next node's predecessors."""
+        """Choose a node's lane, and let the lane wait for ``needs``."""
         leased = self.leased
         after = leased.nodes(needs)
-        # If the only node to follow is the last node of its lane, the new node goes on that lane.
+        # If the new node follows a single node, and that node is the last of its lane, the new node goes on the same lane.
         if len(after) == 1 and after[0].call == after[0].track.count:
             lane = leased.of[after[0].track]
         else:
@@ -403,7 +409,7 @@ class Lanes:
             if len(after) > 1:
                 after = direct(after)
         for each in after:
-            # Among all nodes that this node follows, only the direct predecessors can be leaves.
+            # Of all nodes that the new node follows, only the nodes that it follows directly can still be leaves.
             self.main.leaves.pop(each, None)
         node = lane.add(after, len(self.steps))
         if len(after) == 1:
@@ -411,8 +417,8 @@ class Lanes:
         else:
             deps, steps = ends_of(after), steps_of(after)
         self._node_deps = deps = deps or self.main.floor
-        # User code that was shown a lane may have given it work since its last node. So the dependencies are set again. No node
-        # follows that work, and `Schedule` refuses it.
+        # If user code got the lane's stream, it may have given the stream work since the last node. So the dependencies are set
+        # again. No node follows such work, and `Schedule` refuses it.
         if self.exact and (lane.shown or deps != lane.ends):
             self._driver.set_dependencies(lane.pointer, deps)
         self.steps.append(Step(made.name, made.place, lane.number, steps or self.main.floor_steps))
@@ -437,19 +443,20 @@ class Lanes:
                 self._use_nested(node, {*reads}, {*writes}, met, changed)
             self._end(lane, node, opened[0].place)
         except Exception:
-            # The capture was invalidated, and the first error names the reason.
+            # The capture is invalid, so the node cannot be ended. The error that the node raised names the reason.
             self._inside = False
 
     def _finish(self, opened: _Open, written: Sequence[Piece | Token], result: object, *, alone: bool = False) -> None:
         """End a node, and note the memory that it used.
 
-        ``written`` is other memory that the node wrote. With ``alone``, the node ran nothing but a launch.
+        ``written`` is memory that the node wrote beyond its declared writes. ``alone`` says that the node only made one launch,
+        and ran no user code.
         """
         signature, lane, node, reads, writes, met, changed = opened
         memory, self._busy = self.memory, True
         try:
             made = [(start, stop, None) for start, stop in memory.of_node if stop > start] if memory.of_node else []
-            # The users are looked up before `write_down`, which makes the books forget them.
+            # The users are looked up before `write_down`, because it removes them from the books.
             users = self._users_of(node, written) if written else []
             if made or written:
                 changed += self.memory.entries([*made, *written])
@@ -460,7 +467,7 @@ class Lanes:
             if memory.reuse_queries:
                 memory.forget_users((*reads, *writes, *made, *written))
             captured = self._end(lane, node, signature.place, users, alone=alone)
-            # A node without work leaves the memory that it allocated as it was.
+            # If the node gave the capture no work, no replay writes the memory that it allocated.
             for start, stop, _ in () if captured else made:
                 memory.unwritten.add(start, stop, signature.place)
         finally:
@@ -473,9 +480,9 @@ class Lanes:
     def _use_nested(
         self, node: Node, reads: set[Piece | Token], writes: set[Piece | Token], met: list[Use], changed: list[Use]
     ) -> None:
-        """Let a node use the memory of the calls inside it.
+        """Let the memory of calls inside a node count as the node's.
 
-        The method refuses a call that uses memory of a node which it does not follow.
+        If this memory was used by another node that the node does not follow, the recording is refused.
         """
         read = [piece for inner, _ in self._nested_accesses for piece in inner if piece not in reads and piece not in writes]
         written = [piece for _, inner in self._nested_accesses for piece in inner if piece not in writes]
@@ -485,7 +492,8 @@ class Lanes:
                 step, other = self.steps[node.step], self.steps[self.leased.nodes({track: call})[0].step]
                 self.refused = (
                     f"{step.name} at {step.place} calls a function that uses memory of {other.name} at {other.place} without "
-                    f"declaring it, so nothing orders the two. Declare it, as with @handlepool.operation(mutates=..., reads=...)"
+                    f"declaring the memory, so the order of the two calls is unknown. Declare the memory in {step.name}, by "
+                    f"@handlepool.operation(mutates=..., reads=...)"
                 )
         met += inner[0]
         changed += inner[1]
@@ -493,28 +501,28 @@ class Lanes:
     def _users_of(self, node: Node, written: Iterable[Piece | Token]) -> list[Node]:
         """Return earlier nodes that followers of this node must also follow.
 
-        These nodes used memory that this node returned but did not allocate, and this node does not follow them. From now on the
-        books name only this node as the memory's user.
+        These nodes used memory that this node wrote without declaring or allocating it, and this node does not follow them. From
+        now on the books have only this node as the user of the memory.
         """
         needs = self.memory.users(written)
         return self.leased.nodes({track: call for track, call in needs.items() if node.known.get(track, 0) < call})
 
     def _end(self, lane: Lane, node: Node, place: str, users: Sequence[Node] = (), *, alone: bool = False) -> bool:
-        """End a captured node; let the main stream wait for all leaves.
+        """End a node; return whether the capture got any work from it.
 
-        The method returns whether anything was captured. A later call that follows the node follows its ``users`` too.
+        The main stream then waits for all leaves. A later call that follows the node also follows the nodes ``users``.
         """
         self._inside = False
-        # The node follows more nodes than it did when it began.
+        # In these cases, the node follows more nodes now than when it began.
         follows_more = bool(users or self._serial_reason)
         if follows_more:
             lane.follow(users)
-        # Without exact dependencies, the driver cannot tell whether anything was captured.
+        # If the driver cannot choose dependencies, it cannot tell either whether the capture got work. So work is assumed.
         if not self.exact:
             self.main.end_node(node, place, None, follows_more=follows_more)
             return True
         ends = self._ask(lane.pointer) or ()
-        # A launch alone gives the main stream no work, so the question to the driver is saved.
+        # A single launch gives the main stream no work, so the driver need not be asked for the main stream's dependencies.
         work = None if alone or lane.slot is self.main.slot else self.main.new_work()
         if work is not None:
             self._serial_reason = self._serial_reason or GAVE_TO_MAIN
@@ -523,8 +531,8 @@ class Lanes:
         if captured and more:
             self.refused = (
                 f"{self.steps[node.step].name} at {place} gave work both to the current stream and to the stream that "
-                f"is recorded. In the first call the two were the same stream, and here nothing orders them: let it launch on "
-                f"the stream that is current inside it"
+                f"is recorded, and the order of this work is unknown. In the call, launch all work on the stream that is current "
+                f"there, which is not the stream that was current before the call"
             )
         self.ends[node.step] = ends = lane.end(ends, more, users)
         self.main.end_node(node, place, ends, follows_more=follows_more)
@@ -535,25 +543,25 @@ class Lanes:
         return captured
 
     def _check_nothing(self, made: CallSignature, reads: Pieces, writes: Pieces, result: object) -> None:
-        """Refuse a call that wrote something without giving the capture work.
+        """Refuse a call that wrote memory but gave the capture no work.
 
-        The call wrote now, and no replay will.
+        The call has written the memory now, and no replay would write it.
         """
         if writes_outside(self._driver, reads, writes, result):
             self.refused = (
                 f"{made.name} at {made.place} gave no work to the stream that is recorded, so a replay would skip its "
-                f"writes. Call it before the recording or after it, or let its library launch on the current stream"
+                f"writes. Call {made.name} before or after the recording, or let its library launch on the current stream"
             )
             raise CaptureError(self.refused)
 
     # Untracked work
 
     def _see_others(self, found: tuple[Any, ...], place: str) -> None:
-        """Begin new books after work that the main stream was given.
+        """Note untracked work as steps, and begin new books after it.
 
-        The work came after the last node. ``found`` are the nodes of the capture that the main stream waits for now.
+        ``found`` are the CUDA nodes that the main stream waits for now. ``place`` is the place of the next node.
         """
-        # The books do not know which memory that work wrote.
+        # Untracked work may have written any block, so no block counts as unwritten any more.
         self.memory.unwritten.clear()
         after = tuple(sorted(leaf.step for leaf in self.main.leaves)) or self.main.floor_steps
         for name, why, where in self.main.other_work().steps(self.main.last_place, place):
@@ -565,7 +573,7 @@ class Lanes:
         self._start_anew(after, found)
 
     def _start_anew(self, steps: tuple[int, ...], deps: tuple[Any, ...]) -> None:
-        """Let later calls follow everything that the main stream waits for now."""
+        """Let all later nodes follow ``steps``, whose last CUDA nodes are ``deps``."""
         self.main.begin_anew(steps, deps)
         self.memory.begin_anew()
         if self._held is not None:
@@ -573,9 +581,9 @@ class Lanes:
         self.leased.begin_anew()
 
     def _note_shared(self, name: str) -> None:
-        """Note the use of state that streams share.
+        """Note the use of ``name``, a state that streams share.
 
-        Nothing may run beside such a use.
+        All other steps must run before or after the use.
         """
         lane = self._current
         if thread.recording is None or thread.recording.lanes is not self:
@@ -584,7 +592,7 @@ class Lanes:
             self.note_untracked(name)
         elif not self._serial_reason:
             self._serial_reason = f"it uses {name}, which streams share"
-            # The node begins to follow all leaves at once, so the work to come runs after everything recorded so far.
+            # The node follows all leaves from now on, so the rest of its work runs after everything recorded so far.
             if self.exact:
                 behind = dict.fromkeys((*(self._ask(lane.pointer) or ()), *self.main.deps))
                 self._driver.set_dependencies(lane.pointer, tuple(behind))
@@ -593,9 +601,9 @@ class Lanes:
                 self.steps[-1] = step._replace(after=tuple(sorted({*step.after, *(leaf.step for leaf in self.main.leaves)})))
 
     def _note_plain(self, name: str) -> None:
-        """Note untracked work that the driver saw.
+        """Note untracked work that the driver detected.
 
-        Work of another thread, or of a branch, is not noted.
+        Work of another thread is no part of the recording. Work of a branch belongs to its fork, which is noted elsewhere.
         """
         if thread.region is None and thread.recording is not None and thread.recording.lanes is self:
             self.note_untracked(name)

@@ -1,7 +1,7 @@
-"""Write out the comparison of arrays with a program's inputs as text.
+"""Generate functions that compare a call's arrays with a program's inputs.
 
-A loop over arrays costs half as much again as the same code written out. So the functions are generated, as `dataclasses`
-generates an ``__init__``, with the compared values in their text.
+A loop over the arrays would take half as long again as the same code without a loop. So the text of each function is generated,
+as `dataclasses` generates an ``__init__``. The text contains the values to compare with.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,16 +28,16 @@ def match(arrays):
 
 
 def matcher(driver: Driver, arrays: Sequence[Any], device: int | None, edges: list[int]) -> Callable[[Sequence[Any]], bool]:
-    """Return a function that compares arrays with given arrays.
+    """Return a function that compares the arrays of a call with ``arrays``.
 
-    That function returns True if all layouts are equal, and no array shares memory with the pieces that ``edges`` describes.
+    The function returns True if all layouts are equal, and no array of the call shares memory with the pieces in ``edges``.
 
     Parameters
     ----------
     device : int or None
-        The ordinal to compare, or None on a machine with one device.
+        The device that each array must be on. None on a machine with one device, where this is not compared.
     edges : list of int
-        Begin and end of each piece, ascending.
+        Begin and end of each piece of memory, ascending.
     """
     names = [f"x{place}" for place in range(len(arrays))]
     differ, read, space = compared(driver, dict(zip(names, arrays, strict=True)), device)
@@ -48,14 +48,15 @@ def matcher(driver: Driver, arrays: Sequence[Any], device: int | None, edges: li
 
 
 def compared(driver: Driver, arrays: dict[str, Any], device: int | None) -> tuple[list[str], list[str], dict[str, Any]]:
-    """Return comparisons with named arrays, as text, and the names they use.
+    """Return code that compares variables with ``arrays``, and its namespace.
 
-    The second list finds the begin and the end of each array's memory.
+    ``arrays`` maps the name of each variable to the array to compare with. The first list has expressions that are true if a
+    variable differs. The second list has statements that compute the begin and the end of each variable's memory.
     """
     differ, read, space = list[str](), list[str](), dict[str, Any]()
     for name, array in arrays.items():
         shape, strides = (tuple([int(each) for each in lie]) for lie in (array.shape, array.strides))
-        # The class comes first, because attributes of other classes may run code.
+        # The class is compared first, because reading an attribute of another class may run code.
         differ += [f"{name}.__class__ is not kind", f"{name}.shape != {shape}", f"{name}.strides != {strides}"]
         differ.append(f"({name}.dtype is not d{name} and {name}.dtype != d{name})")
         if device is not None:
@@ -69,10 +70,10 @@ def compared(driver: Driver, arrays: dict[str, Any], device: int | None) -> tupl
 
 
 def compared_tensors(tensors: dict[str, Any]) -> tuple[list[str], list[str], dict[str, Any]]:
-    """Return comparisons with named tensors of torch's, as text.
+    """Return code that compares variables with tensors, and its namespace.
 
-    The values are as in `compared`. The comparisons also hold torch's modes to those of now. Among the names is ``theirs``, which
-    returns torch's current stream.
+    The values are as in `compared`. The expressions also compare torch's modes with the present modes. In the namespace, the
+    function ``theirs`` returns torch's current stream.
     """
     torch = integration()
     differ, read = ["modes() != mode", "derives()"], list[str]()
@@ -90,13 +91,15 @@ def compared_tensors(tensors: dict[str, Any]) -> tuple[list[str], list[str], dic
 
 
 def meets(name: str) -> str:
-    """Return the text of a test whether an array overlaps the pieces."""
-    # An odd place is inside a piece of memory. If the place at the array's end differs, a piece begins inside the array.
+    """Return an expression that tests whether an array overlaps the pieces."""
+    # If the number of edges up to the array's begin is odd, the array begins inside a piece. If the number up to its end differs,
+    # a piece begins inside the array.
     return f"((at := bisect_right(edges, b{name})) & 1 or bisect_left(edges, e{name}, at) != at)"
 
 
 def made(text: str, name: str, space: dict[str, Any]) -> Any:
-    """Return the function of a text."""
+    """Compile the text of a function, and return the function."""
     exec(compile(text, "<a prepared call>", "exec"), space)
-    # A namespace that holds its own function would be a cycle, and only the collector would end the programs.
+    # The function is removed from its namespace. Otherwise the two would form a reference cycle, and only the garbage collector
+    # would end the programs in it.
     return space.pop(name)

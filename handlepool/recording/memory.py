@@ -1,10 +1,11 @@
 """Track the memory that nodes of a recording use.
 
-The module knows the calls that used each piece of memory, and whether a node has written a block.
+The books have the calls that used each piece of memory. `Unwritten` has the blocks that no node has written.
 
-Freed memory is given to a node only if that node already follows all calls that used the memory, so reuse adds no edge. If the
-driver cannot choose the node, all memory is kept to the end of the recording. Memory that was allocated for a stream which the
-function itself made goes only to that stream, as outside of recordings, because the books do not know its users.
+Freed memory is given to a node only if that node already follows all calls that used the memory. So the reuse of memory adds no
+edge. If the driver cannot let the recording decide about reuse, all blocks are kept to the end of the recording. If a block was
+allocated for a stream that the recorded function made itself, the books do not know its users. So the block is reused only on
+that stream, as outside of recordings.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -22,7 +23,7 @@ from handlepool.tensors.layout import Piece, Token, share
 
 
 class NodeMemory:
-    """The memory that nodes use, and the blocks that are allocated meanwhile.
+    """The memory that nodes use, and the blocks that the recording allocates.
 
     Parameters
     ----------
@@ -37,7 +38,7 @@ class NodeMemory:
     unwritten : Unwritten
         The blocks that no node has written.
     reuse_queries : list of int
-        The start addresses of freed memory that was looked up since the last node began.
+        The start addresses of freed memory whose last users were looked up since the last node began.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -49,13 +50,13 @@ class NodeMemory:
         self._uses = Uses()
         # All blocks, if freed memory may not be given out again; otherwise None.
         self._kept: list[object] | None = None
-        # Maps the begin of freed memory to its end and its last users.
+        # Maps the start address of freed memory to its end and its last users.
         self._freed: dict[int, tuple[int, Needs]] = {}
 
     def keep_blocks(self) -> None:
-        """Keep each block from now on.
+        """Keep each block from now on, so that none is reused.
 
-        Needed where the driver cannot choose the node that gets freed memory.
+        This is needed if the driver cannot let the recording decide which node gets freed memory.
         """
         self._kept = []
 
@@ -68,7 +69,7 @@ class NodeMemory:
             self._kept.append(block)
         piece = self._driver.block_range(block)
         self.own.add(piece)
-        # The memory is in use again, so its former last users do not matter any more.
+        # The memory is in use again, so the cached last users are out of date.
         self._freed.pop(piece[0], None)
         if in_node:
             self.of_node.append(piece)
@@ -79,13 +80,10 @@ class NodeMemory:
         return piece[0]
 
     def entries(self, pieces: Iterable[Any]) -> list[Use]:
-        """Return the entries of the books for some pieces.
-
-        A piece without an entry gets a new entry.
-        """
+        """Return the books' entries for ``pieces``; add missing entries."""
         uses, found = self._uses, []
         for piece in pieces:
-            # A dense piece that is known by its start takes a shorter way.
+            # The quick case is a dense piece whose start address has an entry.
             dense = type(piece) is tuple and piece[2] is None
             use = uses.known.get(piece[0]) if dense else None
             if use is None or use.stop != piece[1]:
@@ -94,15 +92,15 @@ class NodeMemory:
         return found
 
     def users(self, written: Iterable[Piece | Token]) -> Needs:
-        """Return the calls that used memory which the present node returned.
+        """Return the calls that used the memory ``written`` by the present node.
 
-        Memory that the node itself allocated has no other users.
+        Memory that the node itself allocated is left out, because it has no other users.
         """
         others = [piece for piece in written if isinstance(piece, Token) or not self._is_new(piece)]
         return needs_of((), [use for piece in others for use in self._uses.overlapping(piece)])
 
     def last_users(self, start: int, stop: int) -> Needs:
-        """Return the calls that used freed memory last, by the books."""
+        """Return the calls that used this freed memory last, by the books."""
         known = self._freed.get(start)
         if known is not None:
             return known[1]
@@ -113,14 +111,14 @@ class NodeMemory:
         return needs
 
     def begin_node(self) -> None:
-        """Note that later allocations and look-ups belong to another node."""
+        """Note that later allocations and look-ups belong to a new node."""
         self.of_node.clear()
         self.reuse_queries.clear()
 
     def forget_users(self, used: Iterable[Piece | Token]) -> None:
-        """Forget the last users of freed memory that the node used itself.
+        """Drop cached last users that the present node made out of date.
 
-        The look-up came before the node's own use was noted, so its answer is out of date.
+        The node looked up these last users before its own use of the memory, ``used``, was noted in the books.
         """
         for start in self.reuse_queries:
             if start in self._freed:
@@ -133,13 +131,13 @@ class NodeMemory:
         return any(start <= piece[0] and piece[1] <= stop for start, stop in self.of_node)
 
     def begin_anew(self) -> None:
-        """Begin new books, because each later call follows all calls so far."""
+        """Begin new books after a step that all later calls follow."""
         self._uses.close()
         self._uses = Uses()
         self._freed.clear()
 
     def close(self) -> None:
-        """Close the books, and release the blocks that were kept."""
+        """Close the books, and let go of the kept blocks."""
         self._uses.close()
         if self._kept is not None:
             self._kept.clear()
@@ -148,12 +146,12 @@ class NodeMemory:
 class Unwritten:
     """The blocks that no node has written.
 
-    A call that reads such a block reads leftover values from before the allocation.
+    A call that reads such a block would read arbitrary values, left over from before the allocation.
 
     Attributes
     ----------
     starts : list of int
-        The address of each block, ascending.
+        The start address of each block, ascending.
     """
 
     def __init__(self) -> None:
@@ -161,8 +159,8 @@ class Unwritten:
         self._blocks: dict[int, tuple[int, str]] = {}
 
     def add(self, start: int, stop: int, place: str) -> None:
-        """Note a block, and the line that allocated it."""
-        # No call reads an empty block, and several empty blocks may begin at one address.
+        """Note a block, and the place of its allocation."""
+        # An empty block is left out. No call reads it, and a second block may begin at its address.
         if start == stop:
             return
         self.forget(start, stop)
@@ -170,9 +168,9 @@ class Unwritten:
         self._blocks[start] = stop, place
 
     def forget(self, start: int, stop: int) -> None:
-        """Forget memory that was given out again.
+        """Forget this memory, because it belongs to a new array.
 
-        The memory may be part of a block, or span several blocks.
+        The memory may be a part of a noted block, or span several noted blocks.
         """
         if not self.starts:
             return
@@ -180,14 +178,14 @@ class Unwritten:
         for each in self.starts[first:last]:
             del self._blocks[each]
         del self.starts[first:last]
-        # A block that begins earlier may reach into the memory. It keeps the part before that memory.
+        # The block before may reach into this memory. Then only the part before this memory stays noted.
         if first:
             before = self.starts[first - 1]
             end, place = self._blocks[before]
             self._blocks[before] = min(end, start), place
 
     def wrote(self, writes: Iterable[Piece | Token]) -> None:
-        """Note writes; a block that was written in part counts as written."""
+        """Forget each block that is written, even if only in part."""
         for piece in writes:
             start = self._block_of(piece)
             if start is not None:
@@ -206,7 +204,7 @@ class Unwritten:
         Raises
         ------
         CaptureError
-            Naming the call and the array.
+            The message names the call and the array.
         """
         if not self._blocks:
             return
@@ -217,8 +215,8 @@ class Unwritten:
                 array = next((leaf for leaf in leaves(arguments) if _begins(leaf) == piece[0]), None)  # type: ignore[index]
                 raise CaptureError(
                     f"{name} at {place} reads {'an array' if array is None else shown(array)}, which was allocated at "
-                    f"{self._blocks[start][1]} while recording and never written, so a replay reads leftover values. If the "
-                    "call writes it, declare that with mutates="
+                    f"{self._blocks[start][1]} while recording and never written, so a replay would read leftover values. Write "
+                    "the array first; or if the call writes the array, declare the array in mutates="
                 )
 
     def check_returned(self, name: str, array: object, piece: Piece) -> None:
@@ -227,20 +225,20 @@ class Unwritten:
         Raises
         ------
         CaptureError
-            Naming the array.
+            The message names the array.
         """
         start = self._block_of(piece)
         if start is not None and piece[0] < piece[1]:
             raise CaptureError(
                 f"{name} returned {shown(array)}, which was allocated at {self._blocks[start][1]} while recording, and no "
-                "recorded call writes it, so replays would leave it as it is. Launch the work that writes it on the current "
-                "stream"
+                "recorded call writes this array, so a replay would not change it. Launch the work that writes the array on the "
+                "current stream"
             )
 
     def _block_of(self, piece: Piece | Token) -> int | None:
-        """Return the start of the unwritten block that has a piece.
+        """Return the start of the unwritten block in which a piece begins.
 
-        Return None if no unwritten block has the piece.
+        Return None if the piece begins in no unwritten block.
         """
         if isinstance(piece, Token) or not self.starts:
             return None
@@ -251,13 +249,13 @@ class Unwritten:
 
 
 def writes_outside(driver: Driver, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], result: object) -> bool:
-    """Return whether a call that gave the capture no work wrote something.
+    """Return whether a call that gave the capture no work wrote memory.
 
-    It did if it declares writes, or if it returned memory of another library that it was not given.
+    The call has written memory if it declares writes, or if it returned a new array of another library.
     """
     if any(not isinstance(memory, Token) for memory in writes):
         return True
-    # A view of an argument is memory that the call was given.
+    # If a returned array is a view of an argument, it is not new, so the memory of all arguments is compared.
     known = [memory for memory in reads if not isinstance(memory, Token)]
     for value in leaves(result):
         if not isinstance(value, driver.array_types[0]):

@@ -1,6 +1,6 @@
-"""Collect the work of a recorded function between two nodes.
+"""Collect the other work of a recorded function: work between two nodes.
 
-Such work is plain work (calls that are no nodes) and forks. Each fork is one step.
+Other work is plain work (calls that are no nodes) and forks. Each fork becomes one step of the recording.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ PLAIN = "no graph function and no operation: handlepool.operation declares one"
 IN_ORDER = "recorded in the order of streams and forks"
 
 Told = tuple[str, str, str]
-"""The step's name, the reason why it is no node, its place."""
+"""A step's name, the reason why it is no node, its place."""
 
 
 class _Fork:
@@ -22,9 +22,9 @@ class _Fork:
         # Index of the fork's entry in the list of other work.
         self.at = at
         self.branches = 0
-        # The dictionary is an ordered set, so that the places stand in the order of the calls.
+        # The dictionary serves as an ordered set, so the places of the branches stay in the order of their calls.
         self.places: dict[str, None] = {}
-        # The value is None until the fork gets fewer states than it wanted.
+        # The number of states is None, unless the fork got fewer states than it wanted.
         self.states: int | None = None
         self.wanted = 0
 
@@ -41,9 +41,9 @@ class OtherWork:
 
     def __init__(self) -> None:
         self._told: list[Told] = []
-        # The key is the object that stands for a fork.
+        # The key is the object that `in_order` got for a fork.
         self._forks: dict[object, _Fork] = {}
-        # The lines of the function that allocated memory since the last node.
+        # The places in the function that allocated memory since the last node.
         self._allocations: list[str] = []
 
     def add(self, what: str, why: str = PLAIN) -> None:
@@ -53,17 +53,18 @@ class OtherWork:
     def in_order(self, what: str, on_main: bool, fork: object) -> None:
         """Note work that is recorded in the order of streams and forks.
 
-        ``on_main`` says whether the work is given to the main stream. ``fork`` is the object of the fork that makes a branch.
+        ``on_main`` says whether the work was given to the main stream. If the work is the start of a branch, ``fork`` is an
+        object that identifies the branch's fork; otherwise ``fork`` is None.
         """
         last = next(reversed(self._forks.values()), None)
         if last is not None and (not on_main or (fork is None and last.states == 0)):
-            # The fork's entry already covers the work of its branches.
+            # The work is inside a branch of the last fork, and the entry of that fork stands for it.
             return
         if fork is None:
             self.add(what, IN_ORDER)
             return
         if fork not in self._forks:
-            # The fork gets a single entry, and each further branch raises its count.
+            # A fork gets one entry, at its first branch. Each further branch only raises the count of branches.
             self._forks[fork] = _Fork(len(self._told))
             self._told.append((what, IN_ORDER, ""))
         known = self._forks[fork]
@@ -71,22 +72,23 @@ class OtherWork:
         known.places[place_of_call()] = None
 
     def note_short_fork(self, fork: object, states: int, wanted: int) -> None:
-        """Note a fork that has fewer states than it wanted."""
+        """Note that a fork got ``states`` states, fewer than ``wanted``."""
         known = self._forks.get(fork)
         if known is not None and known.states is None:
             known.states, known.wanted = states, wanted
 
     def allocated(self, place: str) -> None:
-        """Note a line that allocated memory.
+        """Note the place of an allocation.
 
-        Work that no caller reported may be near the line.
+        If the recording finds work that no caller reported, `steps` names this place, because the work may be near it.
         """
         self._allocations.append(place)
 
     def steps(self, last: str, place: str) -> Iterator[Told]:
-        """Yield the name, reason and place of each step.
+        """Yield the name, reason and place of each step of other work.
 
-        For work that no caller reported, the place is between ``last``, the last node's place, and ``place``.
+        ``last`` is the place of the last node, and ``place`` the place of the next node. If no caller reported the work, its
+        place is given as between the two nodes.
         """
         if not self._told:
             where = f"between {last} and {place}"
@@ -98,6 +100,6 @@ class OtherWork:
         for fork in self._forks.values():
             name, why, _ = told[fork.at]
             told[fork.at] = name, f"{why}, {fork}", ", ".join(fork.places)
-        # Neighbours with equal name and reason become one step, but each fork keeps its own step.
+        # Neighbouring entries with the same name and reason become one step. But a fork is never joined with its neighbours.
         for (name, why, _), found in groupby(enumerate(told), lambda each: (*each[1][:2], each[0] in forks and each[0])):
             yield name, why, ", ".join(dict.fromkeys(where for _, (_, _, where) in found))

@@ -1,4 +1,7 @@
-"""Copy the outputs of a program's function, and keep their structure."""
+"""Copy a program's outputs into arrays for the caller.
+
+The copies are in the same structure of lists, tuples and dictionaries as the outputs.
+"""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,13 +23,14 @@ from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import overlaps_itself, share
 
 UNCHANGED = (type(None), Enum, np.dtype, *PLAIN)
-"""Types whose values are returned as they are."""
+"""Types of outputs that a call returns as they are."""
 
 
 def is_returned(value: Any) -> bool:
-    """Return whether a call can return such a container around other arrays.
+    """Return whether a call can return a new container of this class.
 
-    The code of other classes would have to make their containers.
+    This is possible only for plain classes and named tuples. For any other class, code of the class would have to make the
+    container.
     """
     if type(value) in (list, tuple, dict, OrderedDict):
         return True
@@ -34,21 +38,21 @@ def is_returned(value: Any) -> bool:
 
 
 def is_unchanged(value: object) -> bool:
-    """Return whether a call can return the value itself."""
+    """Return whether a call can return this value itself, without a copy."""
     return isinstance(value, UNCHANGED) or (isinstance(value, tuple) and all(map(is_unchanged, value)))
 
 
 def tuple_of(kind: Any, entries: list[Any]) -> Any:
-    """Return a tuple of a class without calling its own code."""
+    """Return a tuple of class ``kind``, without running code of the class."""
     try:
         return tuple.__new__(kind, entries)
-    # A class that is written in C makes its own objects.
+    # A class that is written in C refuses `tuple.__new__`, and is called instead.
     except TypeError:
         return kind(entries)
 
 
 def container_like(value: Any, entries: list[Any]) -> Any:
-    """Return a container of a value's class with other entries."""
+    """Return a container of the class of ``value``, with other entries."""
     if isinstance(value, dict):
         return type(value)(zip(value, entries, strict=True))
     return entries if isinstance(value, list) else tuple_of(type(value), entries)
@@ -57,14 +61,14 @@ def container_like(value: Any, entries: list[Any]) -> Any:
 class Results:
     """Choose a target array for each output of one call.
 
-    Targets are the arrays that the caller gave. An output without a given array gets a new array.
+    The target of an output is the array that the caller gave for it in ``out``, or a new array.
 
     Attributes
     ----------
     value
-        The arrays, in the structure of the outputs.
+        The target arrays, in the structure of the outputs.
     copies : list of Copy
-        Copies that `copy_all` enqueues.
+        The copies from outputs to targets, for `copy_all`.
     pieces : list of Piece
         The memory that the copies write.
 
@@ -78,17 +82,17 @@ class Results:
     outputs
         The value that the program's function returned.
     out
-        Arrays in that structure, or None where a new array is to be made.
+        Arrays in the structure of ``outputs``. None in place of an array asks for a new array.
 
     Raises
     ------
     ArgumentError
-        For an ``out`` of another structure, shape or type. For two arrays of ``out`` that share memory. For an output that is
-        neither an array nor a number, a string or None. For a container that contains itself.
+        If ``out`` has another structure, shape or type than the outputs. If two arrays of ``out`` share memory. If an output is
+        neither an array nor a number, a string or None. If a container contains itself.
     ArrayTypeError
-        For an output, or an array of ``out``, that is not an array of the driver's.
+        If an output, or an array of ``out``, is an array of a library that the driver cannot copy.
     DeviceMismatchError
-        For an array on another device.
+        If an array of ``out`` is on another device.
     """
 
     def __init__(self, driver: Driver, name: str, device: int, outputs: object, out: object) -> None:
@@ -100,18 +104,18 @@ class Results:
         try:
             self.value = self._entry(f"{name}: out", outputs, out)
         except RecursionError:
-            # A container that contains itself causes the recursion, and `check_ends` names the container.
+            # The recursion comes from a container that contains itself. `check_ends` raises an error that names the container.
             check_ends(f"{name} returned", outputs)
             raise
         targets = [copy.target for copy in self.copies]
         self.pieces = [piece_of(driver, target) for target in targets]
-        # `overlapping` compares ranges alone, so `share` decides for pieces with gaps.
+        # `overlapping` compares only the ranges from first to last byte. `share` also takes the gaps in the pieces into account.
         for one, other in overlapping(driver, targets):
             if share(self.pieces[one], self.pieces[other]):
                 first, second = (self.copies[index].place for index in sorted((one, other)))
                 raise ArgumentError(
-                    f"{first} and {second[len(name) + 2 :]} share memory, and would get two values; pass arrays without shared "
-                    "memory, or None for either"
+                    f"{first} and {second[len(name) + 2 :]} share memory, but each would get its own result; pass arrays that "
+                    "share no memory, or None for one of them"
                 )
 
     def _entry(self, place: str, output: Any, given: Any) -> Any:
@@ -127,26 +131,26 @@ class Results:
             return self._tensor(place, output, given)
         if is_foreign(output):
             raise ArrayTypeError(
-                f"{self._name} returned a {kind_of(output)}, and the {self._driver.name} driver cannot copy it: replay "
-                "the program, and copy program.outputs with their own library, after the replay on its stream"
+                f"{self._name} returned a {kind_of(output)}, which the {self._driver.name} driver cannot copy: replay the "
+                "program instead, and copy program.outputs by the array's own library, on the stream of the replay"
             )
         if not is_unchanged(output):
             raise ArgumentError(
-                f"{self._name} returned a {kind_of(output)}, and the next call would overwrite the arrays in it: return "
-                "arrays in lists, tuples and dictionaries, or replay the program and read program.outputs"
+                f"{self._name} returned a {kind_of(output)}, which a call cannot copy: return arrays in lists, tuples and "
+                "dictionaries, or replay the program and read program.outputs"
             )
         if given is not None:
-            raise ArgumentError(f"{place} stands for a {kind_of(output)}, which is no array; pass None for it")
+            raise ArgumentError(f"{place} stands for a {kind_of(output)}, which is no array; pass None in its place")
         return output
 
     def _array(self, place: str, output: Any, given: Any) -> Any:
-        # The key holds both identifiers, because the same output may go into two given arrays.
+        # The key has both identifiers, because the caller may give two arrays for the same output.
         key = id(output), id(given)
         target = self._made.get(key)
         if target is None:
             target = self._made[key] = new_like(self._driver, output) if given is None else self._checked(place, output, given)
             same = [(self._driver.array_pointer(each), each.strides) for each in (output, target)]
-            # An output that is its own target needs no copy.
+            # If the caller gave the output itself as the target, no copy is needed.
             if output.size and same[0] != same[1]:
                 self.copies.append(Copy(place, target, output, same[1][0] - same[0][0]))
         return target
@@ -162,7 +166,7 @@ class Results:
                 tensors.check_alike(self._driver, place, output, given, self._device, strides=False)
             into, source = (tensors.elements(self._driver, place, each) for each in (target, output))
             if source.size and overlaps_itself(into.shape, into.strides, into.dtype.itemsize):
-                raise ArgumentError(f"{place} has elements that overlap; pass a tensor without that")
+                raise ArgumentError(f"{place} has elements that overlap; pass a tensor whose elements do not overlap")
             same = [(self._driver.array_pointer(each), each.strides) for each in (source, into)]
             if source.size and same[0] != same[1]:
                 self.copies.append(Copy(place, into, source, same[1][0] - same[0][0], target))
@@ -176,27 +180,34 @@ class Results:
         found: Any = given
         for what, returned, there in (("shape", output.shape, found.shape), ("type", output.dtype, found.dtype)):
             if returned != there:
-                raise ArgumentError(f"{place} has {what} {there}, and the result of {self._name} has {what} {returned}")
+                raise ArgumentError(
+                    f"{place} has {what} {there}, but the result of {self._name} has {what} {returned}; pass an array of that "
+                    f"{what}, or None"
+                )
         if not getattr(found.flags, "writeable", True):
-            raise ArgumentError(f"{place} is a read-only array")
+            raise ArgumentError(f"{place} is a read-only array; pass a writeable array, or None")
         if found.size and overlaps_itself(found.shape, found.strides, found.dtype.itemsize):
-            raise ArgumentError(f"{place} has strides {found.strides} bytes: its elements overlap; pass an array without that")
+            raise ArgumentError(
+                f"{place} has strides {found.strides} bytes: its elements overlap; pass an array whose elements do not overlap"
+            )
         where = driver.array_device(given)
         if where != self._device:
-            raise DeviceMismatchError(f"{place} is on device {where}, and the program on device {self._device}")
+            raise DeviceMismatchError(
+                f"{place} is on device {where}, and the program on device {self._device}; pass an array on that device, or None"
+            )
         return given
 
 
 def steps_without_gaps(array: DeviceArray) -> tuple[int, ...]:
     """Return strides in bytes for a new array without gaps.
 
-    Its axes keep the order in memory of the given array's axes.
+    The axes of the new array have the same order in memory as the axes of ``array``.
     """
     order = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
     return tuple([step * array.dtype.itemsize for step in dense_strides(array.shape, order)])
 
 
 def new_like(driver: Driver, array: Any) -> Any:
-    """Return a new gapless array with another array's order of axes."""
+    """Return a new array without gaps, with an array's order of axes."""
     with driver.relaxed():
         return driver.empty(array.shape, steps_without_gaps(array), array.dtype)

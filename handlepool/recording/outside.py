@@ -1,6 +1,7 @@
 """Save and restore the memory outside a program that its replays write.
 
-Replays that the caller did not ask for, such as replays for timing, must leave this memory as it was.
+Before a program is replayed only for timing, this memory is saved. Afterwards it is restored, because the caller asked for no
+replay.
 """
 
 from collections.abc import Iterator
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Outside:
-    """Hold the arrays outside the program that a replay may change.
+    """Save and restore arrays outside the program that a replay may change.
 
-    The program's device is current, and its stream is used.
+    If all work of the program is nodes, whose writes are known, these are the arrays that the nodes write. Plain work may write
+    any array that the function was given. So if there is plain work, all given arrays are saved.
 
-    If all work is calls whose writes are known, these are the arrays that the calls write. Plain code may write every array that
-    the function was given. With plain code, all given arrays therefore count.
+    The object is used with the program's device current. Its copies run on the current stream.
 
     Parameters
     ----------
@@ -39,7 +40,8 @@ class Outside:
     Raises
     ------
     ArgumentError
-        Naming an array that is written and cannot be copied, or the call that writes something else.
+        If a replay may write an array that cannot be copied, or memory that is in no known array. The message names the array or
+        the call.
     """
 
     def __init__(self, recording: "Recording", name: str, inputs: Inputs) -> None:
@@ -70,7 +72,7 @@ class Outside:
                 if unseen and is_foreign(value):
                     raise self._not_copied(place, value)
                 continue
-            # Empty arrays and arrays that are already noted need no copy.
+            # An empty array, or an array over memory that is already noted, needs no copy.
             if memory[1] <= memory[0] or memory in known:
                 continue
             writes = any(share(memory, piece) for piece in written)
@@ -79,10 +81,10 @@ class Outside:
                 if array is not None:
                     self._arrays.append(array)
                     known.append(memory)
-        # Memory that is no argument and no held array cannot be saved, so its call is refused.
+        # Only memory that an argument or a kept array covers can be saved. If a call writes other memory, the timing is refused.
         for piece, call in written.items():
             if not any(_has(memory, piece) for memory in known):
-                raise self._refused(f"{call} writes memory that the function was not given, or was given in part")
+                raise self._refused(f"{call} writes memory that is in no argument of the function, or only partly in one")
 
     def save(self) -> None:
         """Enqueue copies of all arrays."""
@@ -94,9 +96,9 @@ class Outside:
             self._saved.append(saved)
 
     def restore(self) -> None:
-        """Enqueue copies that restore the saved arrays, the first time only."""
+        """Enqueue copies that restore the saved arrays, at the first call."""
         if not self._restored:
-            # The lengths differ if `save` failed halfway.
+            # If `save` failed halfway, only the first arrays were saved, and only these are restored.
             for array, saved in zip(self._arrays, self._saved, strict=False):
                 self._driver.copy(array, saved)
             self._restored = True
@@ -104,7 +106,7 @@ class Outside:
     def _given(self, recording: "Recording", inputs: Inputs) -> Iterator[tuple[str, Any]]:
         yield from inputs.arrays()
         for value in recording.kept.values():
-            yield f"an array that {self._name} holds", value
+            yield f"an array that {self._name} keeps", value
 
     def _array(self, place: str, value: Any, writes: bool) -> Any:
         if isinstance(value, self._driver.array_types):
@@ -122,13 +124,13 @@ class Outside:
     def _refused(self, why: str) -> ArgumentError:
         return ArgumentError(
             f"{self._name} cannot be replayed for timing, because the changes of a replay could not be undone: {why}. "
-            "Record it with a number of lanes of your choice, and time your own replays"
+            "Record it with different numbers of lanes instead, and time replays of these programs yourself"
         )
 
 
 def _has(memory: Piece, piece: Piece) -> bool:
-    """Return whether a piece of memory is known to cover another piece.
+    """Return whether ``memory`` is known to cover ``piece``.
 
-    A piece with gaps covers only an equal piece.
+    Memory with gaps is only known to cover an equal piece.
     """
     return memory == piece or (memory[2] is None and memory[0] <= piece[0] and piece[1] <= memory[1])

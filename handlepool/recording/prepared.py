@@ -1,7 +1,7 @@
 """Prepare a program's calls once, so that each call is cheap.
 
-An array that lies in a single run of bytes is copied as such a run. The array library's kernel copies any other array. All
-results are allocated in one step before the first copy, so that an allocation failure leaves the program unchanged.
+If an array's memory has no gaps, a call copies its bytes in one run. Any other array is copied by a kernel of the array library.
+All results are allocated in one step before the first copy. So if the allocation fails, the program's inputs are unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,19 +10,45 @@ from typing import Any
 
 from handlepool.drivers.prepared import Copies
 from handlepool.drivers.protocol import Driver
+from handlepool.recording.matching import matcher
 from handlepool.recording.outputs import is_returned, is_unchanged, steps_without_gaps, tuple_of
+from handlepool.recording.update import piece_of
 from handlepool.tensors.layout import Piece
+
+Prepared = tuple[Callable[..., bool], Callable[..., Any], Callable[[Any], Any]]
+"""The functions of a prepared call.
+
+The first function checks the call's arguments, the second enqueues the call, and the third builds the call's value from the new
+arrays.
+"""
+
+
+def prepared_call(driver: Driver, inputs: Sequence[Any] | None, value: object, device: int | None) -> Prepared | None:
+    """Return the functions of a prepared call of a program, or None.
+
+    A call can be prepared if all inputs, and all arrays in ``value``, the program's outputs, are plain arrays of the driver. The
+    prepared call checks that its arguments are on ``device``, unless ``device`` is None.
+    """
+    outputs = dict[int, Any]()
+    if not inputs or not arrays_once(driver, value, outputs):
+        return None
+    built = builder(value, {each: itemgetter(place) for place, each in enumerate(outputs)})
+    match = matcher(driver, inputs, device, bounds([piece_of(driver, each) for each in inputs]))
+    return match, driver.prepared(copies_of(inputs, [*outputs.values()])), built
 
 
 def copies_of(inputs: Sequence[Any], outputs: Sequence[Any], back: Sequence[int] = ()) -> Copies:
-    """Return the copies of a call of the program with these arrays."""
+    """Return the copies of a call: to inputs, to results, and back.
+
+    ``inputs`` and ``outputs`` are the program's arrays. ``back`` are places of inputs that are copied back to the arguments.
+    """
     return Copies(inputs, outputs, [steps_without_gaps(each) for each in outputs], back)
 
 
 def bounds(pieces: Sequence[Piece]) -> list[int]:
-    """Return begin and end of each piece of memory, ascending.
+    """Return the begin and the end of each piece of memory, ascending.
 
-    Pieces that touch or overlap are joined.
+    Pieces that touch or overlap are joined into one piece.
     """
     found: list[int] = []
     for begin, end, _ in sorted(pieces, key=itemgetter(0)):
@@ -36,10 +62,10 @@ def bounds(pieces: Sequence[Piece]) -> list[int]:
 
 
 def builder(value: object, places: dict[int, Callable[[Sequence[Any]], Any]]) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that puts other arrays into a value's structure.
+    """Return a function that rebuilds a value with other arrays.
 
-    ``places`` maps the identifier of each array of the value to a function. That function takes the sequence of the other arrays,
-    and returns the array that replaces this array.
+    The returned function takes a sequence of new arrays. ``places`` maps the identifier of each array in ``value`` to a function,
+    which takes the same sequence and returns the new array to put in place of the old array.
     """
     place = places.get(id(value))
     if place is not None:
@@ -60,9 +86,9 @@ def builder(value: object, places: dict[int, Callable[[Sequence[Any]], Any]]) ->
 
 
 def arrays_once(driver: Driver, value: Any, found: dict[int, Any]) -> bool:
-    """Collect the driver's arrays of a value, by identifier.
+    """Collect the driver's arrays in a value, by identifier.
 
-    Return whether all other parts of the value are plain.
+    Return whether the value has, besides these arrays, only containers and plain values.
     """
     if is_returned(value):
         inside = value.values() if isinstance(value, dict) else value

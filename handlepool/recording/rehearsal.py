@@ -1,6 +1,6 @@
 """Note the nodes, plans and changes of a recorded function's first call.
 
-They are compared with the second call's.
+Before a function is recorded, it is called for real. Its second call is recorded, and must do the same work as the first call.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -28,16 +28,16 @@ Pieces = Collection[Piece | Token]
 
 
 OF_CONSTANT = ("a constant",)
-"""The ``what`` of a copy of a constant.
+"""The ``what`` of a call that copies a constant (see `handlepool.recording.host_copies`).
 
-The first call of a function makes no such copies, because it uses the constants themselves.
+Only the second call of a function makes such copies. So they are left out when the two calls are compared.
 """
 
 
 class CallSignature(NamedTuple):
     """The identity and the place of a call that becomes a node.
 
-    The identity is compared between the two calls of the function.
+    The identity consists of name, sizes and ``what``. It must be the same in both calls of the function.
 
     Attributes
     ----------
@@ -45,8 +45,9 @@ class CallSignature(NamedTuple):
     sizes : tuple of int
         Size in bytes of each array that the call writes.
     place : str
+        File and line of the call.
     what : tuple
-        The plans that the call launches, or the operation with its arguments that are numbers or text.
+        The plans that the call launches, or the operation and those of its arguments that are numbers or text.
     """
 
     name: str
@@ -60,17 +61,19 @@ class CallSignature(NamedTuple):
 
 
 def sizes_of(writes: Pieces) -> tuple[int, ...]:
-    """Return the bytes of each piece of memory."""
+    """Return the size in bytes of each piece of memory, without tokens."""
     return tuple([each[1] - each[0] for each in writes if not isinstance(each, Token)])
 
 
 class Rehearsal:
-    """Note calls while a function runs for real, as lanes do later.
+    """Note the calls that will be nodes, while a function runs.
+
+    The object takes the place of `Lanes`, and has the same methods.
 
     Attributes
     ----------
     calls : list of CallSignature
-        The calls that become nodes later.
+        The calls that will be nodes in the recording.
     new : LeftoverArrays
         The arrays that these calls made.
     """
@@ -88,18 +91,18 @@ class Rehearsal:
         return recordings.around(self, "rehearsal", self, function, *args)
 
     def takes(self, pool: object, pointer: int) -> bool:
-        """Return whether a pool's call on a stream would become a node."""
+        """Return whether a pool's call on a stream will be a node."""
         return not self._inside and pool is self._pool and pointer == self._pointer
 
     def accessed(self, reads: Pieces, writes: Pieces) -> None:
-        """Ignore the memory of nested calls and of non-nodes."""
+        """Ignore the memory that a call accesses, which only `Lanes` notes."""
 
     def expect(self, reads: Callable[[], Pieces] | None) -> None:
-        """Note the place of the next node."""
+        """Note the line of the next node; None ends this."""
         self._place = "" if reads is None else place_of_call()
 
     def hit(self, attempt: Callable[..., T], arrays: tuple[Any, ...], out: object) -> T:
-        """Make a call by a shortcut; drop its notes on failure."""
+        """Make a call by a shortcut; forget the call if it fails."""
         known = len(self.calls)
         try:
             result = attempt(self._begin, arrays, out)
@@ -112,7 +115,7 @@ class Rehearsal:
         return result
 
     def made(self, arrays: object) -> None:
-        """Note new arrays of the last node."""
+        """Note the new arrays that the last noted call made."""
         self.new.add(arrays, self.calls[-1])
 
     def _begin(self, operands: object, launch: Any, *_: object) -> Slot:
@@ -133,7 +136,7 @@ class Rehearsal:
         what: tuple[object, ...] = (),
         assumed_writes: Pieces = (),
     ) -> T:
-        """Make a call as without lanes, and note it."""
+        """Make a call on its usual stream, and note the call."""
         self.calls.append(CallSignature(name, sizes_of(writes), place_of_call(), what))
         self._inside = True
         try:
@@ -146,9 +149,9 @@ class Rehearsal:
 
 
 class LeftoverArrays:
-    """Arrays of the first call that are still held after its end.
+    """The arrays of the function's first call that outlive the call.
 
-    Such arrays are caches or state.
+    The function keeps such arrays as caches or as state.
 
     Parameters
     ----------
@@ -158,8 +161,8 @@ class LeftoverArrays:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._kind = driver.array_types[0]
-        # The references are weak, so that watching the first call takes no memory. They refer to the memory, because a view keeps
-        # the memory alive and not the array.
+        # The references are weak, so that they keep no array alive. Each reference is to the array's memory object and not to the
+        # array, because a view of an array keeps only the memory object alive.
         self._made: list[tuple[ReferenceType[Any], Piece, CallSignature]] = []
         self._held: list[tuple[Any, Piece, CallSignature]] = []
 
@@ -177,15 +180,16 @@ class LeftoverArrays:
                     owner = driver.array_block(array)
                     try:
                         reference = ref(array if owner is None else owner)
-                    # This memory object takes no weak reference. CuPy's views hold the array, so the reference is to the array.
+                    # This memory object allows no weak reference. A view in CuPy then refers to the array, so a weak reference to
+                    # the array serves instead.
                     except TypeError:
                         reference = ref(array)
                     self._made.append((reference, memory, call))
 
     def end(self) -> None:
-        """End the first call, and hold the remaining arrays.
+        """End the first call, and hold the arrays that are still alive.
 
-        From here on no other array can take their memory.
+        While they are held, no other array can get their memory.
         """
         left = [(made(), piece, call) for made, piece, call in self._made]
         self._held = [each for each in left if each[0] is not None]
@@ -196,9 +200,9 @@ class LeftoverArrays:
         self._held.clear()
 
     def check(self, name: str, reads: Pieces, writes: Pieces) -> None:
-        """Refuse a second call that only reads an array of the first.
+        """Refuse a second call that reads an array of the first call.
 
-        Each replay would read the same values again.
+        Each replay would read the same values again. A second call that also writes the array is allowed.
 
         Raises
         ------
@@ -211,14 +215,14 @@ class LeftoverArrays:
         for _, held, call in self._held:
             if any(share(held, each) for each in read) and not any(share(held, each) for each in written):
                 raise CaptureError(
-                    f"{name} keeps state in a new array each time: its second call read the array that its first call made by "
-                    f"{call}, and every replay would read that array again. Write state into a fixed array, by out= or "
-                    "state[...] = new, or take it as an argument and return the new one"
+                    f"{name} keeps state in a new array at each call: its second call read the array that its first call made by "
+                    f"{call}, and every replay would read that array again. Write the state into a fixed array, by out= or "
+                    "state[...] = new, or take the state as an argument and return the new state"
                 )
 
 
 class Launches:
-    """Count the launches of each plan in a call of a function.
+    """Count how often a call of a function launches each plan.
 
     Parameters
     ----------
@@ -240,14 +244,14 @@ class Launches:
         self._found: dict[int, tuple[Plan, int]] = {}
 
     def around(self, function: Callable[..., T], *args: object) -> T:
-        """Call a function, and count the plans that this thread launches meanwhile."""
+        """Call a function, and count this thread's launches of each plan."""
         return recordings.around(self, "launched", self._count, function, *args)
 
     def _count(self, pool: PoolInternals, plan: Plan, made: Sequence[Any]) -> None:
         if pool is self._pool:
             self.calls.append(CallSignature(plan.name, (), place_of_call(), (plan,)))
             self.new.add(made, self.calls[-1])
-            # The entry holds the plan, so that its identifier stays valid as a key.
+            # The entry keeps the plan alive, so that no other plan can get its identifier, which is the key.
             self._found[id(plan)] = plan, self._found.get(id(plan), (plan, 0))[1] + 1
 
     def forget(self) -> None:
@@ -262,8 +266,8 @@ class Launches:
 class ContainerSnapshot:
     """A snapshot of the lists and dictionaries among a function's arguments.
 
-    Each container is visited once. The snapshot uses the methods of `list` and `dict` themselves, because the container's class
-    may override its methods.
+    Each container is visited once. The snapshot calls the methods of `list` and `dict` themselves, because a subclass may
+    override them.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -273,7 +277,7 @@ class ContainerSnapshot:
         left = [(f"argument {place}", value) for place, value in enumerate(args)] + [*kwargs.items()]
         while left:
             place, value = left.pop()
-            # The identifier stays valid, because this snapshot or a tuple holds the container.
+            # No other object can get the identifier of an entered container, because the snapshot or a tuple keeps it alive.
             if not isinstance(value, (list, tuple, dict)) or id(value) in entered:
                 continue
             entered.add(id(value))
@@ -289,20 +293,20 @@ class ContainerSnapshot:
 
     @property
     def grown(self) -> bool:
-        """Whether the containers have new entries."""
+        """Whether a container has entries that the snapshot lacks."""
         return any(self._beyond(value, inside) for _, value, inside in self._found)
 
     def renew(self) -> list[Any]:
-        """Remove the new entries, and return their values.
+        """Remove the entries that the first call added; return their values.
 
-        The second call then finds the arguments as the first call did.
+        So the second call finds the same entries as the first call.
         """
         self._new = [self._beyond(value, inside) for _, value, inside in self._found]
         self._shorten()
         return [entry for new in self._new for _, entry in new]
 
     def restore(self) -> None:
-        """Restore all entries as the first call left them."""
+        """Undo `renew`: restore all entries as the first call left them."""
         if not self._new:
             return
         self._shorten()
@@ -331,7 +335,7 @@ class ContainerSnapshot:
     def check(self, name: str) -> None:
         """Refuse a function that removed or replaced an entry.
 
-        No replay does that. New entries are allowed.
+        A replay would not remove or replace the entry. New entries are allowed.
 
         Raises
         ------
@@ -346,15 +350,15 @@ class ContainerSnapshot:
                     continue
                 what = f"{place}[{shown(key)}] is {'gone' if now is self else 'another object now'}"
                 raise CaptureError(
-                    f"{name} changed a list or dictionary that it was given, which no replay does: {what}. Change a copy in "
-                    "the function, as dict(d) or list(d) makes one"
+                    f"{name} changed a list or dictionary that it was given, which no replay does: {what}. In the function, "
+                    "change a copy, made by dict(d) or list(d)"
                 )
 
 
 def check_same(name: str, first: Sequence[CallSignature], second: Sequence[CallSignature]) -> None:
     """Compare the calls of the first run with the recorded calls.
 
-    Addresses are not compared, because a function that makes arrays gets other addresses each time.
+    Addresses are not compared, because each call of a function makes its arrays at other addresses.
 
     Raises
     ------
@@ -369,16 +373,16 @@ def check_same(name: str, first: Sequence[CallSignature], second: Sequence[CallS
             more = _options(one.what, ""), _options(other.what, ", with other options")
         raise CaptureError(
             f"{name} did other work in its second call, which is recorded: call {number} was {one or 'none'}{more[0]} "
-            f"the first time, and {other or 'none'}{more[1]} the second time. Before the recording, make all decisions "
-            "and every object that is made only once"
+            f"the first time, and {other or 'none'}{more[1]} the second time. Before the recording, take all decisions, and make "
+            "the objects that only the first call makes"
         )
 
 
 def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
     """Return whether two calls ask for the same work.
 
-    Plans are compared by the work that was asked of them, because tuning or a new build may give the second call another plan for
-    the same work.
+    Plans are compared by their requests, because the second call may get another plan for the same request: by tuning, or because
+    the plan was built again.
     """
     return [_asked(each) for each in one] == [_asked(each) for each in other]
 
@@ -390,7 +394,7 @@ def _asked(what: object) -> object:
 def _likeness(value: object) -> object:
     """Return an equal value for values that ask for the same work.
 
-    A function may be defined anew at each call, so its identity does not count.
+    Functions do not count by identity, because each call of the recorded function may define them anew.
     """
     # Operations and graph functions keep their Python function in `__wrapped__`.
     value = getattr(value, "__wrapped__", value)
@@ -404,10 +408,10 @@ def _likeness(value: object) -> object:
 
 
 def _telling(value: object, depth: int = 4) -> object:
-    """Return the parts that identify a function.
+    """Return the parts by which functions are compared.
 
-    The parts are its code, and the numbers, text and functions in its defaults and closure. Other values (such as arrays) count
-    by type only, because they are the function's inputs.
+    The parts are the function's code, and the numbers, text and functions in its defaults and closure. Other values in them, such
+    as arrays, count only by type, because they are inputs of the function.
     """
     if isinstance(value, (int, float, complex, str, bytes)):
         return value

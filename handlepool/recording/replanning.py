@@ -1,23 +1,20 @@
 """Choose plans inside a program by the time of whole replays.
 
-The time of a node alone does not tell how long the node takes inside a program. So each trial records the program's call again,
-with a few changes of plans. Replays of this recording and of the best recording so far are timed in turns.
+A node may take longer inside a program than alone, because other nodes run beside it. So plans are compared by trials. A trial
+makes a few changes (other plans or forms of operations), and records the program's call again. Replays of this recording and of
+the best recording so far are timed in turns.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from statistics import median, quantiles
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from handlepool._util.cleanup import do_all, take_each
-from handlepool.graphs.plan import Plan
 from handlepool.graphs.tuning import Alternative, alternatives
-from handlepool.order.accesses import Memory
-from handlepool.pool.context import on_device
-from handlepool.pool.deferred import defer
 from handlepool.pool.stream import resolve
+from handlepool.recording.first_call import Take
 from handlepool.recording.outside import Outside
 from handlepool.recording.tuning import A_SAMPLE, MOST_REPLAYS, LanesRig, PlanChange, clock, device
 from handlepool.recording.update import Inputs
@@ -30,58 +27,21 @@ AT_ONCE = 4
 SAMPLES = 15
 """The number of samples of each recording in a trial."""
 LEAST_GAIN = 0.002
-"""The share of a replay's time that counts as noise."""
+"""The share of a replay's time that counts as noise.
+
+A smaller gain is ignored.
+"""
 SHARE_ALONE = 0.5
-"""The share of the tuning's time for timing plans alone."""
+"""The share of the tuning's time for timing plans alone.
 
-
-@dataclass(slots=True)
-class Take:
-    """A recording of a program's call.
-
-    Attributes
-    ----------
-    recording : Recording
-    outputs : object
-    memory : Memory
-    launched : tuple of (Plan, int)
-        The launched plans with their numbers of launches, if these were counted.
-    """
-
-    recording: "Recording"
-    outputs: Any
-    memory: Memory | None
-    launched: tuple[tuple[Plan, int], ...] = ()
-
-    def end(self) -> None:
-        """Destroy the recording, whose launches have ended."""
-        held = [self.outputs]
-        self.outputs, self.launched = None, ()
-        dispose(self.recording, held)
-
-
-def dispose(recording: "Recording", held: list[Any]) -> None:
-    """Destroy a recording whose launches have ended.
-
-    The objects in ``held``, which were kept alive for it, are released.
-    """
-    held.append(recording.kept.take())
-    try:
-        with on_device(recording.pool.driver, recording.device), recording.pool.driver.relaxed():
-            held.clear()
-        done = recording.destroy()
-    except BaseException:
-        defer(recording.settle)
-        raise
-    # If a caller still holds arrays in the recording's memory, a later call continues the destruction.
-    if not done:
-        defer(recording.settle)
+The rest of the time is for trials in the program.
+"""
 
 
 class Trials:
-    """Try other plans and forms in recordings of a program's call.
+    """Try other plans and forms in new recordings of a program's call.
 
-    The object is made and used while its program refuses other uses, with the program's device current.
+    The object is made and used while the program refuses all other uses, with the program's device current.
 
     Parameters
     ----------
@@ -127,8 +87,8 @@ class Trials:
     def run(self, until: float, show: Callable[[str | None], None]) -> Take | None:
         """Try changes until a time; return the best new recording, or None.
 
-        None means that no change helped. Changes that helped stay in force. After an error, all plans are as before, and the
-        recordings of the trials are destroyed.
+        ``until`` is the time by `time.monotonic`. Changes that made replays quicker stay in force. If no change did so, return
+        None. If an error occurs, all changes are undone, and the recordings of the trials are destroyed.
         """
         outside = Outside(self._own, self._name, self._inputs)
         best: Take | None = None
@@ -167,9 +127,9 @@ class Trials:
                     do_all([outside.restore, wait, *(partial(destroy, event) for event in take_each(self._events))])
 
     def _batches(self, until: float, show: Callable[[str | None], None]) -> Iterator[list[Alternative]]:
-        """Yield changes to try together, then the same changes one by one.
+        """Yield batches of changes: first several together, then each alone.
 
-        If the changes helped together, they are not tried one by one.
+        If a batch made replays quicker, its changes are not tried one by one.
         """
         counted = self._taken(counted=True)
         launched = counted.launched
@@ -188,7 +148,7 @@ class Trials:
                     return
                 yield some
                 if self.changes[-1].kept:
-                    # Further changes at the same places are dropped, because they would replace a plan that won.
+                    # Further changes of the same operations are dropped, because they would replace a plan that won its trial.
                     places = {each.place for each in some}
                     left = [each for each in left if each.place not in places]
                     if some is batch:
@@ -200,9 +160,12 @@ class Trials:
         return take
 
     def _trial(self, batch: list[Alternative], against: "Recording") -> tuple[Take, float, float, bool]:
-        """Record with changes, and compare the replays with those of another recording."""
+        """Record with the changes in ``batch``; time it against ``against``.
+
+        Return the new recording, the median times of a replay without and with the changes, and whether the changes helped.
+        """
         for each in batch:
-            # The change is noted before it is made, so that it is undone even after an interrupt.
+            # The change is noted before it is made, so that `run` undoes it even if an interrupt comes in between.
             self._made.append(each)
             each.make()
         take = self._taken()
@@ -218,7 +181,8 @@ class Trials:
                 take.end()
             raise
         gains = [one - other for one, other in zip(before, after, strict=True)]
-        # The change helps if three quarters of the pairs are quicker with it, and if the median gain is more than noise.
+        # The changes helped if three quarters of the pairs of samples are quicker with them, and if the median gain is more than
+        # noise.
         better = quantiles(gains)[0] > 0 and median(gains) > LEAST_GAIN * median(before)
         return take, median(before), median(after), better
 
@@ -234,7 +198,7 @@ class Trials:
                         took = clock(self._driver, graph, self._pointer, replays)
                     else:
                         took = device(self._driver, graph, self._pointer, self._events, replays)
-                    # The first rounds warm up, and determine the number of replays in a sample.
+                    # The two rounds with negative numbers warm up. The second of them decides the number of replays in a sample.
                     if number >= 0:
                         samples.append(took)
                 if number == -1:

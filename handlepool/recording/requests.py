@@ -1,4 +1,7 @@
-"""Enqueue a call of a recorded function on its client's stream."""
+"""Enqueue calls of recorded functions as requests of clients.
+
+A client's requests run on a stream of their own, or on the current stream for a call that has no program yet.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,17 +20,17 @@ from handlepool.tensors.layout import one_run
 
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _NUMBERS = "biufc"
-"""Kinds of types that a device array may have."""
+"""The kinds (``dtype.kind``) of NumPy's types that a device array may have."""
 
 
 class Served(Protocol):
-    """A recorded function."""
+    """A recorded function, as `request` uses it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
 
     def _known(self, args: tuple[Any, ...], stream: Any, begin: Callable[[], None]) -> Any:
-        """Enqueue a known call on a stream, or return `MISSED`."""
+        """Enqueue a call on a stream; return `MISSED` without a program."""
 
 
 def request(
@@ -35,8 +38,8 @@ def request(
 ) -> StreamFuture[Any]:
     """Enqueue a request, and return its future.
 
-    Arrays of NumPy go to the device through page-locked memory. A call that has no program yet runs in this thread, on the
-    current stream, and is recorded.
+    Arrays of NumPy are copied to the device through page-locked memory. If the call has no program yet, it runs on the current
+    stream, and is recorded.
 
     Parameters
     ----------
@@ -62,8 +65,8 @@ def request(
         return array
 
     def begin() -> None:
-        # `restart` records the event that the stream waits for. It comes after the allocations, because work on the current
-        # stream may still use their memory.
+        # `restart` lets the request's stream wait for an event on the current stream. The event is recorded after the
+        # allocations, because earlier work on the current stream may still use the allocated memory.
         task.restart(stream.ptr)
         with driver.relaxed():
             kept.extend([driver.copy_from_host(array, values, stream.ptr) for array, values in bring])
@@ -73,11 +76,11 @@ def request(
         staged = tuple([on_device(value) for value in args])
         named = {name: on_device(value) for name, value in kwargs.items()}
         kept += staged, named
-        # The call may give the request's stream work, so from here on the task is finished after an error as after a return.
+        # From here on, the request's stream may have work. So the task is finished in any case, even if an error is raised.
         try:
             value = MISSED if named else function._known(staged, stream, begin)  # noqa: SLF001 - the protocol is for this
             if value is MISSED:
-                # A call on the current stream also comes after the client's earlier requests.
+                # The call runs on the current stream, which first waits for the client's earlier requests.
                 events.order(stream.ptr, caller.ptr)
                 stream = caller
                 begin()
@@ -108,7 +111,7 @@ def request(
 def takes(driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call can be a request.
 
-    Its arguments are arrays of the driver's or NumPy's, and plain values.
+    It can if each argument is an array of the driver, an array of NumPy, or a plain value.
     """
     native: Any = driver.array_types[0]
     for value in (*args, *kwargs.values()):
@@ -129,7 +132,7 @@ def _to_host(driver: Driver, stream: Any, value: Any) -> Any:
     if one_run(array.shape, array.strides, array.strides, array.dtype.itemsize):
         with driver.relaxed():
             return driver.copy_to_host(array, stream.ptr)
-    # An array with gaps is an argument or a weight that the function returns. Its copy waits on the host.
+    # The array has gaps: the function returned an argument or a weight. `asnumpy` copies it, and the host waits for the copy.
     before = driver.current_stream()
     driver.push_stream(stream)
     try:
@@ -139,5 +142,5 @@ def _to_host(driver: Driver, stream: Any, value: Any) -> Any:
 
 
 def _copied(value: object) -> Any:
-    """Copy a host array into ordinary memory: page-locked memory serves later requests."""
+    """Copy a host array out of page-locked memory, which is used again."""
     return np.array(value, order="K") if isinstance(value, np.ndarray) else value

@@ -1,4 +1,7 @@
-"""Sort the returned arrays of a capture by their memory."""
+"""Sort the arrays that a captured function returned, by their memory.
+
+The memory decides how a call of the program returns an array: as a copy, as an argument, as a view of one, or as it is.
+"""
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -17,7 +20,8 @@ from handlepool.tensors.layout import Piece, Ranges, share
 View = tuple[int, int, tuple[int, ...], tuple[int, ...], Any]
 """A view of an argument.
 
-It has the argument's place, the bytes from the argument's first element, the shape, the strides and the type.
+The tuple has the argument's place, the bytes from the argument's pointer to the view's pointer, and the view's shape, strides and
+type.
 """
 
 
@@ -36,20 +40,20 @@ class Returned:
     outputs
         The return value of the function.
     apart : bool
-        Whether results that share memory are copied into separate arrays. Otherwise they are refused.
+        Whether results that share memory are returned as separate arrays. If False, such results are refused.
 
     Attributes
     ----------
     own : list
-        Arrays in the program's memory, each once.
+        The returned arrays in the program's memory, each once. A call returns copies of them.
     places : dict
-        The argument ``places`` of `builder`. Its functions take their value from a list, which has the arrays that replace
-        ``own`` followed by the caller's arguments.
+        The argument ``places`` of `builder`. Each of its functions takes an array from a list, which has the copies of ``own``
+        followed by the caller's arguments.
 
     Raises
     ------
     CaptureError
-        For a value that a replayed call could not return in the same way as the function.
+        If a call of the program could not return a value in the same way as the function.
     """
 
     def __init__(
@@ -86,14 +90,20 @@ class Returned:
         if is_returned(value):
             if not isinstance(value, tuple):
                 if id(value) in self._containers:
-                    raise CaptureError(f"{self._name} returned a {kind_of(value)} in two places, and copies would be apart")
+                    raise CaptureError(
+                        f"{self._name} returned the same {kind_of(value)} in two places, and a program would return two copies. "
+                        "Return separate containers"
+                    )
                 self._containers.add(id(value))
             for each in value.values() if isinstance(value, dict) else value:
                 self._add(each)
         elif isinstance(value, driver.array_types) or tensors.takes(driver, value, self._recording.device):
             self._add_array(value)
         elif is_foreign(value) or not is_unchanged(value):
-            raise CaptureError(f"{self._name} returned a {kind_of(value)}, which a program's call cannot copy")
+            raise CaptureError(
+                f"{self._name} returned a {kind_of(value)}, which a call of a program cannot copy. Return arrays of the "
+                f"{driver.name} driver, numbers, strings or None"
+            )
 
     def _add_array(self, value: Any) -> None:
         driver, key = self._driver, id(value)
@@ -106,18 +116,23 @@ class Returned:
         if among:
             if len(among) > 1 or is_tensor(value):
                 raise CaptureError(
-                    f"{self._name} returned a view of an argument, which shares memory with another, or is a tensor"
+                    f"{self._name} returned a view of a tensor, or of an argument that shares memory with another. Return a copy"
                 )
             offset = driver.array_pointer(array) - driver.array_pointer(self._elements[among[0]])
             self._views[key] = among[0], offset, array.shape, array.strides, array.dtype
             return
-        # The array lies in a guarded array, such as a weight. A call returns the weight itself.
+        # If the array lies in a guarded array, such as a weight, a call returns this array itself, without a copy.
         if piece[0] < piece[1] and self._reached.meet(piece):
             return
         if is_tensor(value) and value.requires_grad:
-            raise CaptureError(f"{self._name} returned a tensor that requires a gradient: call it inside torch.no_grad()")
+            raise CaptureError(
+                f"{self._name} returned a tensor that requires a gradient: call {self._name} inside torch.no_grad()"
+            )
         if not is_tensor(value) and piece[0] < piece[1] and not self._recording.holds(value):
-            raise CaptureError(f"{self._name} returned an array that it reaches by no attribute, variable or global")
+            raise CaptureError(
+                f"{self._name} returned an array that it did not make, and that no attribute, variable or global holds. Return "
+                "a copy of that array"
+            )
         for other, known in self._owned:
             if known is value:
                 return
@@ -127,7 +142,10 @@ class Returned:
                     for each in elements_of(driver, [known, value])
                 ]
                 if one != two or type(known) is not type(value):
-                    raise CaptureError(f"{self._name} returned arrays that share a part of their memory, and copies would not")
+                    raise CaptureError(
+                        f"{self._name} returned arrays that share memory, and the copies that a program returns would not. "
+                        "Return copies"
+                    )
                 self._own_at[key] = self._own_at[id(known)]
                 return
         self._owned.append((piece, value))

@@ -1,12 +1,15 @@
 """Schedule the steps of a recording on a bounded number of lanes.
 
-A recording is first made with as many lanes as its data allows. To choose among few lanes during the recording would serialise
-independent parts, because the rest of the graph is still unknown. Afterwards, this module gives the steps to fewer lanes.
+A recording is first made with as many lanes as its data allows. If it were made on few lanes at once, independent parts would
+often get the same lane, because the rest of the graph is still unknown. So this module moves the steps to fewer lanes after the
+recording, when the whole graph is known.
 
-The steps are placed in an order in which they could run. Among the ready steps, the step with the longest path to the end comes
-first. A placed step gets an edge from the former last step of its lane, unless other edges imply that order. Then edges that
-other edges imply are removed, which saves time on the device (transitive reduction). All recorded dependencies stay in force,
-whether they come from data, from reused memory, or from scratch of a stream.
+The steps are placed on lanes in an order in which they could run. Among the ready steps, the step with the longest path to the
+end of the graph comes first. A placed step gets an edge from the previous step of its lane, unless other edges imply this order.
+Then edges that other edges imply are removed, which saves time on the device (transitive reduction). All recorded dependencies
+stay in force, whether they come from data, from reused memory, or from the scratch of a stream.
+
+In this module, a node is a CUDA node: a kernel or a copy in the captured graph. A step owns none, one or several of them.
 """
 
 from collections import Counter
@@ -29,7 +32,7 @@ Pair = tuple[Any, Any]
 
 
 class Arrangement(NamedTuple):
-    """The schedule of a recorded graph: its steps' lanes and edges.
+    """A schedule of a recorded graph: its steps' lanes and edges.
 
     Attributes
     ----------
@@ -38,7 +41,8 @@ class Arrangement(NamedTuple):
     steps : tuple of Step
         The steps, with their lanes and dependencies.
     add, remove : list of (node, node)
-        The edges that turn the recorded graph into this schedule. `RecordedGraph.arranged` takes them.
+        The edges to add to the recorded graph, and the edges to remove from it, so that it has this schedule. They are the
+        arguments of `RecordedGraph.arranged`.
     """
 
     lanes: int
@@ -58,12 +62,12 @@ class _Part:
     Attributes
     ----------
     entries, exits : list of node
-        ``entries`` are the nodes of the part that depend on no other node of the part. ``exits`` are the nodes on which no
-        other node of the part depends.
+        ``entries`` are the nodes that depend on no other node of this part. ``exits`` are the nodes on which no other node of
+        this part depends.
     after : collection of int
-        Steps on which at least one node of the part depends.
+        Steps on which at least one node of this part directly depends.
     whole : collection of int
-        Steps on which all nodes of the part depend. Each exit of such a step has an edge to each entry of the part.
+        Steps on which all nodes of this part depend, because each exit of the step has an edge to each entry of this part.
     """
 
     __slots__ = ("after", "entries", "exits", "whole")
@@ -75,9 +79,9 @@ class _Part:
         self.whole: Collection[int] = ()
 
     def leading_to(self, other: "_Part") -> list[Pair]:
-        """Return edges that make another part depend on this part.
+        """Return the edges that make another part depend on this part.
 
-        With these edges, all nodes of the other part depend on all nodes of this part.
+        They lead from each exit of this part to each entry of the other part.
         """
         exits, entries = self.exits, other.entries
         if len(exits) == len(entries) == 1:
@@ -94,7 +98,8 @@ class Schedule:
     steps : sequence of Step
         Steps in the order of the recording.
     ends : sequence of tuple of node
-        For each step, the nodes that later steps waited for. If a step counts as a part of the next step, it has none.
+        For each step, the nodes that later steps waited for. The entry is empty if the nodes of a step count as nodes of the
+        next step.
     lanes : int
         Number of recorded lanes.
 
@@ -106,7 +111,7 @@ class Schedule:
     Raises
     ------
     CaptureError
-        For work in the graph that belongs to no step and on which no later work depends.
+        If the graph has work that belongs to no step and on which no later work depends.
     """
 
     def __init__(self, graph: RecordedGraph, steps: Sequence[Step], ends: Sequence[Sequence[Any]], lanes: int) -> None:
@@ -116,21 +121,21 @@ class Schedule:
         if lost:
             raise CaptureError(
                 f"{lost} of {graph.nodes} operations reached the stream of a call after the call had ended, so their "
-                "order is unknown. Inside a call, launch all its work before it returns, and free there the memory that "
-                "it allocates with cudaMallocAsync"
+                "order is unknown. Let each call launch all its work, and free all memory that it allocates with "
+                "cudaMallocAsync, before it returns"
             )
         self._graph = graph
         self._parts: list[_Part] = []
         self._pairs: set[Pair] = set()
 
     def steps_of(self, nodes: Sequence[Any]) -> list[int | None]:
-        """Return the step of each given node, or None."""
+        """Return the number of each node's step; None for an unknown node."""
         return [self._owner.get(node) for node in nodes]
 
     def on(self, lanes: int, times: Sequence[float]) -> Arrangement:
-        """Return a schedule on at most the given number of lanes.
+        """Return a schedule on at most ``lanes`` lanes.
 
-        If the recording has no more lanes than that, return the recorded schedule.
+        If the recording has at most ``lanes`` lanes, return the recorded schedule.
 
         Parameters
         ----------
@@ -142,15 +147,15 @@ class Schedule:
             return self.recorded
         self._look()
         places = _Placing(self._parts, times, lanes).run()
-        # If steps wait for each other in a cycle, they get no place. Then the recorded schedule stays.
+        # Steps that wait for each other in a cycle get no place. If there are such steps, the recorded schedule is returned.
         if len(places) < sum(bool(part.entries) for part in self._parts) or not places:
             return self.recorded
         return self._arrangement(places)
 
     def exits(self) -> list[list[Any]]:
-        """Return the last nodes of each step.
+        """Return the exits of each step, see `_Part`.
 
-        The list is empty for a step that added no node to the graph.
+        The list of exits is empty for a step that added no node to the graph.
         """
         self._look()
         return [part.exits for part in self._parts]
@@ -183,7 +188,7 @@ class Schedule:
             lane = None if step.lane is None else place.lane
             steps[number] = Step(step.name, step.place, lane, tuple(sorted(waits)), step.why)
         for number, step in enumerate(steps):
-            # A step that added no node to the graph takes the lane of its dependencies.
+            # A step that added no node to the graph has no place. It gets a lane of the steps that it waits for.
             if step.lane is not None and number not in places:
                 steps[number] = step._replace(lane=max([steps[each].lane or 0 for each in step.after], default=0))
         return Arrangement(len({step.lane for step in steps if step.lane is not None}), tuple(steps), add, remove)
@@ -195,11 +200,11 @@ class _Place:
     Attributes
     ----------
     lane, at : int
-        The number of the lane, and the step's position on the lane.
+        The number of the lane, and the step's position on the lane, counted from 1.
     known : sequence of int
-        For each lane, the number of its first steps that have certainly ended when this step has ended.
+        For each lane, a position on that lane: when this step has ended, all steps up to this position have certainly ended.
     behind : int or None
-        The previous step of the lane, if an edge from it is necessary; else None.
+        The previous step of the lane, if an edge from that step to this step is necessary; else None.
     """
 
     __slots__ = ("at", "behind", "known", "lane")
@@ -209,15 +214,15 @@ class _Place:
         self.at = at
         mine = [*known]
         mine[lane] = at
-        # A tuple is used because Python's collector stops visiting a tuple of integers after the first time.
+        # A tuple of integers costs Python's garbage collector less than a list: the collector visits it only once.
         self.known: Sequence[int] = tuple(mine)
         self.behind = behind
 
 
 def _needed(steps: set[int], places: "dict[int, _Place]") -> set[int]:
-    """Return the members of a set that no other member implies.
+    """Return the steps whose ends imply the ends of all ``steps``.
 
-    A member is implied if it has certainly ended when another member has ended.
+    A step is left out if it has certainly ended when another of the steps has ended.
     """
     if len(steps) < 2:
         return steps
@@ -233,9 +238,9 @@ def _needed(steps: set[int], places: "dict[int, _Place]") -> set[int]:
 
 
 def estimated(used: Sequence[tuple[Sequence[Piece | Token], Sequence[Piece | Token]]]) -> list[float]:
-    """Return estimated times of steps in microseconds.
+    """Return the estimated time of each step, in microseconds.
 
-    The estimate depends on the memory that a step reads and writes.
+    The estimate grows with the bytes that a step reads and writes. ``used`` has this memory for each step.
     """
     times = []
     for reads, writes in used:
@@ -249,9 +254,9 @@ def estimated(used: Sequence[tuple[Sequence[Piece | Token], Sequence[Piece | Tok
 
 
 def _owners(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> dict[Any, int]:
-    """Return the step of each node.
+    """Return the number of each node's step.
 
-    A node belongs to the first step whose last nodes depend on the node, or include it.
+    A node belongs to the first step whose ``ends`` contain the node or depend on it.
     """
     before: dict[Any, list[Any]] = {}
     for one, other in edges:
@@ -268,9 +273,9 @@ def _owners(edges: Sequence[Edge], ends: Sequence[Sequence[Any]]) -> dict[Any, i
 
 
 def _parts(edges: Sequence[Edge], owner: Mapping[Any, int], count: int) -> list[_Part]:
-    """Return the part of the graph for each step."""
+    """Return the part of the graph that belongs to each step."""
     parts = [_Part() for _ in range(count)]
-    # `leading` has nodes with an edge to a node of the same step, and `led` nodes with an edge from a node of the same step.
+    # ``leading`` has the nodes with an edge to a node of the same step. ``led`` has the nodes with an edge from such a node.
     leading, led = set(), set()
     across: list[tuple[Any, Any, int, int]] = []
     for one, other in edges:
@@ -286,7 +291,8 @@ def _parts(edges: Sequence[Edge], owner: Mapping[Any, int], count: int) -> list[
             part.entries.append(node)
         if node not in leading:
             part.exits.append(node)
-    # For pairs of steps with several exits or entries, the counter has the number of edges from exits to entries.
+    # For each pair of steps with several exits or entries, ``found`` counts the edges from exits of the first step to entries of
+    # the second step.
     found: Counter[tuple[int, int]] = Counter()
     for one, other, first, second in across:
         part = parts[second]
@@ -307,13 +313,12 @@ def _parts(edges: Sequence[Edge], owner: Mapping[Any, int], count: int) -> list[
 class _Placing:
     """Place steps on lanes by list scheduling.
 
-    A simulated clock advances from the end of a step to the next end. Steps with nodes are given to lanes when the lanes become
-    free.
+    A simulated clock advances from one end of a step to the next. Whenever a lane is free, a ready step with nodes begins on it.
 
     Attributes
     ----------
     places : dict
-        The places by step, in the order in which the steps begin. Steps that wait for each other in a cycle are missing.
+        The place of each step, in the order in which the steps begin. Steps that wait for each other in a cycle are missing.
     """
 
     def __init__(self, parts: Sequence[_Part], times: Sequence[float], lanes: int) -> None:
@@ -328,7 +333,8 @@ class _Placing:
         # On a single lane, all ranks are equal, and ready steps begin in the recorded order.
         self._rank = [0.0] * len(parts)
         if lanes > 1:
-            # The rank is the negative time of the longest path to the end, so that the heap gives the longest path first.
+            # The rank of a step is the negative time of the longest path from the step to the end of the graph. So the heap,
+            # which gives the smallest rank first, gives the step with the longest path.
             for number in reversed(range(len(parts))):
                 after = [self._rank[each] for each in self._followers[number]]
                 self._rank[number] = min(after, default=0.0) - times[number]
@@ -337,7 +343,7 @@ class _Placing:
         heapify(self._ready)
         self._running: list[tuple[float, int]] = []
         self._free, self._last, self._counts = [*range(lanes)], [-1] * lanes, [0] * lanes
-        # `_left` is the time of the steps that have not begun. `_ends` is the sum of the running steps' ends.
+        # `_left` is the total time of the steps that have not begun. `_ends` is the sum of the end times of the running steps.
         self._now, self._left, self._ends = 0.0, sum(times), 0.0
 
     def run(self) -> dict[int, _Place]:
@@ -351,11 +357,11 @@ class _Placing:
     def _next(self) -> int:
         """Return the step that begins now.
 
-        It is the ready step with the longest path to the end. But if that path has slack, a ready step that follows the last
-        step of a free lane is preferred.
+        The usual choice is the ready step with the longest path to the end. But if this path has slack, a ready step that follows
+        the last step of a free lane is preferred, because it needs no additional edge.
         """
         rank, number = self._ready[0]
-        # The slack is the time by which the longest path may be delayed without delaying the end.
+        # The slack is the time by which the longest path can be delayed without delaying the end of the whole graph.
         slack = (self._left + self._ends - len(self._running) * self._now) / self._lanes + rank
         if slack <= 0 or self._lanes == 1:
             return number
@@ -384,28 +390,29 @@ class _Placing:
         self._ends += end
         heappush(self._running, (end, number))
         ready = self._ready
-        # A step that was preferred begins before its turn in the heap. So the heap may still hold placed steps.
+        # A preferred step begins before it comes to the top of the heap. So steps that already have a place are removed here.
         while ready and ready[0][1] in places:
             heappop(ready)
 
     def _lane_for(self, part: _Part, known: Sequence[int]) -> int:
         """Return a free lane for a step.
 
-        The best choice is a lane whose last step this step depends on. The second choice is a lane that needs no additional
-        wait.
+        The best choice is a lane whose last step this step depends on. The second choice is a lane whose steps all end
+        before this step can begin anyway, so that no further edge is needed.
         """
         best = -1
         for lane in self._free:
             if known[lane] >= self._counts[lane]:
                 if self._last[lane] in part.whole:
                     return lane
-                # Among these, the lane with the most steps is taken, so that no new lane is used without need.
+                # Among the lanes of the second choice, the lane with the most steps is taken. So an unused lane stays unused if
+                # possible.
                 if best < 0 or self._counts[best] < self._counts[lane]:
                     best = lane
         return self._free[0] if best < 0 else best
 
     def _end(self) -> None:
-        """Advance the clock to the next end."""
+        """Advance the clock to the end of a step; free its lane."""
         self._now = self._running[0][0]
         while self._running and self._running[0][0] <= self._now:
             end, number = heappop(self._running)
@@ -418,7 +425,7 @@ class _Placing:
 
 
 def _merged(known: Sequence[Sequence[int]], lanes: int) -> Sequence[int]:
-    """Return the maximum of the known steps, lane by lane."""
+    """Return, for each lane, the maximum of several values of `_Place.known`."""
     if len(known) < 2:
         return known[0] if known else (0,) * lanes
     return tuple(map(max, *known))

@@ -1,7 +1,8 @@
 """Copy arrays that share memory, so that the copies share memory alike.
 
-The arrays belong to a single item or call. A function that writes one of them in place also changes the arrays that share its
-memory. So all memory that such arrays cover together is copied once, and each array's copy is a part of this copy.
+The arrays are the arguments of one call, or belong to one item of a map. If a function writes to such an array in place, it also
+changes the arrays that share memory with it. The same must hold for the copies. So the memory that the arrays cover together is
+copied once as a block, and the copy of each array is a part of this block.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -15,10 +16,10 @@ from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import Piece, bytes_at, piece, share
 
 ALIGNED = 256
-"""Alignment in bytes that a copy keeps.
+"""The alignment, in bytes, that a copy keeps.
 
-The copy of a memory block begins at the same distance behind an aligned address as the block itself. Its arrays are therefore
-aligned as before.
+The copy of a block has the same distance from an aligned address as the block itself. So each array in the copy is aligned like
+the array that it copies.
 """
 
 Group = list[int]
@@ -38,20 +39,20 @@ def _address(driver: Driver, array: DeviceArray) -> int:
 
 
 def groups(driver: Driver, arrays: Sequence[Any]) -> list[Group]:
-    """Return the places of arrays that share bytes, in groups.
+    """Return groups of arrays that share bytes, by their places.
 
-    Arrays that share bytes with the same array are in the same group.
+    Two arrays that share bytes are in the same group. An array that shares no bytes is in no group.
     """
     pieces = [_memory(driver, array) for array in arrays]
     group_of: dict[int, Group] = {}
     near: list[int] = []
-    # Arrays are visited by their first address, so that only arrays that still reach this address can overlap.
+    # The arrays are visited in order of their begin. So an array can only overlap an earlier array that ends after its begin.
     for place in sorted([place for place, each in enumerate(pieces) if each[0] < each[1]], key=lambda place: pieces[place][0]):
         near = [other for other in near if pieces[other][1] > pieces[place][0]]
         for other in near:
             if share(pieces[other], pieces[place]):
                 one, two = group_of.setdefault(other, [other]), group_of.setdefault(place, [place])
-                # Two groups that share bytes become a single group.
+                # If the two arrays were in different groups, these groups become one.
                 if one is not two:
                     one += two
                     group_of.update(dict.fromkeys(two, one))
@@ -60,9 +61,9 @@ def groups(driver: Driver, arrays: Sequence[Any]) -> list[Group]:
 
 
 def runs_apart(driver: Driver, arrays: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Return whether no two of some arrays share memory.
+    """Return whether no two of ``arrays`` share memory.
 
-    The arrays are all NumPy's or all the driver's. Each lies in a single run of its size in bytes.
+    All arrays are of NumPy, or all are of the driver. The memory of each array has no gaps, and ``sizes`` has its size in bytes.
     """
     if type(arrays[0]) is np.ndarray:
         begins = [each.__array_interface__["data"][0] for each in arrays]
@@ -77,10 +78,10 @@ def runs_apart(driver: Driver, arrays: Sequence[Any], sizes: Sequence[int]) -> b
 
 
 def relation(driver: Driver, value: object) -> Hashable:
-    """Return a key for the way that a value's arrays share memory.
+    """Return a key that tells which arrays in a value share memory.
 
     For each array that shares memory, the key has the array's place, the place of the first array of its group, and the bytes
-    between the two addresses.
+    from the first array's address to its address.
     """
     arrays = _arrays(driver, value)
     found = groups(driver, arrays) if len(arrays) > 1 else []
@@ -100,17 +101,17 @@ def copier(driver: Driver, value: object, copy: Callable[..., Any]) -> Callable[
     ----------
     driver : Driver
     value
-        Held by the caller as long as the function is used.
+        The value whose leaves are copied. The caller keeps it alive as long as it uses the returned function.
     copy : callable
-        ``copy(array)`` returns a copy of an array, and anything else as it is; ``copy(array, target)`` copies into a target.
-        Copies are on the current device.
+        ``copy(array)`` returns a copy of an array on the current device, and returns any other leaf as it is.
+        ``copy(array, target)`` copies into an array ``target``.
     """
     arrays = _arrays(driver, value)
     known: dict[int, Any] = {}
     for group in groups(driver, arrays) if len(arrays) > 1 else ():
         members = [arrays[place] for place in group]
         first = members[0]
-        # Equal views get the same copy.
+        # If all arrays of the group are equal views of the same memory, a single copy serves for all of them.
         if len({(_address(driver, each), each.shape, each.strides, each.dtype) for each in members}) == 1:
             known.update(dict.fromkeys(map(id, members), copy(first)))
             continue
@@ -132,14 +133,14 @@ def copier(driver: Driver, value: object, copy: Callable[..., Any]) -> Callable[
 
 
 def _arrays(driver: Driver, value: object) -> list[Any]:
-    """Return the arrays in a value, each as often as it occurs."""
+    """Return the arrays in a value, with repetitions."""
     found: list[Any] = []
     rebuilt(value, found.append)
     return [each for each in found if isinstance(each, (np.ndarray, *driver.array_types))]
 
 
 def rebuilt(value: object, of: Callable[[Any], Any]) -> Any:
-    """Rebuild lists, tuples and dictionaries, with a function applied to the leaves."""
+    """Rebuild lists, tuples and dictionaries, with ``of`` applied to leaves."""
     if isinstance(value, dict):
         return {key: rebuilt(entry, of) for key, entry in value.items()}
     if not isinstance(value, (list, tuple)):

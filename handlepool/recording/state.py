@@ -1,11 +1,12 @@
 """Find state that a function's second call changes (guarantee 19).
 
-The function is refused, because a replay would not change that state.
+The second call of a function is recorded. If it changes state, such as an attribute, the recording is refused, because a replay
+would not change that state.
 
 The walk begins at the function and its arguments. It goes through attributes, slots, containers, closures, defaults, bound and
-partial functions, classes, and the globals that the code names. Each object that can change is a *place*. A snapshot of the
-places is taken between the two calls and compared after the second call. If the recording is refused, the snapshot is written
-back.
+partial functions, classes, and the globals that the code names. Each object whose contents can change is a *place*. A snapshot of
+all places is taken between the two calls, and compared with their contents after the second call. If the recording is refused,
+the places get the contents of the snapshot back.
 
 Device arrays are compared by their memory and not by their values, because no work runs on the device while a function is
 recorded.
@@ -82,10 +83,10 @@ from handlepool.tensors.layout import Ranges
 MOST_PLACES = 100_000
 """The maximum number of objects that the walk visits.
 
-The state of further objects is not compared.
+If the function reaches more objects, the state of the rest is not compared.
 """
 MOST_HOST_BYTES = 64 << 20
-"""The maximum number of bytes of NumPy arrays to compare by values."""
+"""The maximum bytes of host arrays that are compared by values."""
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic, Enum, range, np.dtype, type)
 _ITERABLES: tuple[Any, ...] = (range(0), range(1 << 70), "", "\u00e9", b"", bytearray(), compact_array("b"), {}, np.empty(0))
@@ -93,10 +94,10 @@ _ITERATORS = HOLDERS.union(
     [type(iter(each)) for each in _ITERABLES], [type(iter(int, 1)), type(reversed(range(0))), type(reversed({}))]
 )
 _ADVICE = (
-    "Keep state in one array that is written in place (out=, state[...] = new, an operation with mutates=), or take it as an "
-    "argument and return the new one"
+    "Keep state in one array that is written in place (out=, state[...] = new, an operation with mutates=), or take the state as "
+    "an argument and return the new state"
 )
-_DRAW = "Draw them before and pass the array as an argument, or make them on the device in an operation"
+_DRAW = "Draw the numbers before the call and pass them as an argument, or draw them on the device in an operation"
 
 
 class Place(NamedTuple):
@@ -109,7 +110,7 @@ class Place(NamedTuple):
     kind : Kind
     owner : object
     names : object
-        For a module's dictionary, the global names that the code uses. For a closure's cell, the name of its variable.
+        For a module's dictionary, the global names that the code uses. For slots, their names and descriptors. Otherwise None.
     then : dict
         The contents when the snapshot was taken.
     """
@@ -130,17 +131,18 @@ class State:
     function : callable
     args, kwargs : tuple, dict
     given : iterable of list or dict
-        Containers among the arguments. Each call gets new containers, so changes of their entries do not count.
+        Lists and dictionaries among the arguments. Changes of their entries are not compared here, because `ContainerSnapshot`
+        compares them.
     inputs : sequence
         Values that the arguments contain, also inside containers.
     settle : callable, optional
-        Waits for work that may still write NumPy arrays. It is called once if there are such arrays. Without ``settle``, the
-        snapshot contains only the positions of iterators.
+        Waits for work that may still write NumPy arrays. It is called once if the function reaches such arrays. Without
+        ``settle``, the snapshot contains only the positions of iterators.
 
     Attributes
     ----------
     aliases : dict of str
-        Paths to arrays that share memory with arrays of the arguments, in order.
+        The paths to arrays that share memory with arrays of the arguments, in order.
     """
 
     def __init__(
@@ -158,8 +160,8 @@ class State:
         walk.run(function, args, kwargs)
         self.aliases = walk.aliases
         self._known = walk.entered
-        # This snapshot is compared after the first call. That call may change any other state, but must not advance iterators,
-        # because they cannot be restored.
+        # Without ``settle``, the snapshot is compared after the first call. The first call may change state, but must not advance
+        # iterators, because their positions cannot be restored.
         if settle is None:
             walk.found = [each for each in walk.found if each[1] is POSITION]
         elif walk.host_arrays:
@@ -178,7 +180,7 @@ class State:
         """
         for place in self._places:
             then, now = place.then, place.kind.read(place.owner, place.names)
-            # Most places are unchanged. So a quick comparison by identity comes first.
+            # Most places are unchanged, so they are compared by identity first, which is quick.
             same = len(then) == len(now) and all(map(is_, then, now)) and all(map(is_, then.values(), now.values()))
             key = MISSING if same else next(self._changes(place, now), MISSING)
             if key is not MISSING:
@@ -187,22 +189,22 @@ class State:
     def check_kept(self, name: str, before: "State") -> None:
         """Refuse a function whose first call kept an argument's array.
 
-        At each replay, that array would be overwritten with the new input.
+        Each replay would overwrite the kept array with the new input.
 
         Raises
         ------
         CaptureError
-            The message names the first place that did not have the array in the snapshot ``before``.
+            The message names the first path to an argument's array that the snapshot ``before`` lacks.
         """
         paths = [each for each in self.aliases if each not in before.aliases]
         if paths:
             raise CaptureError(
-                f"{name} keeps an argument's array in {paths[0]}, which would hold the newest input at each replay. Copy "
-                "the values into a separate array, by state[...] = x"
+                f"{name} keeps an argument's array in {paths[0]}, and each replay would overwrite this array with the new input. "
+                "Copy the values into a separate array, by state[...] = x"
             )
 
     def restore(self) -> None:
-        """Restore the snapshot, except the positions of iterators and generators."""
+        """Restore all places, except the positions of iterators."""
         for place in self._places:
             now = place.kind.read(place.owner, place.names)
             if next(self._changes(place, now), MISSING) is not MISSING:
@@ -218,7 +220,7 @@ class State:
             yield from (key for key, other in zip(then, now, strict=False) if not self._same(key, other))
 
     def _same(self, then: Any, now: Any, depth: int = 4) -> bool:
-        """Return whether a function cannot distinguish two values.
+        """Return whether the function cannot tell two values of a place apart.
 
         Such values are the same object, equal numbers or texts, or arrays over the same memory.
         """
@@ -227,10 +229,11 @@ class State:
         if type(then) is not type(now) or depth == 0:
             return False
         if isinstance(then, _SCALARS):
-            # The reprs distinguish 0.0 and -0.0. The second condition makes two NaNs equal.
+            # The reprs differ for 0.0 and -0.0, which compare as equal. The second condition makes two NaNs equal.
             return bool(then == now and repr(then) == repr(now)) or (then != then and now != now)
         if id(now) in self._known and not isinstance(now, (tuple, frozenset)):
-            # The new object existed before the call, so the function can distinguish it from the former object by `is`.
+            # The new object existed before the call. So the function may have other references to it, and can tell it from the
+            # former object by `is`.
             return False
         if isinstance(then, np.ndarray):
             return _same_values(then, now)
@@ -241,7 +244,7 @@ class State:
         if is_tensor(then):
             alike = (then.shape, then.stride(), then.dtype) == (now.shape, now.stride(), now.dtype)
             if is_on_host(then):
-                # Values in the host's memory can be read while a function is recorded.
+                # A tensor on the host is compared by its values, which can be read during a recording.
                 return alike and bool((then == now).all())
             return alike and then.data_ptr() == now.data_ptr()
         if isinstance(then, MethodType):
@@ -268,15 +271,18 @@ class State:
         label = place.kind.label.format(path=place.path, key=key if isinstance(key, str) else shown(key))
         if place.kind in (GENERATOR, LEGACY_GENERATOR, PYTHON_GENERATOR, TORCH_GENERATOR):
             return (
-                f"{name} drew random numbers from {label} when it was called again to be recorded, so that every replay would "
+                f"{name} drew random numbers from {label} when it was called again to be recorded, so every replay would "
                 f"compute with the same numbers. {_DRAW}"
             )
         if place.kind is POSITION:
-            return f"{name} took values from {label}, which no replay does. Take them before, and pass them as arguments"
+            return (
+                f"{name} took values from {label}, which no replay does. Take the values before the call, and pass "
+                "them as arguments"
+            )
         one, other = _told(then), _told(now)
         was = f"from {one} to {other}" if one != other else f"to another {other}"
         if place.kind in (VALUES, TENSOR):
-            was = "values of the host's"
+            was = "its values in host memory"
         return f"{name} changed {label} ({was}) when it was called again to be recorded, which no replay does. {_ADVICE}"
 
 
@@ -305,10 +311,11 @@ class Walk:
     Attributes
     ----------
     found : list of (path, kind, owner, names)
+        The places, with the attributes of `Place`.
     host_arrays : int
-        Number of NumPy arrays and host tensors among the found objects.
+        The number of NumPy arrays and host tensors in ``found``.
     aliases : dict of str
-        Paths to arrays that share memory with ``inputs``, in order. ``inputs`` are the arrays among the arguments.
+        The paths to arrays that share memory with arrays of the arguments, in order.
     entered : dict of int
         All visited objects, by ``id``. The dictionary keeps the objects alive, so that no ``id`` is reused.
     """
@@ -317,7 +324,7 @@ class Walk:
         self._driver = driver
         self._inputs = inputs
         self._input_arrays = frozenset([id(each) for each in inputs if isinstance(each, driver.array_types)])
-        # The memory ranges of the inputs are computed only if the walk finds another array.
+        # The memory ranges of the arguments' arrays are computed only if the walk finds any other array.
         self._ranges: Ranges | None = None
         self._arrays: Any = (*driver.array_types, getattr(sys.modules.get("torch"), "Tensor", ()))
         self.aliases: dict[str, None] = {}
@@ -325,7 +332,8 @@ class Walk:
         self.found: list[tuple[str, Kind, Any, Any]] = []
         self.host_arrays = 0
         self._host_bytes = 0
-        # The host driver also accepts NumPy arrays as operands. Here they count as values of the host.
+        # The host driver also accepts NumPy arrays as operands. But the walk compares NumPy arrays by their values, not by their
+        # memory, so they are left out here.
         self._kinds = tuple(kind for kind in driver.array_types if kind is not np.ndarray)
         self.entered: dict[int, Any] = {}
         self._data: dict[type, bool] = {}
@@ -337,7 +345,7 @@ class Walk:
         left = self._left
         given = [(f"argument {place}", value) for place, value in enumerate(args)]
         for path, value in (*given[::-1], *[*kwargs.items()][::-1]):
-            # This repeats the beginning of `_visit`, because most arguments need no more than that.
+            # Most arguments are arrays. For them, these lines do the same as `_visit`, but more quickly.
             if id(value) in self._input_arrays and isinstance(value, self._kinds):
                 self.aliases[path] = None
                 self.entered[id(value)] = value
@@ -349,22 +357,23 @@ class Walk:
             try:
                 self._visit(path, value)
             except Exception:
-                # Any access to an object may raise any error, as with a proxy outside of its context. The state of such an
+                # Access to a user's object may raise any error, as with a proxy outside of its context. Then the state of the
                 # object is not compared.
                 continue
 
     def _visit(self, path: str, value: Any) -> None:
         if type(value) in _PROXIES:
-            # A bound method of a weak proxy gives the proxy's object. If the object is gone, this raises ReferenceError.
+            # The object behind a weak proxy is the ``__self__`` of the proxy's bound method. If the object is gone, this raises
+            # ReferenceError.
             value = value.__repr__.__self__
         if value is None or (isinstance(value, _SCALARS) and not isinstance(value, type)):
             return
-        # This test must come before the test for visited objects, because several paths may lead to the same array.
+        # An alias is noted even if the array was visited before, because several paths may lead to the same array.
         if id(value) in self._input_arrays or (isinstance(value, self._arrays) and self._is_over_input(value)):
             self.aliases[path] = None
         if id(value) not in self.entered:
             self.entered[id(value)] = value
-            # A device array is not entered. It is compared, by its memory, where an attribute has it.
+            # A device array is not entered, because its values are not compared. The place that refers to the array is compared.
             if not isinstance(value, self._kinds):
                 self._enter(path, value)
 
@@ -418,7 +427,7 @@ class Walk:
             bits = getattr(value, "bit_generator", value)
             self._all(path, (getattr(bits, "seed_seq", None),))
         elif is_tensor(value):
-            # A GPU tensor is not entered. It is compared, by its memory, where an attribute has it.
+            # A GPU tensor is not entered, because its values are not compared. The place that refers to the tensor is compared.
             if is_on_host(value) and self._takes(value.nbytes):
                 self._add(path, TENSOR, value)
         else:
@@ -428,7 +437,7 @@ class Walk:
         if array.dtype.hasobject:
             self._add(path, OBJECTS, array)
             self._all(f"{path}[...]", array.ravel().tolist())
-        # A read-only array has no state, but its base may be writeable.
+        # A read-only array has no state of its own, but its values may change through a writeable base.
         elif not array.flags.writeable:
             self._all(path, (array.base,))
         elif self._takes(array.nbytes):
@@ -455,7 +464,7 @@ class Walk:
             return
         names = names_of(function.__code__)
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            # Several functions may share a cell, which is entered once.
+            # Several functions may share a cell. The cell is entered only once.
             if id(cell) not in self.entered:
                 self.entered[id(cell)] = cell
                 self._add(f"nonlocal {variable}", CELL, cell)
@@ -469,12 +478,12 @@ class Walk:
             self._add(path, ATTRIBUTES, function)
             self._left += [(f"{path}.{key}", value) for key, value in function.__dict__.items()]
         self._enter_names(function.__globals__, names, "global ")
-        # The function imports these modules itself, so its globals lack them.
+        # These modules are named in the code but are no globals: the function imports them itself.
         for name in names.intersection(sys.modules).difference(function.__globals__):
             self._enter_module(name, sys.modules[name], names)
 
     def _enter_names(self, namespace: dict[str, Any], names: frozenset[str], prefix: str) -> None:
-        """Add the globals or module attributes that some code names."""
+        """Add those globals or module attributes that are in ``names``."""
         used = frozenset([name for name in names if name in namespace and (id(namespace), name) not in self._named])
         if not used:
             return
@@ -488,9 +497,9 @@ class Walk:
                 self._left.append((f"{prefix}{name}", value))
 
     def _enter_module(self, path: str, module: ModuleType, names: frozenset[str]) -> None:
-        """Add the attributes of a module that some code names.
+        """Add those attributes of a module that are in ``names``.
 
-        For a library, add only its generator of random numbers.
+        For a module of a library, add only its generator of random numbers.
         """
         if module is random:
             self._left.append(("random", random._inst))  # noqa: SLF001
@@ -542,7 +551,7 @@ class Walk:
             self._left += [(f"{path}.{key}", each) for key, each in value.keywords.items()]
         if kind in _PLAIN_CONTAINERS:
             return
-        # The answer is cached for each class, because many objects have the same class.
+        # The answer of `is_data` is cached by class, because many objects have the same class.
         if kind not in self._data:
             self._data[kind] = is_data(kind)
         if self._data[kind]:
@@ -570,7 +579,7 @@ _PLAIN_CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict)
 
 @functools.lru_cache(4096)
 def names_of(code: CodeType) -> frozenset[str]:
-    """Return the globals and attributes that some code names.
+    """Return the names of globals and attributes that ``code`` contains.
 
     Names in functions that are defined inside the code are included.
     """

@@ -1,7 +1,7 @@
 """Define the kinds of places where a function keeps state.
 
-A kind says how the contents are read, written back, and named in a message. The module also tells a user's objects, which hold
-state, from a library's.
+A place is an object whose contents can change. Its kind says how the contents are read, written back, and named in a message. The
+module also decides whether an object belongs to the user, whose objects hold state, or to a library.
 """
 
 import functools
@@ -35,14 +35,14 @@ HOLDERS = frozenset(
     + [kind for kind in vars(itertools).values() if isinstance(kind, type)]
     + [CACHE, methodcaller]
 )
-"""Types of iterators and other objects whose state can be read.
+"""Types of iterators and similar objects whose state can be read.
 
-Reading it advances nothing.
+Reading the state does not advance the object.
 """
 _TESTING = frozenset(["pytest", "_pytest", "pluggy", "hypothesis"])
 """Packages for testing, which count as libraries.
 
-Their objects keep caches and counters of their own.
+Their objects are not inspected, because they keep caches and counters of their own.
 """
 _OPEN = frozenset(
     {
@@ -61,9 +61,9 @@ _OPEN = frozenset(
 )
 """Types of the standard library whose instances count as a user's data."""
 _HEAP_TYPE = 1 << 9
-"""The bit of ``__flags__`` of classes that are written in Python.
+"""The bit in ``__flags__`` that marks a class as written in Python.
 
-Classes made by `exec` have this bit too, although their module may be "builtins".
+The bit is needed for a class that `exec` made: its module may be "builtins", although the class is a user's.
 """
 
 
@@ -76,7 +76,7 @@ class Kind(NamedTuple):
 
 
 def is_library(module: object) -> bool:
-    """Return whether a module's name belongs to a library.
+    """Return whether ``module`` is the name of a library's module.
 
     Functions and objects of libraries are not inspected.
     """
@@ -91,10 +91,10 @@ def _is_library_root(root: str) -> bool:
 def is_data(kind: type) -> bool:
     """Return whether objects of a class are a user's data.
 
-    A library's objects are no user's data, nor are objects of a class derived from a library's class. Torch's modules are the
-    exception.
+    Objects of a library's class, or of a class derived from it, are no user's data. Torch's modules are an exception: they are a
+    user's data.
     """
-    # Torch is looked up and not imported, because a process without torch has no modules of torch's.
+    # Torch is not imported here. If the process has not imported torch, no object is one of torch's modules.
     module = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
     if module is not None and issubclass(kind, module):
         return True
@@ -138,8 +138,8 @@ def kind_of_generator(value: object) -> "Kind | None":
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return PYTHON_GENERATOR
     generator = getattr(sys.modules.get("torch"), "Generator", None)
-    # The state of a GPU generator must not be read while a stream is being captured. It need not be read, because torch refuses
-    # to draw from such a generator during a capture.
+    # A torch generator on the GPU is left out, because its state must not be read while a stream is being captured. Its state
+    # cannot change then, because torch refuses to draw from the generator during a capture.
     return TORCH_GENERATOR if generator is not None and isinstance(value, generator) and is_on_host(value) else None
 
 
@@ -169,7 +169,7 @@ def read_slots(owner: object, slots: Any) -> dict[Any, Any]:
     for name, slot in slots:
         try:
             found[name] = slot.__get__(owner, type(owner))
-        # The slot has no value yet.
+        # A slot without a value is left out.
         except AttributeError:
             continue
     return found
@@ -185,7 +185,7 @@ def _write_slots(owner: object, then: dict[Any, Any], now: dict[Any, Any]) -> No
 
 def read_list(owner: Any, _: Any) -> dict[Any, Any]:
     """Return the entries of a list or deque, by index."""
-    # A user's class may override methods, so the base class's method is called.
+    # The method of the base class is called, because a user's class may override the method.
     return dict(enumerate((list if isinstance(owner, list) else deque).__iter__(owner)))
 
 
@@ -199,20 +199,20 @@ def _write_list(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
 
 def read_dict(owner: object, _: object) -> dict[Any, Any]:
     """Return the entries of a dictionary, in order."""
-    # An `OrderedDict` has an order of its own.
+    # An `OrderedDict` keeps an order of its own, which the methods of `dict` ignore.
     base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
     return dict(base.items(owner))
 
 
 def _write_dict(owner: object, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    # A user's class may override methods, so the base class's methods are called.
+    # The methods of the base class are called, because a user's class may override them.
     base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
     base.clear(owner)
     base.update(owner, then)
 
 
 def _read_set(owner: Any, _: object) -> dict[Any, Any]:
-    # A weak set may lose entries during an iteration, so its entries are first copied into a list.
+    # The entries are copied into a list first, because a weak set may lose entries while it is iterated over.
     return {each: each for each in [*owner]}
 
 
@@ -231,7 +231,7 @@ def read_cell(cell: Any, _: object) -> dict[Any, Any]:
     """Return the value of a closure's variable."""
     try:
         return {"": cell.cell_contents}
-    # The variable has no value yet.
+    # A variable without a value has no contents.
     except ValueError:
         return {}
 
@@ -274,7 +274,7 @@ def _read_values(array: Any, _: object) -> dict[Any, Any]:
 
 
 def _write_bytes(owner: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    # The length does not change. So the slice assignment works even while a view of the bytes exists.
+    # The slice assignment keeps the length. So it works even while a memoryview of the bytes exists.
     owner[:] = then[""] if isinstance(owner, bytearray) else compact_array(owner.typecode, then[""])
 
 
@@ -292,9 +292,9 @@ def _write_objects(array: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
 
 
 def position(iterator: object, _: object) -> Any:
-    """Return the position of an iterator, as far as its type tells.
+    """Return a value that changes when an iterator advances.
 
-    For a seed sequence, return the number of generators that it has spawned.
+    For a seed sequence, return the number of sequences that it has spawned.
     """
     if isinstance(iterator, np.random.SeedSequence):
         return iterator.n_children_spawned
@@ -303,8 +303,8 @@ def position(iterator: object, _: object) -> Any:
         return None if frame is None else (frame.f_lasti, gc.get_referents(iterator))
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns that Python 3.14 drops this method for iterators of itertools. In 3.14, the position of a
-            # `cycle` that has begun again is therefore unknown.
+            # Python 3.12 warns that Python 3.14 drops ``__reduce__`` for iterators of itertools. So in 3.14, the position of a
+            # `cycle` that has begun again is unknown.
             warnings.simplefilter("ignore", DeprecationWarning)
             return iterator.__reduce__()
     except TypeError:
@@ -312,11 +312,11 @@ def position(iterator: object, _: object) -> Any:
 
 
 def _write_nothing(*_: object) -> None:
-    """Leave an iterator at its position, because nothing can restore it."""
+    """Do nothing, because the position of an iterator cannot be restored."""
 
 
 def _write_bits(generator: Any, then: dict[Any, Any], _: dict[Any, Any]) -> None:
-    # A generator keeps its state in its bit generator.
+    # A `numpy.random.Generator` keeps its state in its bit generator. A bit generator keeps its own state.
     getattr(generator, "bit_generator", generator).state = then[""]
 
 

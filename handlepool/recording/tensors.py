@@ -1,6 +1,6 @@
 """Take torch's tensors as inputs and outputs of programs.
 
-Their elements become arrays of the driver's, copied on the driver's stream.
+A program copies a tensor as an array of the driver over the tensor's memory, on the driver's stream.
 """
 
 import sys
@@ -20,7 +20,7 @@ from handlepool.tensors.layout import HOST, Piece, piece
 def takes(driver: Driver, value: object, device: int | None = None) -> bool:
     """Return whether a value is a tensor that the driver can copy.
 
-    The tensor is on the device, if a device is given.
+    If ``device`` is given, the tensor must also be on that device.
     """
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     if tensor is None or not isinstance(value, tensor):
@@ -30,9 +30,9 @@ def takes(driver: Driver, value: object, device: int | None = None) -> bool:
 
 
 def modes() -> tuple[bool, bool, bool]:
-    """Return torch's modes that change its operations.
+    """Return whether torch's gradients, inference mode and autocast are on.
 
-    The modes are gradients, inference and autocast.
+    These modes change the work of torch's operations.
     """
     torch: Any = sys.modules["torch"]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled()
@@ -41,12 +41,13 @@ def modes() -> tuple[bool, bool, bool]:
 def elements(driver: Driver, place: str, tensor: FrontendTensor) -> Any:
     """Return an array over a tensor's memory.
 
-    The array's elements have as many bytes as the tensor's elements, but not the tensor's type.
+    The array's elements have as many bytes as the tensor's elements, but may have another type.
 
     Raises
     ------
     ArrayTypeError, ArgumentError
-        For tensors whose memory does not hold the elements themselves, and for tensors with derivatives that a copy loses.
+        If the tensor's memory does not hold the elements themselves, or if the tensor has derivatives that a copy would lose. The
+        message begins with ``place``.
     """
     try:
         return driver.array_over(integration().elements(tensor))
@@ -55,12 +56,12 @@ def elements(driver: Driver, place: str, tensor: FrontendTensor) -> Any:
 
 
 def check(tensor: FrontendTensor) -> None:
-    """Refuse a tensor whose memory does not hold its elements.
+    """Refuse a tensor that `elements` refuses, without making an array.
 
     Raises
     ------
     ArrayTypeError, ArgumentError
-        As `elements`.
+        As in `elements`.
     """
     integration().check_elements(tensor)
 
@@ -72,9 +73,9 @@ def piece_of(tensor: Any) -> Piece:
 
 
 def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: int, *, strides: bool) -> None:
-    """Refuse a value that cannot replace a recorded tensor.
+    """Refuse a value that is not like a recorded tensor.
 
-    The value is copied into the recorded tensor, or receives a copy of it.
+    The caller copies the value into the recorded tensor, or copies the recorded tensor into the value.
 
     Raises
     ------
@@ -82,29 +83,34 @@ def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: i
     """
     if not takes(driver, given):
         raise ArrayTypeError(
-            f"{place} was recorded as a {kind_of(recorded)}, and is now a {kind_of(given)}; pass a tensor like it"
+            f"{place} was recorded as a {kind_of(recorded)}, and is now a {kind_of(given)}; pass a tensor like "
+            "the recorded tensor"
         )
     for what, was, now in (
         ("shape", tuple(recorded.shape), tuple(given.shape)),
         ("type", recorded.dtype, given.dtype),
     ):
         if was != now:
-            raise ArgumentError(f"{place} was recorded with {what} {was} and now has {what} {now}; record it again for that")
+            raise ArgumentError(
+                f"{place} was recorded with {what} {was} and now has {what} {now}; record the function again for that"
+            )
     if strides:
         check_strides(place, tuple(recorded.shape), recorded.stride(), given.stride())
     where = given.get_device()
     # The host driver's devices share the host's memory.
     if where not in (device, HOST):
-        raise DeviceMismatchError(f"{place} is on device {where}, and the program on device {device}; copy it there first")
+        raise DeviceMismatchError(
+            f"{place} is on device {where}, and the program on device {device}; copy the tensor to device {device} first"
+        )
 
 
 def check_strides(place: str, shape: Sequence[int], recorded: Sequence[int], given: Sequence[int], itemsize: int = 1) -> None:
     """Refuse strides that differ from the recorded strides.
 
-    Strides of axes of extent 1 do not count, and no strides count in an empty array.
+    Strides of axes of extent 1 may differ, and so may all strides of an empty array.
 
-    ``itemsize`` is the stride of neighbouring elements. It is an element's bytes for an array, whose strides count bytes, and 1
-    for a tensor, whose strides count elements.
+    ``itemsize`` is the stride between neighbouring elements. For an array, whose strides are in bytes, it is an element's size in
+    bytes. For a tensor, whose strides are in elements, it is 1.
 
     Raises
     ------
@@ -118,7 +124,8 @@ def check_strides(place: str, shape: Sequence[int], recorded: Sequence[int], giv
     known = next((f", {name}" for name, steps in dense.items() if _same(shape, recorded, steps)), "")
     raise ArgumentError(
         f"{place} was recorded with strides {tuple(recorded)} and now has strides {tuple(given)}, in "
-        f"{'elements' if itemsize == 1 else 'bytes'}; lay it out as it was recorded{known}, or record it again for that"
+        f"{'elements' if itemsize == 1 else 'bytes'}; lay it out as it was recorded{known}, or record the function again for "
+        "these strides"
     )
 
 
@@ -129,11 +136,10 @@ def _same(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> boo
 def in_order(pool: PoolInternals, device: int, pointer: int, step: Callable[[], object]) -> None:
     """Run a step on a stream, ordered with torch's current stream.
 
-    The step waits for torch's stream, and torch's stream waits for the step.
-
-    So torch may have made the values just now, and may reuse their memory at once.
+    The step waits for torch's current stream, so it may read values that torch has just computed. Torch's stream then waits for
+    the step, so torch may reuse the memory of these values at once.
     """
-    # On the host, torch's tensors have no stream.
+    # With the host driver, torch's tensors are in host memory, and torch has no stream to wait for.
     if pool.driver.name != "cuda":
         step()
         return
@@ -141,6 +147,6 @@ def in_order(pool: PoolInternals, device: int, pointer: int, step: Callable[[], 
     order(pool, device, theirs, pointer)
     try:
         step()
-    # Torch's stream waits also after a step that failed, because the step may have enqueued work.
+    # Even if the step failed, torch's stream waits for it, because the step may have enqueued work.
     finally:
         order(pool, device, pointer, theirs)

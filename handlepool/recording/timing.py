@@ -1,6 +1,6 @@
-"""Explain, measure and draw a program.
+"""Explain, measure, tune and draw a program.
 
-`handlepool.recording.program` uses these functions as methods.
+The class `Program` in `handlepool.recording.program` has these functions as methods.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,6 +16,7 @@ from handlepool.pool.context import thread
 from handlepool.recording import drawing
 from handlepool.recording.explain import Explanation
 from handlepool.recording.outside import Outside
+from handlepool.recording.program_call import replayed
 from handlepool.recording.replanning import Trials
 from handlepool.recording.tuning import LanesRig, LanesTuning, checked, shown_progress
 
@@ -26,29 +27,29 @@ T = TypeVar("T")
 
 
 def explain(self: "Program", *, measure: bool = False) -> Explanation:
-    """Return a report on the recording.
+    """Return a report on the program.
 
-    It has the nodes, edges, lanes and memory, and the calls that forced an order.
+    The report has the nodes, edges, lanes and memory, and the calls that all later calls had to wait for.
 
     Parameters
     ----------
     measure : bool
-        Measure the nodes' times, as `tune` does. The program is replayed for the measurement, as in `tune`.
+        Whether to measure the times of the nodes. For this, the program is replayed, as in `tune`.
 
     Returns
     -------
     Explanation
-        A report that can be printed, and has ``to_dict()`` and, for Graphviz, ``to_dot()``.
+        A report that can be printed. Its ``to_dict()`` returns a dictionary, and its ``to_dot()`` returns text for Graphviz.
 
     Raises
     ------
     PoolClosedError
-        After the program was closed.
+        If the program was closed.
     ArgumentError, CaptureError, MemoryError, OwnershipError
         With ``measure``, as in `tune`.
     """
     ends = tuple(_measured(self)) if flag(f"{self._name}: explain: measure", measure) else ()
-    # Without the lock another thread could end the graph that is read here.
+    # The lock prevents another thread from destroying the graph that is read here.
     with self._lock:
         recording = self._recording
         if recording is None:
@@ -75,53 +76,58 @@ def tune(
 ) -> LanesTuning:
     """Measure the best number of lanes for a program, and use it.
 
-    Another number of lanes is another schedule of the same recording. The schedule depends on the times of the nodes, which
-    are measured first. Without ``plans`` the function is not called again, and arrays that were handed out stay valid. The
-    measurement replays the program on the current stream, and waits for the GPU. The outputs then hold the values of the last
-    replay. They differ from before if the function changes its inputs: replay the program again. Replays may write memory outside
-    the program. That memory is saved before, and restored. Writes of plain code are unknown, so all arguments of the function are
-    saved. Arrays that plain code writes elsewhere, such as globals, are not restored. Other threads' uses of the program wait. On
-    the host driver the times are NumPy's, and do not apply to a GPU.
+    For each number of lanes, another schedule of the same recording is timed. The schedules depend on the times of the nodes,
+    which are measured first. Without ``plans`` the function is not called again, and arrays that the program returned stay valid.
+    The measurement replays the program on the current stream, and waits for the GPU. Afterwards the outputs hold the values of
+    the last replay. If the function changes its own inputs, these values differ from the former values; then replay the program
+    again. Replays may write memory outside the program. This memory is saved before the measurement, and restored after it.
+    Writes of plain code are unknown, so all arguments of the function are saved. Arrays that plain code writes elsewhere, such as
+    globals, are not restored. Uses of the program by other threads wait until the measurement has ended. On the host driver the
+    times are NumPy's, and do not apply to a GPU.
 
-    A pool with a plan directory keeps the result there. For the same recording and arguments, on a device of the same kind, the
-    result is taken from there, and nothing is replayed.
+    If the pool has a plan directory, the result is kept there. For the same recording and arguments, on a device of the same
+    kind, a later `tune` takes the result from the directory, and replays nothing.
 
     Parameters
     ----------
     lanes : iterable of int
-        Each 1 to 32, also above the number that `record` was given. The fewest lanes within 1 % of the best are taken. If 1 is
-        among ``lanes``, a single lane is taken unless another number is quicker by 3 %.
+        The numbers of lanes to try, each from 1 to 32. They may be above the number that `record` was given. The smallest number
+        whose time is within 1 % of the best time is taken. But if 1 is among ``lanes``, a single lane is taken unless another
+        number is quicker by 3 %.
     goal : {"clock", "device"}
-        The time that counts: the host's time from a replay's launch to its end, or the device's time of replays in a row.
+        The time to compare: ``"clock"`` is the host's time from a replay's launch to its end, ``"device"`` is the device's time
+        of a replay in a row of replays.
     seconds : float
-        Time after which no more samples are taken. Each number of lanes has at least three samples.
+        The time after which no more samples are taken. Each number of lanes gets at least three samples.
     anew : bool
-        Measure, even if the plan directory has a result.
+        Whether to measure even if the plan directory has a result.
     plans : bool
-        Choose plans and forms of the heaviest operations as well, by the time of whole replays. A few changes at a time are
-        tried, until ``seconds`` have passed. The function is called and recorded again, and changes stay if replays become
-        quicker by more than the noise. Later calls of the operations use the changes that stay. If any stay, ``outputs`` are new
-        arrays, and arrays that were handed out keep their last values. Other uses of the program are refused meanwhile.
+        Whether to choose also plans and forms of the heaviest operations, by the time of whole replays. For each trial, a few
+        plans or forms are changed, and the function is called and recorded again. A change stays if it makes replays quicker by
+        more than the noise. Trials go on until ``seconds`` have passed. Later calls of the operations use the changes that stay.
+        If any change stays, ``outputs`` are new arrays, and arrays that the program returned earlier keep their last values.
+        During the trials, other uses of the program are refused.
 
     Returns
     -------
     LanesTuning
-        The trials and the result, which can be printed as a table. A terminal shows the progress meanwhile.
+        The trials and the result, which can be printed as a table. On a terminal, the progress is shown.
 
     Raises
     ------
     ArgumentError
-        For a program that was recorded without lanes, or with a single lane. For memory that replays write and that cannot be
-        restored, by its place or the call's place. For invalid arguments.
+        If the program was recorded without lanes, or with a single lane. If replays write memory that cannot be restored; the
+        message names the array or the call. If an argument is invalid.
     CaptureError
-        Inside a recording, a branch or a task; while the current stream is being captured; for a graph that cannot be copied.
+        If `tune` is called inside a recording, a branch or a task, or while the current stream is being captured. If the graph
+        cannot be copied.
     MemoryError
         If there is no memory for graphs or for saved arrays.
     OwnershipError, PoolClosedError, ForkedProcessError, PoisonedContextError
         As in `replay`.
     DriverNotAvailableError, StateBusyError
-        With ``plans``, as in `handlepool.tune`. The function's errors, and those of `record`, may come as well. The plans and the
-        recording are then as before.
+        With ``plans``, as in `handlepool.tune`. With ``plans``, errors of the function and of `record` may also occur. After such
+        an error, the plans and the recording are as before.
     """
     self._status.check()
     asked = checked(self._name, lanes, goal, seconds)
@@ -133,15 +139,15 @@ def tune(
 
 
 def _tune_plans(self: "Program", asked: tuple[tuple[int, ...], str, float], anew: bool) -> LanesTuning:
-    """Tune the lanes, then the plans for these lanes.
+    """Tune the number of lanes, then the plans for this number.
 
-    The lanes are tuned again if a plan changed.
+    If a plan changed, the number of lanes is tuned again.
     """
     counts, goal, seconds = asked
     until = monotonic() + seconds
     if self._again is None:
         raise ArgumentError(
-            f"{self._name} was not made by record on several lanes, so its plans cannot be tuned; use record(f, ..., lanes=8)"
+            f"{self._name} was not made by record with several lanes, so its plans cannot be tuned; use record(f, ..., lanes=8)"
         )
     check_gpu(self._driver, f"{self._name}: tune(plans=True)")
     show = shown_progress(self._name, seconds)
@@ -158,7 +164,7 @@ def _tune_plans(self: "Program", asked: tuple[tuple[int, ...], str, float], anew
     if best is not None:
         try:
             self._use("tuned", lambda: self._become(best))
-        # Another thread may have closed the program meanwhile.
+        # If another thread has closed the program since the trials, the program does not take the new recording.
         except BaseException:
             if self._recording is not best.recording:
                 best.end()
@@ -170,24 +176,25 @@ def _tune_plans(self: "Program", asked: tuple[tuple[int, ...], str, float], anew
 def draw(self: "Program", file: str | PathLike[str], *, dark: bool = False, measure: bool = True) -> None:
     """Draw a program's graph by lanes, and its nodes over time.
 
-    The time axis is below the graph, and shows when the nodes really ran.
+    The upper panel of the picture shows the graph. The lower panel shows when each node ran in a replay.
 
     Parameters
     ----------
     file : str or path
-        File for the picture. Its ending chooses matplotlib's format (.png, .svg, .pdf).
+        The file for the picture. Its ending selects the format of matplotlib (.png, .svg, .pdf).
     dark : bool
         Whether the picture is for a dark page.
     measure : bool
-        Replay the program to measure when its nodes run, as `tune` does, with the same restoring and the same errors. Without the
-        measurement there is only the graph. All its calls have equal length if their times were not measured before.
+        Whether to replay the program in order to measure when its nodes run. As in `tune`, memory that the replays write is
+        restored, and the same errors are raised. Without the measurement, the picture has only the upper panel. If the times of
+        the calls were not measured before, all calls are drawn with the same length.
 
     Raises
     ------
     PackageMissingError
         If matplotlib is not installed.
     ArgumentError
-        For a file that cannot be written, and for a program that was not recorded on several lanes.
+        If the file cannot be written. If the program was recorded without lanes, or, with ``measure``, with a single lane.
     """
     measure, dark = flag(f"{self._name}: draw: measure", measure), flag(f"{self._name}: draw: dark", dark)
     drawing.check(self._name, file)
@@ -203,26 +210,27 @@ def _measured(self: "Program") -> list[float]:
 def _check_place(self: "Program") -> None:
     for inside, where in ((thread.recording, "a recording"), (thread.region, "a branch or a task")):
         if inside is not None:
-            raise CaptureError(f"{self._name} cannot be measured or tuned inside {where}: do that outside")
+            raise CaptureError(f"{self._name} cannot be measured or tuned inside {where}: measure or tune it outside of {where}")
 
 
 def _rig(self: "Program", act: Callable[[LanesRig], T]) -> T:
-    """Run a timing on the current stream, in the program's turn.
+    """Call ``act`` with a timing rig, and return its value.
 
-    Return the value of the timing.
+    The caller has the program's turn. Replays run on the current stream.
     """
     recording = self._recording
     if recording is None:
         self._refuse()
     if recording.lanes is not None and not recording.lanes.exact:
         raise ArgumentError(
-            f"{self._name} cannot be measured or tuned: this driver cannot choose a node's dependencies, so it has a single lane"
+            f"{self._name} cannot be measured or tuned: this driver cannot choose a node's dependencies, so the program has a "
+            "single lane"
         )
     if recording.schedule is None or recording.lanes is None or recording.lanes.limit == 1:
-        how = "without lanes, and" if recording.lanes is None else "on one lane alone, and so"
+        how = "without lanes" if recording.lanes is None else "with lanes=1"
         raise ArgumentError(
-            f"{self._name} was recorded {how} cannot be measured or tuned: record it with several, as in record(function, "
-            f"..., lanes=8), and its calls are ordered by their data. draw(measure=False) draws it as it was recorded"
+            f"{self._name} was recorded {how}, so it cannot be measured or tuned: record it with several lanes, as in "
+            f"record(function, ..., lanes=8). draw(measure=False) draws a program without measuring it"
         )
     outside = Outside(recording, self._name, self._inputs)
-    return self._replayed(lambda pointer: act(LanesRig(recording, self._name, pointer, outside)))
+    return replayed(self, lambda pointer: act(LanesRig(recording, self._name, pointer, outside)))

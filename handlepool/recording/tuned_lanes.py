@@ -1,7 +1,7 @@
-"""Keep the result of a lanes tuning in the plan directory.
+"""Keep the result of a tuning of lanes in the plan directory.
 
-A later process takes the result for the same recording and measures nothing. The result chooses a schedule of the recording, and
-every schedule gives the same values, so only time depends on it.
+For the same recording, a later process takes the result from the directory and measures nothing. The result only selects a
+schedule of the recording. All schedules compute the same values, so a wrong result can only cost time.
 """
 
 import json
@@ -17,22 +17,24 @@ if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
 
 ENGINE = "lanes"
-"""The entry in the file at the place of a plan's engine."""
+"""The file's entry for the engine, as in a saved plan."""
 
 
 class TunedLanes(NamedTuple):
-    """The part of a tuning that is kept.
+    """The result of a tuning, as the plan directory keeps it.
 
     Attributes
     ----------
     winner : int
         Index of the trial that won.
     trials : list of list
-        Values of a `LanesTrial` each.
+        For each trial, the values of its `LanesTrial`.
     rounds : int
+        As in `LanesTuning`.
     seconds : float
+        As in `LanesTuning`.
     times : list of float
-        Microseconds of each step when the steps run in sequence. The schedule follows from these times.
+        Microseconds of each step when the steps run one after the other. The schedules are computed from these times.
     """
 
     winner: int
@@ -43,9 +45,9 @@ class TunedLanes(NamedTuple):
 
 
 def load(recording: "Recording", key: str, counts: Sequence[int]) -> TunedLanes | None:
-    """Return the kept tuning of a recording.
+    """Return the kept result for a recording.
 
-    Return None if there is none, or if it does not fit the recording.
+    Return None if the plan directory has no result for this key, or if the result does not fit the recording.
     """
     files = recording.pool.plan_files
     saved = None if files is None else files.load(key)
@@ -55,7 +57,7 @@ def load(recording: "Recording", key: str, counts: Sequence[int]) -> TunedLanes 
         found = TunedLanes(**json.loads(saved.data))
         if saved.engine == ENGINE and _fits(found, recording, counts):
             return found
-    # The file may hold any bytes, so a failing load only rejects it.
+    # The file may hold any bytes. If it cannot be read, it is rejected below, and no error is raised.
     except (ValueError, TypeError, RecursionError):
         pass
     files.reject(key)
@@ -63,7 +65,7 @@ def load(recording: "Recording", key: str, counts: Sequence[int]) -> TunedLanes 
 
 
 def save(recording: "Recording", key: str, found: TunedLanes) -> None:
-    """Save the result of a tuning."""
+    """Save a result, if the pool has a plan directory."""
     if recording.pool.plan_files is not None:
         recording.pool.plan_files.save(key, SavedPlan(ENGINE, 0, 0, json.dumps(found._asdict()).encode()))
 
@@ -71,8 +73,8 @@ def save(recording: "Recording", key: str, found: TunedLanes) -> None:
 def key_of(recording: "Recording", name: str, goal: str, counts: Sequence[int]) -> str:
     """Return the key of a tuning in the plan directory.
 
-    The key has the recording's steps, their bytes and dependencies, its plans, and the tuning's arguments. It is "" if nothing is
-    kept.
+    The key has the recording's steps with their bytes and dependencies, the engines of its plans, and the arguments of the
+    tuning. If the result cannot be kept, the key is "".
     """
     schedule, lanes = recording.schedule, recording.lanes
     if recording.pool.plan_files is None or schedule is None or lanes is None:
@@ -85,9 +87,9 @@ def key_of(recording: "Recording", name: str, goal: str, counts: Sequence[int]) 
 
 
 def _fits(found: TunedLanes, recording: "Recording", counts: Sequence[int]) -> bool:
-    """Return whether a kept tuning fits a recording and its lane counts.
+    """Return whether a kept result fits a recording and its lane counts.
 
-    Another program may have written the file, so each value is checked.
+    Each value is checked, because any program may have written the file.
     """
     assert recording.schedule is not None
     if len(found.times) != len(recording.schedule.recorded.steps) or not all(map(_is_time, found.times)):

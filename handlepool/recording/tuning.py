@@ -1,6 +1,6 @@
 """Tune the number of lanes of a program.
 
-The tuning measures other schedules of the same recording.
+For each number of lanes, a schedule of the same recording is timed.
 """
 
 import sys
@@ -28,22 +28,24 @@ if TYPE_CHECKING:
 
 GOALS = ("clock", "device")
 GAIN = 1.03
-"""The minimum speed-up for which several lanes replace a single lane.
-"""
+"""The minimum speed-up for which several lanes replace a single lane."""
 CLOSE = 1.01
 """The maximum slow-down that is accepted in order to use fewer lanes.
 
-It is relative to the quickest number of lanes.
+The slow-down is relative to the quickest number of lanes.
 """
 MOST_ROUNDS = 31
 LEAST_ROUNDS = 3
 """The minimum number of rounds of samples, even after the time limit."""
 A_SAMPLE = 1000.0
-"""The microseconds that the replays of a sample should take together."""
+"""The microseconds that all replays of a sample should take together."""
 MOST_REPLAYS = 8
 """The maximum number of replays in a sample."""
 MARKED = 5
-"""The number of replays whose median gives the times of nodes."""
+"""The number of replays that are measured for the times of nodes.
+
+The median over these replays counts.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,15 @@ class LanesTrial:
     lanes : int
         Number of lanes that the caller asked for.
     got : int
-        Number of lanes that the schedule uses, which the data may limit. 0 if the trial was not timed.
+        Number of lanes that the schedule uses. It may be smaller than ``lanes``, if the data allows fewer lanes. The value is 0
+        if the trial was not timed.
     edges : int
-        Number of waits between steps.
+        Number of direct waits of steps for other steps.
     clock, device : float or None
-        Microseconds of a replay. ``clock`` is the host's time from the launch until the host has seen the end. ``device`` is
-        the device's time of a replay that directly follows another replay. None if the trial was not timed.
+        Microseconds of a replay; None if the trial was not timed. ``clock`` is the host's time from the launch until the host has
+        seen the end. ``device`` is the device's time of a replay that directly follows another replay.
     skipped : str
-        The reason why the number was not timed, or "".
+        The reason why this number of lanes was not timed, or "".
     """
 
     lanes: int
@@ -80,10 +83,11 @@ class PlanChange:
     Attributes
     ----------
     changes : tuple of str
-        The changed operations, each with its other plan or form, as text.
+        For each changed operation, its name and its other plan or form.
     before, after : float
-        Microseconds of a replay without and with the change, measured by the goal of the tuning.
+        Microseconds of a replay without the changes, and with the changes, by the goal of the tuning.
     kept : bool
+        Whether the changes made replays quicker, and so stay in force.
     """
 
     changes: tuple[str, ...]
@@ -94,27 +98,28 @@ class PlanChange:
 
 @dataclass(frozen=True, slots=True)
 class LanesTuning:
-    """The result of `Program.tune`; as text a table.
+    """The result of `Program.tune`, which can be printed as a table.
 
     Attributes
     ----------
     name : str
         The program's name.
     goal : {"clock", "device"}
+        The time by which the trials were compared.
     trials : tuple of LanesTrial
-        Trials in the order of the request.
+        The trials, in the order of the argument ``lanes``.
     winner : LanesTrial
         The trial whose schedule the program uses from now on.
     previous : int
         Number of lanes before the tuning.
     rounds : int
-        Number of samples of each trial. The median of these samples counts.
+        Number of samples of each trial, whose median counts.
     seconds : float
         Duration of the tuning in seconds.
     kept : bool
-        Whether the result was measured earlier, maybe by another process, and was read from the plan directory.
+        Whether the result was measured by an earlier tuning, maybe in another process, and was read from the plan directory.
     plans : tuple of PlanChange
-        The trials of other plans, in their order.
+        The trials of other plans, in the order in which they were made.
     """
 
     name: str
@@ -131,7 +136,7 @@ class LanesTuning:
         kept = ", from the plan directory" if self.kept else ""
         lines = [
             f"{self.name}: lanes by {self.goal}, medians of {self.rounds} samples in {self.seconds:.1f} s{kept}; "
-            f"microseconds a replay"
+            f"microseconds per replay"
         ]
         lines.append(f"{'lanes':>5}{'got':>5}{'edges':>8}{'clock':>12}{'device':>12}")
         for trial in self.trials:
@@ -159,7 +164,13 @@ class Candidate:
     asked : int
         Number of lanes that the caller asked for.
     arrangement : Arrangement
+        The schedule.
     graph : RecordedGraph
+        The graph with this schedule.
+    replays : int
+        Number of replays in a sample.
+    clock, device : list of float
+        The samples of both times, see `LanesTrial`.
     """
 
     asked: int
@@ -170,7 +181,7 @@ class Candidate:
     device: list[float] = field(default_factory=list)
 
     def result(self) -> LanesTrial:
-        """Return the result of the samples."""
+        """Return the trial, with the medians of the samples."""
         edges = sum(len(step.after) for step in self.arrangement.steps)
         return LanesTrial(self.asked, self.arrangement.lanes, edges, median(self.clock), median(self.device))
 
@@ -188,16 +199,16 @@ def checked(name: str, lanes: object, goal: object, seconds: object) -> tuple[tu
     if not counts or not all(1 <= each <= MOST_SIDE_SLOTS for each in counts):
         raise ArgumentError(f"{name}: tune(lanes={shown(lanes)}); pass one or more integers from 1 to {MOST_SIDE_SLOTS}")
     if goal not in GOALS:
-        raise ArgumentError(f"{name}: tune(goal={shown(goal)}); it must be 'clock' or 'device'")
+        raise ArgumentError(f"{name}: tune(goal={shown(goal)}); goal must be 'clock' or 'device'")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
-        raise ArgumentError(f"{name}: tune(seconds={shown(seconds)}); it must be a number of seconds above 0")
+        raise ArgumentError(f"{name}: tune(seconds={shown(seconds)}); seconds must be a finite number above 0")
     return counts, str(goal), float(seconds)
 
 
 class LanesRig:
-    """Time the schedules of a recording.
+    """Time schedules of a recording.
 
-    A rig is made and used while its program refuses other uses, with the program's device current.
+    A rig is made and used while the program has no other use, with the program's device current.
 
     Parameters
     ----------
@@ -208,7 +219,7 @@ class LanesRig:
     pointer : int
         Pointer of the current stream, on which the replays run.
     outside : Outside
-        Memory outside the program that replays change.
+        Saves and restores the memory outside the program that replays write.
     """
 
     def __init__(self, recording: "Recording", name: str, pointer: int, outside: Outside) -> None:
@@ -232,9 +243,10 @@ class LanesRig:
         take: Callable[[RecordedGraph, Arrangement], None],
         anew: bool = False,
     ) -> LanesTuning:
-        """Time the schedules, and let the program use the best graph.
+        """Time the schedules, and let the program use the best schedule.
 
-        Return the result. If the plan directory has a result, nothing is measured, unless ``anew`` is true.
+        Return the result. If the plan directory has a result, nothing is measured unless ``anew`` is true. ``take`` makes the
+        program use a graph.
         """
         key = key_of(self._recording, self._name, goal, counts)
         found = load(self._recording, key, counts) if key and not anew else None
@@ -255,14 +267,13 @@ class LanesRig:
                 rounds = self._sample(candidates, start + seconds, progress)
                 results = {each.asked: each.result() for each in candidates}
                 winner = _best(candidates, results, goal)
-                # At the end, `_end` destroys the former graph, unless the recording still owns it.
+                # The former graph is added to the list, so that `_end` destroys it unless the recording still owns it.
                 self._graphs.append(former)
                 take(winner.graph, winner.arrangement)
             finally:
                 try:
                     self._end()
-                # `_end` is called a second time, because an interrupt may have come before the first call had begun. Steps that
-                # are done are not repeated.
+                # An interrupt may stop the first call of `_end`. So `_end` is called again, and does the steps that are left.
                 finally:
                     self._end()
                     progress(None)
@@ -274,7 +285,7 @@ class LanesRig:
         return LanesTuning(self._name, goal, trials, results[winner.asked], previous.lanes, rounds, took)
 
     def _take_found(self, found: TunedLanes, goal: str, take: Callable[[RecordedGraph, Arrangement], None]) -> LanesTuning:
-        """Let the program use the schedule that won an earlier measurement."""
+        """Let the program use the schedule that won in an earlier tuning."""
         recording, previous = self._recording, self._recording.arrangement
         assert recording.graph is not None
         assert recording.captured is not None
@@ -301,8 +312,8 @@ class LanesRig:
     def measure(self) -> list[float]:
         """Measure the steps, and return when each step ended.
 
-        First the steps are timed in sequence, and the recording keeps these times. Then some replays run on the program's own
-        lanes. The method returns the ends of the steps in the last of these replays, in microseconds from its beginning.
+        First the steps are timed one after the other, and the recording keeps these times. Then some replays run on the program's
+        present lanes. The method returns when each step ended in the last of these replays, in microseconds from its beginning.
         """
         arrangement = self._recording.arrangement
         assert arrangement is not None
@@ -319,7 +330,7 @@ class LanesRig:
                     self._end()
 
     def arrange(self, lanes: int) -> None:
-        """Schedule the recording on a number of lanes, by measured times."""
+        """Move the recording to ``lanes`` lanes, by measured times of its steps."""
         recording = self._recording
         captured, former = recording.captured, recording.graph
         assert captured is not None
@@ -342,7 +353,7 @@ class LanesRig:
                     self._end()
 
     def times(self) -> list[float]:
-        """Return the microseconds of each step when the steps run in sequence."""
+        """Measure the microseconds of each step, one after the other."""
         lanes = self._recording.lanes
         assert lanes is not None
         exits = self._schedule.exits()
@@ -350,17 +361,17 @@ class LanesRig:
         for ends, cost in self._ends(self._schedule.on(1, estimated(lanes.used))):
             taken, last = [0.0] * len(ends), 0.0
             for number, end in enumerate(ends):
-                # A step without nodes keeps the time 0.
+                # A step that added no node to the graph has no end, and gets the time 0.
                 if exits[number]:
                     taken[number], last = max(end - last - cost, 0.0), end
             samples.append(taken)
         return [median(taken) for taken in zip(*samples, strict=True)]
 
     def _ends(self, arrangement: Arrangement) -> list[tuple[list[float], float]]:
-        """Return the ends of all steps, for each of several replays.
+        """Measure when each step ends, in several replays.
 
-        An end is in microseconds from the beginning of the replay; for a step without nodes it is 0. Each list is paired with
-        the time that one time stamp itself costs.
+        Each replay gives a list of ends, and the time that a time stamp itself takes. An end is in microseconds from the
+        beginning of the replay. For a step that added no node to the graph, it is 0.
         """
         exits = self._schedule.exits()
         numbers = [number for number, nodes in enumerate(exits) if nodes]
@@ -375,7 +386,7 @@ class LanesRig:
             self._driver.synchronize_stream(self._pointer)
             known = dict(zip(numbers, graph.times(), strict=True))
             samples.append(([known.get(number, 0.0) for number in range(len(exits))], graph.cost()))
-        # The first replay warms up and does not count.
+        # The first replay only warms up, so its sample is dropped.
         return samples[1:]
 
     def _candidates(
@@ -390,12 +401,12 @@ class LanesRig:
             arrangement = self._schedule.on(count, times)
             same = next((each for each in found if each.arrangement is arrangement), None)
             if same is not None:
-                more = f"the data allows no more than {arrangement.lanes}" if arrangement.lanes else "nothing in it is a node"
-                why = f"as on {same.asked}: {more}"
+                more = f"the data allows only {arrangement.lanes} lanes" if arrangement.lanes else "the program has no nodes"
+                why = f"as on {same.asked} lanes: {more}"
                 skipped[count] = LanesTrial(count, skipped=why)
                 continue
             if found and monotonic() > until:
-                skipped[count] = LanesTrial(count, skipped="the time was up")
+                skipped[count] = LanesTrial(count, skipped="not timed: the seconds had passed")
                 continue
             progress(f"{count} lanes")
             try:
@@ -404,13 +415,13 @@ class LanesRig:
                     self._graphs.append(graph)
                 graph.instantiate()
             except (CaptureError, MemoryError) as error:
-                # If no number of lanes works, the tuning raises the last error.
+                # If no number of lanes could be tried, the tuning raises the error of the last number.
                 if not found and count == max(counts):
                     raise
-                skipped[count] = LanesTrial(count, skipped=f"its graph cannot be made: {error}")
+                skipped[count] = LanesTrial(count, skipped=f"the graph cannot be made: {error}")
                 continue
             candidate = Candidate(count, arrangement, graph)
-            # The first replay warms up. The time of the second replay determines the number of replays in a sample.
+            # The first replay warms up. The time of the second replay decides the number of replays in a sample.
             self._clock(candidate, 1)
             candidate.replays = max(1, min(MOST_REPLAYS, int(A_SAMPLE / max(self._clock(candidate, 1), 1.0))))
             found.append(candidate)
@@ -433,9 +444,9 @@ class LanesRig:
         return device(self._driver, candidate.graph, self._pointer, self._events, replays)
 
     def _end(self) -> None:
-        """Restore changed memory, and destroy graphs that the recording does not own.
+        """Restore saved memory; destroy graphs that the recording does not own.
 
-        Steps that are done are not repeated.
+        If the method is called again after an interrupt, it does not repeat steps that are done.
         """
         if not self._recording.pool.status.untouchable:
             do_all(self._last_steps())
@@ -454,8 +465,8 @@ class LanesRig:
 def _best(candidates: Sequence[Candidate], results: dict[int, LanesTrial], goal: str) -> Candidate:
     """Return the best candidate.
 
-    Of the candidates that are at most 1 % slower than the quickest, it has the fewest lanes. If there is a single lane among
-    all candidates, it wins unless the best is quicker by at least 3 %.
+    This is the candidate with the fewest lanes among those that are at most 1 % slower than the quickest. But if a candidate
+    has a single lane, it is the best unless another candidate is quicker by more than 3 %.
     """
 
     def time(candidate: Candidate) -> float:
@@ -480,9 +491,9 @@ def clock(driver: Driver, graph: RecordedGraph, pointer: int, replays: int) -> f
 
 
 def device(driver: Driver, graph: RecordedGraph, pointer: int, events: Sequence[Any], replays: int) -> float:
-    """Return the device's microseconds of a replay that follows a replay."""
+    """Return the device's microseconds of a replay in a row of replays."""
     start, end = events
-    # The device is kept busy by a replay before the start event, so that the latency of a launch is not measured.
+    # The replay before the start event keeps the device busy, so that the latency of the first launch is not measured.
     graph.launch(pointer)
     driver.record_event(start, pointer)
     for _ in range(replays):
@@ -493,9 +504,9 @@ def device(driver: Driver, graph: RecordedGraph, pointer: int, events: Sequence[
 
 
 def shown_progress(name: str, seconds: float) -> Callable[[str | None], None]:
-    """Return a function that shows the progress on a terminal.
+    """Return a function that shows a tuning's progress on a terminal.
 
-    Called with None, the function clears the line.
+    The function takes a text to show. If it gets None, it clears the line.
     """
     stream = sys.stderr
     if stream is None or stream.closed or not stream.isatty():
@@ -504,7 +515,7 @@ def shown_progress(name: str, seconds: float) -> Callable[[str | None], None]:
 
     def show(what: str | None) -> None:
         line = "" if what is None else f"{name}: {what}, {monotonic() - start:.1f} of {seconds:.0f} s"
-        # An error of the terminal must not stop the tuning.
+        # If the terminal cannot be written to, the tuning goes on.
         with suppress(OSError, ValueError):
             stream.write(f"\r\x1b[K{line}")
             stream.flush()

@@ -1,6 +1,6 @@
-"""Update the recorded arguments of a function.
+"""Update the recorded arguments of a program's function.
 
-New arrays are copied into the recorded arrays. Other values are compared with the recorded values.
+New arrays are copied into the recorded arrays. Other new values must equal the recorded values.
 """
 
 import sys
@@ -33,13 +33,13 @@ class Copy(NamedTuple):
     Attributes
     ----------
     place : str
-        Place in the arguments, for messages.
+        The place of the recorded array among the arguments, for messages.
     target, source : array
-        Arrays of the driver's kind.
+        Arrays of the driver. The source is copied into the target.
     shift : int
-        Bytes from the target's address to the source's address. 0 if the two are the same memory.
+        Bytes from the target's address to the source's address. The value 0 means that both are the same memory.
     tensor : object
-        Torch's tensor, if the target is over the tensor's memory.
+        The recorded tensor of torch, if ``target`` is an array over the memory of a tensor.
     """
 
     place: str
@@ -50,7 +50,7 @@ class Copy(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """A recorded argument that holds no array."""
+    """A recorded argument without an array."""
 
     value: Any
 
@@ -58,10 +58,10 @@ class Plain(NamedTuple):
 class Inputs:
     """The recorded arguments of a function.
 
-    They are kept as they were when the function was recorded. Arguments without an array cannot be updated.
+    The arguments are kept as they were when the function was recorded. Arguments without an array cannot be updated.
 
-    A call gives all positional arguments, or only the arguments with an array: the count of the arguments tells the two apart.
-    Arrays of libraries other than torch count as arrays, and stay as they are.
+    A call passes either all positional arguments, or only the arguments with an array. The number of passed arguments tells which
+    of these it is. Arrays of libraries other than torch count as arrays here, but they cannot be overwritten.
     """
 
     def __init__(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -69,11 +69,11 @@ class Inputs:
         self._all = [value if isinstance(value, kind) else _recorded(value, kind) for value in args]
         self._positional = [value for value in self._all if type(value) is not Plain]
         self._named = {key: value if isinstance(value, kind) else _recorded(value, kind) for key, value in kwargs.items()}
-        # The dictionary maps the address of an overwritten input to its memory.
+        # Maps the address of each input that was overwritten to its memory.
         self._replaced: dict[int, Piece] = {}
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield the arguments' arrays, of any library, each with its place."""
+        """Yield each array among the arguments, of any library, and its place."""
         for place, value in enumerate(self._positional):
             yield from _arrays(f"argument {place}", value)
         for name, value in self._named.items():
@@ -83,7 +83,7 @@ class Inputs:
     def flat(self, driver: Driver) -> list[Any] | None:
         """Return the inputs if all are plain arrays in separate memory.
 
-        Each positional argument with an array must be an array of the driver's. Otherwise return None.
+        Each argument with an array must itself be a writeable array of the driver, and be positional. Otherwise return None.
         """
         arrays: list[Any] = self._positional
         kind: Any = driver.array_types[0]
@@ -92,18 +92,18 @@ class Inputs:
         return None if self._named or any(overlapping(driver, arrays)) else arrays
 
     def match(self, driver: Driver, name: str, device: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Copy]:
-        """Return the copies to make, for `copy_all`.
+        """Return the copies that a call with new arguments needs.
 
         Raises
         ------
         ArgumentError
-            For another structure, shape, strides or type, and for another value of an argument without an array. For two values
-            for the same memory, and for an array that was recorded from a library other than torch. For a recorded array that has
-            been overwritten since.
+            If a new argument has another structure, shape, strides or type than the recorded argument, or another value and no
+            array. If two new arrays are given for the same memory. If the recorded array is of a library other than torch. If a
+            new argument is a recorded array that was overwritten since the recording.
         ArrayTypeError
-            For a value that is no array of the driver's, unless it is a tensor in the place of a tensor.
+            If a new value is no array of the driver, and no tensor in the place of a tensor.
         DeviceMismatchError
-            For an array on another device.
+            If a new array is on another device.
         """
         recorded, count = self._positional, len(args)
         if count != len(recorded):
@@ -126,23 +126,23 @@ class Inputs:
     def _refuse(self, name: str, count: int) -> NoReturn:
         """Refuse a wrong number of positional arguments.
 
-        The number is neither that of all arguments nor that of the arguments with arrays.
+        The right numbers are the number of all positional arguments and the number of those arguments with arrays.
         """
         there, arrays = len(self._all), len(self._positional)
         few = arrays != there
         text = f"{name} was recorded with {there} positional arguments"
         if few:
             text += f", {arrays} of which are arrays, or lists, tuples and dictionaries with arrays"
-        fix = [f"give all of them{f', or those {arrays} alone' if few else ''}"] if there else []
+        fix = [f"give all positional arguments{f', or only these {arrays}' if few else ''}"] if there else []
         fix += [f"give {', '.join(self._named)} by keyword"] if self._named else []
         text += f", and was given {count}: {', and '.join(fix) or 'give none'}"
         raise ArgumentError(f"{text}. Pass None for an array that keeps its values")
 
     def _check_kept(self, driver: Driver, name: str, copy: Copy) -> None:
-        """Refuse an overwritten input, and a part of such an input.
+        """Refuse a new argument in the memory of an overwritten input.
 
-        The caller may mean the input's former values. An input that is given in another input's place is taken with its current
-        values, because inputs may be swapped.
+        The caller may mean the values that the input had before. But if an input is given in the place of another input, it is
+        taken with its current values, because a caller may swap inputs.
         """
         begin = driver.array_pointer(copy.source)
         if not copy.shift:
@@ -153,7 +153,7 @@ class Inputs:
             target = self._replaced.get(begin - copy.shift)
             if begin in self._replaced or target is None:
                 return
-            # The source has the target's layout, so it has the target's length.
+            # The source has the layout of the target, so it covers the same range, moved by the shift.
             first, last = target[0] + copy.shift, target[1] + copy.shift
             near = [each for each in self._replaced.values() if first < each[1] and each[0] < last]
             if not near or not any(share(piece_of(driver, copy.source), each) for each in near):
@@ -161,13 +161,13 @@ class Inputs:
             what, now = "overlaps an array", "pass a copy of the intended values"
         raise ArgumentError(
             f"{copy.place} {what} that {name} was recorded with, and a call or an update has overwritten it since "
-            f"then. To keep x, record with a copy, x.copy(order='K'); or {now}"
+            f"then. To keep the values of an array x, record with a copy, x.copy(order='K'); or {now}"
         )
 
     def copied(self, driver: Driver, copies: Sequence[Copy]) -> None:
-        """Note that copies overwrite inputs.
+        """Note that the targets of these copies, which are inputs, are overwritten.
 
-        A caller that passes such an input again may mean its former values.
+        `match` then refuses such an input as a new argument, because the caller may mean its former values.
         """
         for copy in copies:
             begin = driver.array_pointer(copy.target)
@@ -175,9 +175,9 @@ class Inputs:
                 self._replaced[begin] = piece_of(driver, copy.target)
 
     def written(self, driver: Driver, copies: Sequence[Copy]) -> None:
-        """Note that outputs were copied into the caller's arrays.
+        """Note that outputs were copied into the targets of these copies.
 
-        A caller that passes such an array as an input means its current values.
+        If a target is also an overwritten input, `match` accepts it again: its values are now the values that the caller expects.
         """
         for copy in copies if self._replaced else ():
             self._replaced.pop(driver.array_pointer(copy.target), None)
@@ -186,11 +186,11 @@ class Inputs:
 def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:
     """Enqueue copies on the current stream.
 
-    The result is as if every source were read before the first target is written.
+    The result is the same as if all sources were read before the first target is written.
     """
     targets, sources = [copy.target for copy in copies], [copy.source for copy in copies]
     pairs = overlapping(driver, targets + sources)
-    # A source that overlaps a target is first read into a new array.
+    # If any source overlaps a target, all sources are first copied into new arrays.
     if any((one < len(copies)) is not (other < len(copies)) for one, other in pairs):
         sources = [_read(driver, source) for source in sources]
     for copy, source in zip(copies, sources, strict=True):
@@ -200,9 +200,9 @@ def copy_all(driver: Driver, copies: Sequence[Copy]) -> None:
 
 
 def _read(driver: Driver, array: DeviceArray) -> Any:
-    """Return a copy of an array, allocated on the current stream.
+    """Return a copy of an array, made on the current stream.
 
-    Later allocations reuse its memory in the order of that stream.
+    The copy is allocated for this stream, so its memory is reused only after the stream's present work.
     """
     strides = tuple([step * array.dtype.itemsize for step in dense_strides(array.shape)])
     with driver.relaxed():
@@ -215,9 +215,9 @@ def _read(driver: Driver, array: DeviceArray) -> Any:
 
 
 def _fixed(value: object) -> Any:
-    """Copy the containers as they are now.
+    """Return a value with copies of its lists, tuples and dictionaries.
 
-    The recorded inputs are the arrays that the containers hold now, so later changes of the containers do not count.
+    The inputs are the arrays that these containers hold now. Later changes of the caller's containers have no effect.
     """
     if isinstance(value, (list, tuple)):
         return tuple([_fixed(entry) for entry in value])
@@ -227,7 +227,7 @@ def _fixed(value: object) -> Any:
 
 
 def _recorded(value: object, kind: tuple[type, ...]) -> Any:
-    """Return an argument as it is now.
+    """Return a copy of an argument's containers, with the same arrays.
 
     An argument without an array becomes a `Plain`.
     """
@@ -246,14 +246,15 @@ def _arrays(place: str, value: object) -> Iterator[tuple[str, Any]]:
 def is_foreign(value: object) -> bool:
     """Return whether a value is an array of another library.
 
-    The value is no array of the driver's.
+    The caller makes sure that the value is no array of the driver.
     """
     return is_array(value) and not isinstance(value, np.generic)
 
 
 def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iterator[Copy]:
     if new is None:
-        # None may be a real value of an argument without an array. Elsewhere None says that an array or an entry stays as it is.
+        # For an argument without an array, None may be a real value, so it is compared. In any other place, None says that the
+        # array or the entry stays as it is.
         if type(old) is Plain and old.value is not None:
             _check_unchanged(driver, place, old.value, new)
     elif type(old) is Plain:
@@ -275,13 +276,13 @@ def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iter
 
 
 def keys_of(place: str, old: Any, new: Any) -> Sequence[Any]:
-    """Return the keys of a container's entries.
+    """Return the keys of ``old``, a recorded container.
 
-    The recorded container and the new container must have the same keys.
+    Raise an `ArgumentError` if ``new`` is no such container, or has other keys.
     """
     if isinstance(old, tuple):
         if not isinstance(new, (list, tuple)):
-            raise ArgumentError(f"{place} was recorded as a list or a tuple, and is now a {kind_of(new)}")
+            raise ArgumentError(f"{place} was recorded as a list or a tuple, and is now a {kind_of(new)}; pass a list or a tuple")
         if len(old) != len(new):
             raise ArgumentError(
                 f"{place} was recorded with {len(old)} entries, and was given {len(new)}; pass None for each entry that "
@@ -289,29 +290,30 @@ def keys_of(place: str, old: Any, new: Any) -> Sequence[Any]:
             )
         return range(len(old))
     if not isinstance(new, dict):
-        raise ArgumentError(f"{place} was recorded as a dictionary, and is now a {kind_of(new)}")
+        raise ArgumentError(f"{place} was recorded as a dictionary, and is now a {kind_of(new)}; pass a dictionary")
     for key in new:
         if key not in old:
             raise ArgumentError(f"{place} was recorded without the key {shown(key)}; its keys are {', '.join(map(shown, old))}")
     for key in old:
         if key not in new:
             raise ArgumentError(
-                f"{place} was recorded with the key {shown(key)}, which is missing; pass None for it to keep its value"
+                f"{place} was recorded with the key {shown(key)}, which is missing now; to keep the entry's value, pass None "
+                "for this key"
             )
     return list(old)
 
 
 def _check_alike(driver: Driver, place: str, device: int, target: Any, source: Any) -> None:
     if isinstance(source, (list, tuple, dict)):
-        raise ArgumentError(f"{place} was recorded as an array, and is now a {kind_of(source)}")
+        raise ArgumentError(f"{place} was recorded as an array, and is now a {kind_of(source)}; pass an array")
     if isinstance(source, np.ma.MaskedArray) and source.mask is not np.ma.nomask:
         raise ArrayTypeError(f"{place} is a {kind_of(source)}: {MASKED}")
     if not isinstance(source, driver.array_types):
-        advice = f"; convert it, as by {_converters(driver)}" if is_foreign(source) else ""
+        advice = f"; convert it by {_converters(driver)}" if is_foreign(source) else ""
         raise ArrayTypeError(f"{place} is a {kind_of(source)}; the {driver.name} driver takes {taken(driver)}{advice}")
-    # CuPy's arrays are never read-only.
+    # Only arrays of the host driver can be read-only. CuPy's arrays have no such flag.
     if not getattr(target.flags, "writeable", True):
-        raise ArgumentError(f"{place} was recorded as a read-only array, which update cannot write to; pass None for it")
+        raise ArgumentError(f"{place} was recorded as a read-only array, which update cannot write to; pass None in its place")
     found: Any = source
     for what, recorded, given in (
         ("shape", target.shape, found.shape),
@@ -319,35 +321,37 @@ def _check_alike(driver: Driver, place: str, device: int, target: Any, source: A
     ):
         if recorded != given:
             raise ArgumentError(
-                f"{place} was recorded with {what} {recorded} and now has {what} {given}; record it again for that"
+                f"{place} was recorded with {what} {recorded} and now has {what} {given}; record the function again for that"
             )
     tensors.check_strides(place, target.shape, target.strides, found.strides, target.dtype.itemsize)
     where = driver.array_device(source)
     if where != device:
-        raise DeviceMismatchError(f"{place} is on device {where}, and the program on device {device}; copy it there first")
+        raise DeviceMismatchError(
+            f"{place} is on device {where}, and the program on device {device}; copy the array to device {device} first"
+        )
 
 
 def _check_unchanged(driver: Driver, place: str, old: object, new: object) -> None:
     if is_foreign(old):
         raise ArgumentError(
             f"{place} was recorded as a {kind_of(old)}, which is no array of the {driver.name} driver, so update "
-            f"cannot write to it. Record with the result of {_converters(driver)}, or pass None here and write with "
-            "its own library"
+            f"cannot write to it. Record with the result of {_converters(driver)}, or pass None here and write to the array "
+            "with its own library"
         )
     if not same(old, new):
         was, now = shown(old), shown(new)
         raise ArgumentError(
-            f"{place} was recorded as {was} and is now {'another ' if was == now else ''}{now}; a value that is no "
-            "array cannot change: pass the same value, or record again"
+            f"{place} was recorded as {was} and is now {'another ' if was == now else ''}{now}. A value that is no array "
+            "cannot change: pass the same value, or record the function again"
         )
 
 
 def same(old: Any, new: Any) -> bool:
     """Return whether two values without arrays mean the same to a function.
 
-    Such values are the same object, or equal objects of the same type. Signs of zeros count. No comparison of a user's class is
-    called, because it may compare elements or take a lock. A mutable object is only the same as itself, because its contents at
-    the time of the recording are unknown.
+    They do if they are the same object, or equal immutable objects of the same type. The sign of a zero counts. A mutable object
+    is the same only as itself, because its contents at the recording are unknown. No comparison method of a user's class is
+    called, because it may compare elements or take a lock.
     """
     kind = type(old)
     if new is old:
@@ -380,32 +384,32 @@ def _converters(driver: Driver) -> str:
 
 
 def _check_values(driver: Driver, name: str, copies: Sequence[Copy]) -> None:
-    """Refuse two values for the same memory."""
+    """Refuse two different new arrays for the same recorded memory."""
     for pair in overlapping(driver, [copy.target for copy in copies]):
         first, second = (copies[place] for place in sorted(pair))
-        # If both sources have the same shift, every byte of both targets has a single value.
+        # If both copies have the same shift, the sources overlap as the targets do, so each byte gets a single value.
         if first.shift != second.shift and share(piece_of(driver, first.target), piece_of(driver, second.target)):
             raise ArgumentError(
-                f"{first.place} and {second.place[len(name) + 2 :]} were recorded with the same memory, and were given two "
-                "values; pass the same array for both, or None for either"
+                f"{first.place} and {second.place[len(name) + 2 :]} were recorded with the same memory, and were now given two "
+                "different arrays; pass the same array for both, or None for one of them"
             )
 
 
 def overlapping(driver: Driver, arrays: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of arrays, by place, whose memory ranges overlap.
+    """Yield the places of each pair of arrays whose memory ranges overlap.
 
-    A range goes from the first to the last byte.
+    The range of an array goes from its first to its last byte.
     """
     near: list[tuple[int, int, int]] = []
     for begin, end, place in sorted([(*piece_of(driver, array)[:2], place) for place, array in enumerate(arrays) if array.size]):
-        # Arrays come in the order of their addresses, so arrays that end before this address overlap no later array.
+        # The arrays are visited in order of their begin. So an array that ends before this begin overlaps no later array.
         near = [other for other in near if other[1] > begin]
         yield from [(other[2], place) for other in near]
         near.append((begin, end, place))
 
 
 def piece_of(driver: Driver, array: Any) -> Piece:
-    """Return the memory of an array of the driver's."""
+    """Return the memory of an array of the driver."""
     return piece(driver.array_pointer(array), array.shape, array.strides, array.dtype.itemsize)
 
 

@@ -1,7 +1,7 @@
-"""Keep the programs of a key.
+"""Keep the programs of a recorded function, by key and variant.
 
-A variant has the programs for the same weights and plain values. Other weights or values that the function reaches make another
-variant.
+Calls with the same key may still need different programs, if the function reaches other weights or plain values than before. A
+variant has the programs of one key that were recorded with the same weights and plain values.
 """
 
 import weakref
@@ -11,10 +11,10 @@ from typing import Any
 
 from handlepool._util.reachable import leaves
 from handlepool.errors import CaptureError, HandlePoolError, StateBusyError
-from handlepool.order.accesses import Memory
 from handlepool.order.places import before
 from handlepool.order.reached import pieces_of
 from handlepool.order.stream_order import integration
+from handlepool.order.uses import Memory
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.stream import StreamReference
 from handlepool.recording.capture import Recording
@@ -50,20 +50,20 @@ class Options:
     lanes : int or None
         As in `record`.
     instances, programs : int
-        Maximum number of programs for a key, and of keys.
+        Maximum number of instances of a variant, and maximum number of keys.
     reused : bool
         Whether calls return the programs' own outputs.
     strict : bool
-        Whether a function that cannot be recorded is an error.
+        Whether an error is raised if the function cannot be recorded.
     in_place : frozenset of int and str
-        Places and names of arguments that are read where they are.
+        Positions and names of arguments whose arrays a program reads in place, without a copy.
     guarded : callable
         The function whose values are guarded. It differs from ``function`` only if ``function`` does nothing but call it.
     fixed : sequence of array
-        Further arrays that the program reads where they are. No guard watches them.
+        Further arrays that the program reads in place. No guard checks them.
     private : bool
         Whether the arguments are copies that no caller reads afterwards, and the caller takes the results before the next call.
-        Then no argument is copied back, and no thread reserves outputs.
+        If so, no argument is copied back, and no thread reserves outputs.
     """
 
     __slots__ = (
@@ -100,30 +100,30 @@ class Options:
 
 
 class Variant:
-    """The programs of a key, for the values that the function reached.
+    """The programs of a key for the same weights and plain values.
 
-    The values are weights and plain values. The recorded function makes sure that one thread at a time captures. Any thread may
-    lease instances.
+    The guards compare the weights and values that the function reaches. The recorded function makes sure that only one thread at
+    a time captures. Any thread may lease instances.
 
     Parameters
     ----------
     options : Options
     pool : PoolInternals
     call : Call
-        The first call of the key.
+        The first call of the variant.
 
     Attributes
     ----------
     key : tuple
         The key of the calls.
     eager : str or None
-        The reason why the function runs eagerly with such arguments.
+        The reason why the function runs eagerly with such arguments. None if it does not.
     lacking : str or None
-        The error of a recording that lacked memory or side streams, or None. Such a recording may be tried again.
+        The error message if the recording lacked memory or side streams, or None. Such a recording may be tried again.
     instances : list of Instance
         Instances of the variant. The list only grows.
     guards : Guards or None
-        Guards of the values, or None if the function runs eagerly.
+        Guards of the weights and values, or None if the function runs eagerly.
     lanes : int or None
         Number of lanes on which further instances are recorded.
     """
@@ -148,24 +148,26 @@ class Variant:
         self._hit: Hit | None = None
         self._number = next(submitted)
 
-    # Whether it is for a call
+    # Whether the variant serves a call
 
     def takes(self, call: Call) -> bool:
-        """Return whether a call has the same objects as the first call."""
+        """Return whether the call's objects are those of the first call."""
         return not self._held or all(one() is other for one, other in zip(self._held, call.held, strict=True))
 
     def apart(self, call: Call) -> bool:
         """Return whether no argument shares memory with a reached array.
 
-        Reached arrays are the arrays that the function finds elsewhere, such as weights. The program works on copies of the
-        arguments. If an argument shared memory with a reached array, a write to either would be missing in the other.
+        Reached arrays are arrays that the function uses but does not get as arguments, such as weights. The program works on
+        copies of the arguments. If an argument shared memory with a reached array, a write to one of them would be missing in the
+        other.
         """
         edges = self._reached
         if not edges:
             return True
         for begin, end in call.edges:
             place = bisect_right(edges, begin)
-            # An odd place is inside a reached piece. If the place at the end differs, a piece begins in between.
+            # If the number of edges up to the argument's begin is odd, the argument begins inside a reached piece. If the number
+            # up to its end differs, a reached piece begins inside the argument.
             if place & 1 or (place < len(edges) and bisect_left(edges, end) != place):
                 return False
         return True
@@ -173,20 +175,20 @@ class Variant:
     # Calls
 
     def lease(self, stream: object, *, grow: Callable[[], Instance | None] | None) -> Instance | None:
-        """Return an instance for a call; None if it must run eagerly.
+        """Return an instance for a call, or None to run it eagerly.
 
-        ``grow`` captures a further instance, if a capture is possible now.
+        ``grow`` captures a further instance. It is None if no capture is possible now.
         """
         return lease(self.instances, stream, self._keeps, grow if len(self.instances) < self._limit else None)
 
     def growable(self, stream: object) -> bool:
-        """Return whether a further instance may be captured for a stream."""
+        """Return whether a further instance may be captured for ``stream``."""
         return len(self.instances) < self._limit and all(each.stream is not stream for each in self.instances)
 
     def hit(self, args: tuple[Any, ...]) -> Hit | None:
-        """Return the written-out call for such arguments, if there is any.
+        """Return the generated function for calls like this call, or None.
 
-        Return None also if some arguments share memory, or are read in place.
+        See `handlepool.recording.hits`. Return None also if arguments share memory, or are read in place.
         """
         options, guards = self._options, self.guards
         if not self._written and guards is not None:
@@ -198,12 +200,12 @@ class Variant:
 
     @property
     def _keeps(self) -> bool:
-        """Whether an instance keeps its outputs for a thread and a stream."""
+        """Whether an instance reserves its outputs for a thread and a stream."""
         return self._options.reused and not self._options.private
 
     @property
     def last(self) -> int:
-        """Return the number of its last call, in order of submission."""
+        """The number of the variant's last call, in order of submission."""
         return max([self._number, *[each.number for each in self.instances]])
 
     def run(self, instance: Instance, call: Call, out: object, *, ordered: bool) -> Any:
@@ -226,7 +228,7 @@ class Variant:
         driver, device, found = self.pool.driver, instance.program.device, list[Any]()
         theirs = integration().current_stream(device)
         if theirs != stream.ptr and all(map(is_tensor, call.arrays)):
-            # Torch's current stream becomes the current stream, which spares the waits between the two streams.
+            # Torch's current stream becomes CuPy's current stream, so that no waits between the two streams are needed.
             other = driver.wrap_stream(theirs, None)
             driver.push_stream(other)
             try:
@@ -237,9 +239,9 @@ class Variant:
         return found[0]
 
     def tune(self, lanes: Iterable[int], goal: str, seconds: float) -> LanesTuning | None:
-        """Measure the lanes of the first instance.
+        """Choose the best number of lanes by measuring the first instance.
 
-        All instances use the best number from then on. Return None if there is no instance.
+        All instances use this number from then on. Return None if there is no instance.
         """
         tuned = None
         for instance in [*self.instances]:
@@ -254,8 +256,8 @@ class Variant:
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Any:
         """Call the function for real, and capture the first instance.
 
-        Return the value of the call. If the function cannot be recorded, `eager` has the reason. If memory or side streams lack,
-        `lacking` has the reason. An error that the function raises in its call goes to the caller.
+        Return the value of the call. If the function cannot be recorded, `eager` has the reason afterwards. If the recording
+        lacked memory or side streams, `lacking` has the reason. An error that the function raises goes to the caller.
         """
         options, pool, driver = self._options, self.pool, self.pool.driver
         function, name = options.function, options.name
@@ -267,11 +269,11 @@ class Variant:
         except HandlePoolError as error:
             self.eager = str(error)
             return function(*args, **kwargs)
-        # The versions tell which tensors the call for real wrote.
+        # Torch counts a tensor's writes in its version. So the versions tell which tensors the first call wrote.
         versions = [integration().version(each) if is_tensor(each) else None for each in call.arrays]
         given = ContainerSnapshot(args, kwargs)
         state = State(driver, function, args, kwargs, given.containers, values)
-        # An error of the user's function must reach the caller, so the call stands outside the `try`.
+        # The first call is outside of the `try`, because an error of the user's function must reach the caller.
         first = FirstCall(pool, name, self.lanes, home)
         returned = first.run(function, args, kwargs)
         try:
@@ -282,14 +284,16 @@ class Variant:
             first.end()
             given.check(name)
             if given.grown:
-                raise CaptureError(f"{name} puts entries into a list or dictionary that it was given, which no replay does")
+                raise CaptureError(
+                    f"{name} adds entries to a list or dictionary that it was given, which no replay does. Return the new values"
+                )
             state.check(name)
             State(driver, function, args, kwargs, given.containers, values).check_kept(name, state)
             self._capture(first, own, call, inputs, home, returned)
             first.keep()
             self._first = first
         except (StateBusyError, MemoryError) as error:
-            # A later call may find more side streams and memory.
+            # The recording may be tried again, because a later call may find more side streams and memory.
             self.lacking = str(error)
         except Exception as error:
             self.eager = str(error) or type(error).__name__
@@ -299,7 +303,7 @@ class Variant:
         return returned
 
     def grow(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Instance | None:
-        """Capture a further instance without a call for real; None on failure."""
+        """Capture a further instance, without a real call; None on failure."""
         first, options = self._first, self._options
         if first is None or len(self.instances) >= self._limit:
             return None
@@ -309,19 +313,19 @@ class Variant:
             inputs, own = self._own(args, kwargs, call)
             return self._capture(first, own, call, inputs, home)
         except StateBusyError:
-            # A later call may find more side slots.
+            # The capture may be tried again, because a later call may find more side slots.
             return None
         except Exception:
-            # The existing instances stay in use, and no further capture is tried.
+            # The limit is lowered, so that no further capture is tried. The existing instances stay in use.
             self._limit = len(self.instances)
             self._written = False
             return None
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> tuple[list[Any], Arguments]:
-        """Return a program's own inputs, and the arguments with these inputs."""
+        """Return new inputs for a program, and the arguments with these inputs."""
         kind: Any = self.pool.driver.array_types[0]
         if call.related and call.tensors:
-            raise CaptureError(f"{self._options.name} was given tensors that share memory")
+            raise CaptureError(f"{self._options.name} was given tensors that share memory. Pass tensors with separate memory")
         inputs = own_inputs(self.pool.driver, call.arrays)
         is_input = lambda value: type(value) is kind or is_tensor(value)  # noqa: E731
         return inputs, rebuilt_call(args, kwargs, self._options.in_place, is_input, iter(inputs))
@@ -342,14 +346,16 @@ class Variant:
 
         def finish(recording: Recording, outputs: object) -> Instance:
             if given.grown:
-                raise CaptureError(f"{name} puts entries into a list or dictionary that it was given, which no replay does")
+                raise CaptureError(
+                    f"{name} adds entries to a list or dictionary that it was given, which no replay does. Return the new values"
+                )
             guards = self.guards
-            # Later instances use the guards of the first instance.
+            # All instances of a variant share the guards of the first instance.
             if guards is None:
                 try:
                     guards = Guards(driver, options.guarded, call.held)
                 except TooMany as error:
-                    raise CaptureError(f"{name} cannot be guarded: {error}") from error
+                    raise CaptureError(f"{name} cannot be recorded: {error}") from error
             arrays = [*guards.arrays, *options.fixed]
             pieces = [piece for piece in pieces_of(driver, arrays) if piece[0] < piece[1]]
             reached = Ranges([each[:2] for each in pieces])
@@ -358,13 +364,15 @@ class Variant:
             memory = first.memory(recording, outputs)
             written = [] if options.private else written_places(recording, inputs, self._changed)
             if written and call.related:
-                raise CaptureError(f"{name} may write one of several arguments that share memory")
+                raise CaptureError(
+                    f"{name} may write to an argument that shares memory with another. Pass arguments without shared memory"
+                )
             returned = Returned(recording, name, inputs, reached, outputs, apart=options.private)
             program = Program(name, recording, Inputs(driver, tuple(inputs), {}), outputs, home, memory, lent=not options.private)
             instance = Instance(driver, program, inputs, outputs, returned, written, reused=options.reused)
             known = [each for each in (*memory.reads, *memory.writes) if not isinstance(each, Token)]
             mine = Ranges([*recording.own, *[each[:2] for each in pieces_of(driver, inputs)]])
-            # The written-out call reads the same list.
+            # The list is changed in place, because the generated function in `_hit` refers to it.
             self._reached[:] = bounds([*pieces, *[each for each in known if not mine.have(each)]])
             self._memory = memory
             self.guards = guards
@@ -375,11 +383,11 @@ class Variant:
         return instance
 
     def _check_reads(self, recording: Recording, inputs: list[Any], reached: Sequence[Piece]) -> None:
-        """Refuse a capture that reads an array which no guard watches.
+        """Refuse a capture that reads an array which no guard compares.
 
-        Another array in its place would go undetected.
+        If the user replaced such an array by another, the program would still read the old array.
         """
-        # Without lanes the reads are unknown.
+        # Without lanes, the memory that the calls read is unknown, so it cannot be checked.
         if recording.lanes is None:
             return
         driver = self.pool.driver
@@ -388,15 +396,15 @@ class Variant:
         for piece in recording.known_reads:
             if not isinstance(piece, Token) and piece[0] < piece[1] and not known.have(piece):
                 raise CaptureError(
-                    f"{self._options.name} reads an array that no attribute, variable or global holds, so a replacement of it "
-                    "would go unnoticed: keep it in an attribute, or pass it as an argument"
+                    f"{self._options.name} reads an array that no attribute, variable or global holds, so a replacement of the "
+                    "array would go unnoticed. Keep the array in an attribute, or pass it as an argument"
                 )
 
 
 def _reference(value: object) -> Callable[[], Any]:
-    """Return a reference to an object, weak if its class allows that.
+    """Return a reference to an object.
 
-    A key then keeps no object alive.
+    The reference is weak if the object's class allows this, so that a key keeps no object alive.
     """
     try:
         return weakref.ref(value)

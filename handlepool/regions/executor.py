@@ -4,7 +4,7 @@ The executor is for work that also blocks on the host. A task starts after the w
 `submit`. For this order, `submit` records a start event on that stream, and the worker's side stream waits for the event. When
 the task's function has returned, the worker records an end event. `StreamFuture.result` makes streams wait for the end event,
 and `StreamFuture.synchronize` makes the host wait. The task's region keeps the task's arguments and allocations until a join.
-Without a join it keeps them until the end event has passed (guarantee 8).
+Without a join the region keeps them until the GPU has passed the end event (guarantee 8).
 
 An executor needs no shutdown. A worker's side slots are released when its thread ends, and all other resources are released
 later (`Deferred.run`).
@@ -25,8 +25,8 @@ from handlepool._util.protocols import Wrapper
 from handlepool.drivers.event_pool import Events
 from handlepool.drivers.streams import LEGACY_STREAM, PER_THREAD_STREAM
 from handlepool.errors import ArgumentError, CaptureError, ForkedProcessError
-from handlepool.order.books import open_order
 from handlepool.order.operation import follow_branches
+from handlepool.order.places import open_order
 from handlepool.order.reached import Reached
 from handlepool.order.stream_order import in_torch, order, torch_of
 from handlepool.pool.context import active, on_device, process, run_on, thread
@@ -60,8 +60,8 @@ class ParallelStateExecutor(Executor):
     pool : HandlePool, optional
         The default pool if omitted.
     max_pending : int, optional
-        The maximum number of tasks and requests that the GPU has not passed. At the maximum, `submit` of a request first waits
-        on the host for the oldest task or request.
+        The maximum number of tasks and requests that the GPU has not passed. A request is a submitted call of a recorded
+        function. At the maximum, `submit` of a request first waits on the host for the oldest task or request.
     results : {None, "device", "host"}
         Where the results of requests go. None means the host if an argument is a NumPy array, and the device otherwise.
     thread_name_prefix, initializer, initargs
@@ -79,7 +79,7 @@ class ParallelStateExecutor(Executor):
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
     ) -> None:
-        # These are tasks whose end the GPU has not passed. Appends and pops are atomic, so no lock is needed.
+        # These are tasks whose end event the GPU has not passed. Appends and pops are atomic, so no lock is needed.
         self._pending: deque[Task] = deque()
         self._events: dict[DeviceSlots, Events] = {}
         workers = as_integer(max_workers, 0)
@@ -88,15 +88,16 @@ class ParallelStateExecutor(Executor):
         if pool is None:
             pool = default_pool()
         check_pool("ParallelStateExecutor", pool)
-        # A test may exchange the internals of a pool. So a task keeps the internals that it began with.
+        # A test may exchange the internals of a pool. So the executor keeps the pool, and each task keeps the internals that it
+        # began with.
         self._pool = pool
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix, initializer or _nothing, initargs)
-        # The process that called `submit` first; None before that call.
+        # The value of `process()` at the first `submit`, which differs in a forked child; None before that call.
         self._began: int | None = None
         self._leases = _Leases()
         most = None if max_pending is None else at_least(1, "ParallelStateExecutor: max_pending", max_pending)
         if not (results is None or (isinstance(results, str) and results in ("device", "host"))):
-            raise ArgumentError(f"ParallelStateExecutor(results={shown(results)}); it can be 'device', 'host' or None")
+            raise ArgumentError(f"ParallelStateExecutor(results={shown(results)}): results must be 'device', 'host' or None")
         self._requests = Requests(self._threads, self._pending, workers, most, results)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "StreamFuture[T]":
@@ -112,8 +113,8 @@ class ParallelStateExecutor(Executor):
         Inside a fork the task also starts after the branches that read or wrote its arguments. Later calls do not wait for the
         task on their own. Only the future makes them wait.
 
-        Arrays that the task makes are memory of the stream that is current here. Before these arrays are freed, that stream has
-        to wait for every other stream that reads them.
+        The memory of arrays that the task makes belongs to the stream that is current at `submit`. Before these arrays are
+        freed, that stream has to wait for every other stream that reads them.
 
         Parameters
         ----------
@@ -125,13 +126,13 @@ class ParallelStateExecutor(Executor):
         -------
         StreamFuture
             Done when the function has returned. Its ``result`` makes the current stream wait for the GPU, or raises the
-            function's error. For a function that returned a generator or a coroutine, ``result`` raises `ArgumentError`, because
-            none of its code has run.
+            function's error. For a function that returned a generator or a coroutine, ``result`` raises `ArgumentError`,
+            because none of the function's code has run.
 
         Raises
         ------
         ArgumentError
-            When the current stream is the per-thread default stream, because it is another stream in a worker thread.
+            When the current stream is the per-thread default stream, because in a worker thread this name means another stream.
         CaptureError
             When the current stream is being captured, because a worker's work would not be a part of the capture.
         PoolClosedError, RuntimeError
@@ -177,8 +178,9 @@ class ParallelStateExecutor(Executor):
         try:
             task.region.keep((fn, args, kwargs, reached.values))
             future: StreamFuture[T] = StreamFuture(task)
-            # The worker empties this list. The frames of an error's traceback lead to the thread pool's frame, which keeps its
-            # arguments. Without the list an error would keep itself, through the future, and the arguments.
+            # The worker takes the call out of this list. The traceback of the function's error leads to the thread pool's
+            # frame, which keeps the list. If that frame kept the call itself, the error would keep the call's arguments, and
+            # through the future also itself.
             call: list[_Call] = [(future, task, pool, fn, args, kwargs)]
         except BaseException:
             task.withdraw()
@@ -186,16 +188,16 @@ class ParallelStateExecutor(Executor):
         try:
             inner = self._threads.submit(self._run, call)
         except BaseException as error:
-            # `ThreadPoolExecutor` queues a call before it starts a thread for the call. So a thread that is there may take the
-            # call although no further thread could be started. The thread that empties the list runs or withdraws the task.
+            # `ThreadPoolExecutor` queues a call before it starts a thread for the call. So an existing thread may take the call
+            # although no further thread could be started. Whichever thread empties the list runs or withdraws the task.
             if _taken(call) is not None:
                 task.withdraw()
                 raise
             if not isinstance(error, Exception):
                 raise
             return future
-        # A shutdown or a failed initializer may end the inner future before the call runs. Then this future has to end in the
-        # same way.
+        # A shutdown or a failed initializer may end the inner future before the call runs. Then `future` has to end in the same
+        # way.
         inner.add_done_callback(lambda ended: _pass_on(ended, call))
         run_some(self._pending, Task.settle)
         return future
@@ -244,12 +246,12 @@ class ParallelStateExecutor(Executor):
         if reference.pointer == PER_THREAD_STREAM or (outer is not None and outer.stream.ptr == PER_THREAD_STREAM):
             raise ArgumentError(
                 "the current stream is the per-thread default stream, and a worker thread cannot wait for it, because "
-                "that is another stream in each thread: submit inside `with cupy.cuda.Stream(non_blocking=True):`"
+                "its name means another stream in each thread: submit inside `with cupy.cuda.Stream(non_blocking=True):`"
             )
         if reference.pointer != LEGACY_STREAM and driver.capture_id(reference.pointer):
             raise CaptureError(
                 "the current stream is being captured, and the work of a worker thread would not be part of the capture: "
-                "use ParallelStates.fork, whose branches are part of it"
+                "use ParallelStates.fork, whose branches are part of the capture"
             )
         device = pool.device(reference.device)
         events = self._events.get(device)
@@ -259,8 +261,8 @@ class ParallelStateExecutor(Executor):
                     defer(stale.destroy)
             events = self._events.setdefault(device, Events(driver))
         theirs = 0
-        # The submitter's stream waits for torch's stream now, so the task does as well. Torch's stream waits for the task at the
-        # join.
+        # The submitter's stream waits for torch's stream now, so the task starts after torch's work too. At the join torch's
+        # stream waits for the task.
         if torch is not None:
             theirs = torch.current_stream(reference.device)
             order(pool, reference.device, theirs, stream.ptr)
@@ -284,13 +286,14 @@ class ParallelStateExecutor(Executor):
                 check_ran(fn, value)
             except BaseException as error:
                 pool.status.lost(error, ask=False)
-                # The task may have failed before it began. Then this releases its start event.
+                # If the task failed before it began, `withdraw` releases its start event.
                 task.withdraw()
                 future.set_exception(error)
             else:
                 future.set_result(value)
         finally:
-            # An error's traceback holds this frame, and the future holds the error. The names would close a reference cycle.
+            # The future holds the error, the error's traceback holds this frame, and these names would close the cycle of
+            # references. So the names are deleted.
             del future, task, fn, args, kwargs
         run_some(self._pending, Task.settle)
 
@@ -300,14 +303,14 @@ class ParallelStateExecutor(Executor):
         driver = pool.driver
         driver.set_device(device.device)
         slot = self._slot(pool, device)
-        # Where every side slot is leased, the task runs on the submitter's stream, with this thread's own handle. Where a branch
-        # or a task submitted, the task runs on the outermost submitter's stream instead, because another fork may have the
-        # branch's side stream after the join.
+        # If every side slot is leased, the task runs on the submitter's stream, with this thread's own handle. If a branch or
+        # another task called `submit`, the task runs on the outermost submitter's stream instead, because another fork may get
+        # the side stream of that branch after the join.
         stream: Any = task.region.stream if slot is None else slot.side_stream
         pointer = stream.ptr
         if slot is None and pointer != LEGACY_STREAM and driver.capture_id(pointer):
             raise CaptureError(
-                "every side stream is in use, and the stream that submitted the task is being captured: ask for results "
+                "every side stream is in use, and the stream on which the task would run is being captured: ask for results "
                 "before a capture begins, or use fewer workers and states"
             )
         task.begin(pointer)
@@ -364,7 +367,8 @@ class ParallelStateExecutor(Executor):
                 passed = task.settle()
                 if not passed:
                     task.join(submitter_only=True)
-            # A submitter's stream may be under capture, for example. The task then keeps its memory until its end has passed.
+            # A submitter's stream may be under capture, for example. The task then keeps its memory until the GPU has passed
+            # its end event.
             except Exception:
                 pass
             finally:
@@ -383,14 +387,14 @@ class ParallelStateExecutor(Executor):
 
     def __reduce__(self) -> Any:
         """Refuse to be copied, because both copies would have the same threads."""
-        raise TypeError("a ParallelStateExecutor owns threads and streams and cannot be copied or pickled; make another one")
+        raise TypeError("a ParallelStateExecutor owns threads and streams and cannot be copied or pickled; make another executor")
 
     def __del__(self, _defer: Callable[[Any], None] = deferred.extend, _abandon: Callable[[Any], None] = abandon) -> None:
-        # Without this attribute the constructor raised at once, and there is nothing to release.
+        # If this attribute is missing, the constructor raised at once, and there is nothing to release.
         if not hasattr(self, "_events"):
             return
-        # A forked child touches nothing of its parent (guarantee 13). An executor without leases never had a thread, because its
-        # constructor refused the arguments.
+        # A forked child touches nothing of its parent (guarantee 13). An executor without `_leases` never had a thread, because
+        # its constructor refused the arguments.
         if hasattr(self, "_leases") and self._inherited():
             _abandon((self._pending, self._events))
             return
@@ -413,7 +417,7 @@ class _Lease:
             _defer(self._settle)
 
     def _settle(self) -> bool:
-        """Destroy slots that came back after the pool was closed."""
+        """Destroy the slots that were released after the pool was closed."""
         with on_device(self._device.driver, self._device.device):
             self._device.sides.destroy_free()
         return True
@@ -451,7 +455,7 @@ def _pass_on(inner: "Future[None]", call: list[_Call]) -> None:
     elif (error := inner.exception()) is not None:
         try:
             future.set_exception(error)
-        # The future was cancelled before.
+        # The caller has cancelled the future before.
         except InvalidStateError:
             future.set_running_or_notify_cancel()
 

@@ -16,16 +16,16 @@ from handlepool._util.arguments import TO_RUN, check_ran
 from handlepool._util.names import name_of
 from handlepool._util.reachable import Opaque, leaves
 from handlepool.errors import ArgumentError, OwnershipError, PoolClosedError
-from handlepool.order.accesses import Operands
-from handlepool.order.books import open_order
 from handlepool.order.measured import awaited, read_answers
 from handlepool.order.operation import Operation, OperationCall, operation_of
+from handlepool.order.places import open_order
 from handlepool.order.plain_calls import PlainCall
 from handlepool.order.reached import Reached, arrays_among
 from handlepool.order.stream_order import in_torch, torch_of
 from handlepool.order.stream_order import order as order_streams
 from handlepool.order.track import Track, follow
 from handlepool.order.undeclared import run_watched
+from handlepool.order.uses import Operands
 from handlepool.pool.context import LAUNCHES, NOT_CACHED, ThreadToken, active, recordings, run_on, thread
 from handlepool.pool.deferred import defer, deferred
 from handlepool.pool.internals import PoolInternals
@@ -68,7 +68,7 @@ class Fork:
         "_thread",
     )
 
-    # The walk of a call's arguments leaves out objects with this attribute.
+    # `Reached`, which walks a call's arguments, leaves out objects with this attribute.
     __handlepool_keeps_calls__ = True
 
     _leases: Leases
@@ -86,7 +86,7 @@ class Fork:
 
     def __enter__(self) -> "Fork":
         if self._thread is not _NOT_ENTERED:
-            raise OwnershipError("this fork was entered already; make a new one with states.fork()")
+            raise OwnershipError("this fork was entered already; make a new fork with states.fork()")
         pool = self._pool
         if self._status.unusable:
             self._status.check()
@@ -103,7 +103,7 @@ class Fork:
         self._pointer: int = stream.ptr
         self._ordinal = ordinal
         sides = (pool.devices.get(ordinal) or pool.device(ordinal)).sides
-        # A region that is not inherited is made when a branch runs Python.
+        # A fork that is in no region makes a region of its own when a branch runs Python.
         outer = None if thread.region is None else inherited(driver, ordinal, self._pointer)
         self._inherited = outer is not None
         leases = Leases if self._ordered else UnorderedLeases
@@ -117,20 +117,21 @@ class Fork:
 
         The side stream is the current stream of the branch.
 
-        In the body of the fork, call `wait` before plain CuPy or torch code reads the arrays of a branch. Graph functions,
-        operations and programs wait on their own there.
+        In the body of the fork, call `wait` before plain CuPy or torch code reads the arrays of a branch. In the body, graph
+        functions, operations and programs wait on their own.
 
         The branch starts after three kinds of work: all work that the caller's stream has received by now, the branches whose
-        outputs this branch reads, and the branches that use memory which this branch overwrites. Memory decides, so views count.
-        A plain function counts as reading the arrays in its arguments, its defaults and its closure, and in the attributes of
-        objects among these, two attributes deep. ``self`` is such an object. Globals, deeper attributes and raw pointers are not
-        detected. `handlepool.operation` declares writes in place. The first call of any other function is ordered as if it wrote
-        every array that it was given, and its real writes are measured.
+        outputs this branch reads, and the branches that use memory which this branch overwrites. Memory decides, so a view of
+        an array counts as the array. A plain function counts as reading the arrays in its arguments, its defaults and its
+        closure, and in the attributes of objects among these, two attributes deep. The ``self`` of a method is such an object.
+        Globals, deeper attributes and raw pointers are not detected. `handlepool.operation` declares writes in place. The first
+        call of any other function is ordered as if it wrote every array that it was given, and its real writes are measured.
 
         A branch that depends on the last branch of a state runs on that state. All other branches take the states in turn. Two
-        branches on the same state run one after the other. If no side slot of the device is free, the branch runs on the caller's
-        stream, with the same result. A branch may use another stream. Then its own code has to order that stream after the side
-        stream, and the side stream after that stream. Memory that is allocated on the other stream belongs to that stream.
+        branches on the same state run one after the other. If no side slot of the device is free, the branch runs on the
+        caller's stream, with the same result. A branch may use another stream than its side stream. Then the code of the branch
+        has to let that stream wait for the side stream first, and the side stream wait for that stream afterwards. Memory that
+        is allocated on that stream belongs to it.
 
         Parameters
         ----------
@@ -158,7 +159,7 @@ class Fork:
             self._refuse()
         driver = self._driver
         ordinal = self._ordinal
-        # The caller is inside `with other_device:` in the fork's body.
+        # In this case the caller is inside `with other_device:` in the fork's body.
         if pool.current_device() != ordinal:
             with driver.device(ordinal):
                 return self.run(function, *args, **kwargs)
@@ -169,8 +170,8 @@ class Fork:
         launcher = (function if kind is FunctionType else kind).__dict__.get(LAUNCHES)
         if launcher is not None and (kind is not FunctionType or launcher is function):
             # The function belongs to this package, so no Python code of the user runs in the branch. Its outputs are known, so
-            # they are allocated before the edge that starts the branch, on the caller's stream. A call with refused arguments
-            # leases no side slot.
+            # they are allocated before the edge that starts the branch, on the caller's stream. If the arguments are refused,
+            # no side slot has been leased.
             if driver.current_stream(ordinal) is self._stream:
                 if launcher is not function:
                     return launcher(function, self._leases, args, kwargs)
@@ -181,7 +182,8 @@ class Fork:
                     return function(*args, **kwargs)
                 finally:
                     del branches[outer:]
-            # Inside `with other_stream:` in the fork's body, or inside a branch, where that is refused.
+            # The caller is inside `with other_stream:` in the fork's body, or inside a branch. `check_body` refuses a call
+            # inside a branch.
             self._leases.check_body(f"fork.run({name_of(function)})")
             return self._on_caller(_launch_at, (self._leases, launcher, function, args, kwargs), {})
         leases = self._leases
@@ -226,7 +228,7 @@ class Fork:
         inside: Any = region
         if leases.slots:
             branch_regions[slot.pointer] = region
-        # Every side slot is leased, so the branch runs on the caller's stream.
+        # The fork got no side slot, so the branch runs on the caller's stream.
         else:
             stream, inside = self._stream, region if self._inherited else thread.region
         order, known = leases.order, len(region.allocated)
@@ -245,7 +247,7 @@ class Fork:
         finally:
             if plain is not None and ended is None:
                 plain.raised()
-            # Without a leased state the branch ran on the caller's stream, where the region does not see the allocations.
+            # If the fork leased no state, the branch ran on the caller's stream, where the region does not see the allocations.
             seen = bool(leases.slots) or self._inherited
             order.end_branch(outer, call, region.allocated[known:] if seen or ended is None else None, ended)
         return ended[0]
@@ -347,7 +349,7 @@ class Fork:
         if len(sources) > 1:
             sources = _equally_long(sources, given)
         calls: Iterable[tuple[Any, ...]] = zip(*sources, strict=False)
-        # Lists, tuples and ranges run no code of the user between branches.
+        # Lists, tuples and ranges run no code of the user when they are read. So the branches can start together.
         if all(isinstance(source, (list, tuple, range)) for source in sources):
             calls = list(calls)
             results = self._map_known(function, calls, sources, given) if len(calls) > 1 else None
@@ -363,7 +365,7 @@ class Fork:
     ) -> list[T] | None:
         """Run branches that each launch one known plan, and no Python.
 
-        The result is None where the function is not of this kind, or the branches have to start separately.
+        The result is None if a call of ``function`` may run Python code, or if the branches have to start separately.
 
         All outputs are allocated before the edge that starts the branches (guarantee 8). So each state needs only one edge.
         """
@@ -388,16 +390,17 @@ class Fork:
         try:
             results = [_launch_at(start, launcher, bare, fixed + arrays, options)]
             attempt = start.attempt
-            # The first call has just made the plan, so it gave no attempt for the others. Each of these starts on its own.
+            # If the first call had to build the plan, `MapStart` has no `attempt`. Then each of the other branches starts on
+            # its own.
             if attempt is None:
                 return results + [self._run(function, call, given) for call in others]
             begin = start.begin_next
             for call, made in zip(others, start.fresh, strict=True):
                 arrays, out = (call[:-1], call[-1]) if given else (call, None)
                 result = attempt(begin, fixed + arrays, out, made)
-                # The call may have another geometry, for example.
+                # The plan does not fit this call, for example because the arrays have another geometry.
                 if result is NOT_CACHED:
-                    # No check has shown that this call is apart from the other branches.
+                    # `_is_apart` has not checked this call, so the call must wait for all branches so far.
                     if given and begin != leases.begin:
                         leases.end_together()
                         begin = leases.begin
@@ -411,8 +414,9 @@ class Fork:
     def _is_apart(self, fixed: tuple[Any, ...], sources: Sequence[Iterable[Any]], operands: Operands) -> bool:
         """Return whether no branch of a map waits for another branch.
 
-        This is so where the branches write new memory, or memory that no other call of the map uses. The last source holds the
-        outputs that were given. The fork must make nothing but this map, and no other fork may be open.
+        The result is True if the branches write new memory, or memory that no other call of the map uses. The last entry of
+        ``sources`` holds the outputs that the caller gave. The fork must make nothing but this map, and no other fork may be
+        open.
         """
         if not self._once or open_order(self._driver, self._ordinal) is not None:
             return False
@@ -424,7 +428,7 @@ class Fork:
             for source in sources[:-1]:
                 read += pointers(source)
             return operands.are_apart(read, pointers(sources[-1]))
-        # The arrays belong to another library.
+        # The arrays belong to another library, so their addresses were not compared.
         except (AttributeError, TypeError):
             return False
 
@@ -455,7 +459,8 @@ class Fork:
                 return
             if self._pool.current_device() == self._ordinal:
                 join.make()
-            # On another device the null stream's pointer means another stream.
+            # The caller may leave the fork on another device, where the pointer of the null stream means another stream. So the
+            # join makes the fork's device current.
             else:
                 with self._driver.device(self._ordinal):
                     join.make()
@@ -463,7 +468,7 @@ class Fork:
             if leases.order is not None:
                 # An interrupt may have left the books in the middle of a change.
                 leases.order.recover()
-            # The join did not begin, or it did not end.
+            # The fork still has slots or books, so the join did not begin or did not end. It is deferred.
             if leases.slots or leases.order is not None:
                 join = self._join = self._join or Join(self._pool, leases, self._stream, self._ordinal)
                 join.fail()
@@ -480,16 +485,19 @@ class Fork:
         # The fork may not have been left: its thread ended inside, or an interrupt came during its exit.
         try:
             leases = self._leases
-            # An interrupt may have come just after the `defer` of the exit. Then this defers the same join a second time.
+            # An interrupt may have come just after the `defer` of the exit. Then this code defers the same join a second time,
+            # which `Join.settle` allows.
             if self._thread is not _DEFERRED and (self._thread or leases.slots or leases.order is not None):
                 _defer((self._join or _join(self._pool, leases, self._stream, self._ordinal)).settle)
-        # The fork was not entered, or an interrupt came meanwhile.
+        # The fork was not entered, or an interrupt came while it was entered. So there is nothing to join.
         except AttributeError:
             pass
 
     def __reduce__(self) -> Any:
         """Refuse to be copied, because both copies would release the same states."""
-        raise TypeError("a fork owns the states that it leased and cannot be copied or pickled; make another with states.fork()")
+        raise TypeError(
+            "a fork owns the states that it leased and cannot be copied or pickled; make another fork with states.fork()"
+        )
 
     def __repr__(self) -> str:
         state = f"{len(self._leases.slots)} of {self._leases.count} states leased" if self._thread else "not open"
@@ -500,7 +508,7 @@ def _launch_at(place: Any, launcher: Any, function: Any, args: tuple[Any, ...], 
     """Call a function of handlepool at a place.
 
     For an object, the launcher of its type makes the call. For a function, ``launcher`` is the function itself, which finds the
-    place in the list of the thread.
+    place in `thread.branches`.
     """
     if launcher is not function:
         return launcher(function, place, args, kwargs)
@@ -534,9 +542,11 @@ def _equally_long(sources: tuple[Iterable[Any], ...], given: bool) -> tuple[Iter
     cut = [source if isinstance(source, Sized) else list(itertools.islice(source, max(sized))) for source in found]
     lengths = [len(source) for source in cut]
     if len(set(lengths)) > 1:
-        listed = ", ".join(map(str, lengths[: len(lengths) - given])) + (f", and out= {lengths[-1]}" if given else "")
+        listed = ", ".join(map(str, lengths[: len(lengths) - given])) + (
+            f" entries, and out= has {lengths[-1]}" if given else " entries"
+        )
         raise ArgumentError(
-            f"map() makes a call for each entry, and its iterables have {listed} entries: pass iterables of equal "
+            f"map() makes a call for each entry, and its iterables have {listed}: pass iterables of equal "
             "length. No call was made"
         )
     return tuple(cut)

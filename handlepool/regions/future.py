@@ -28,7 +28,7 @@ class Task:
         The slots of the current device.
     stream : Stream
         The submitter's stream. The task starts after the present work of this stream. The stream object is kept, because
-        recording on a destroyed stream fails.
+        recording an event on a destroyed stream fails.
     outer : Region or None
         The region of the branch or task that submits. The new task then allocates from the outermost caller's arena.
     events : Events
@@ -36,7 +36,8 @@ class Task:
     torch : module, optional
         `handlepool.foreign.torch`, for a call with torch tensors.
     theirs : int, optional
-        For a call with torch tensors, torch's current stream at `submit`. It waits for the end as the submitter's stream does.
+        For a call with torch tensors, torch's current stream at `submit`. At the join that stream waits for the end event, as
+        the submitter's stream does.
 
     Attributes
     ----------
@@ -77,7 +78,8 @@ class Task:
         self.region = Region(device.driver, stream if outer is None else outer.stream, device.device, outer=outer)
         self._outer = outer
         submitters = {stream.ptr} if torch is None else {stream.ptr, theirs}
-        # After the end of the submitting branch or task, another fork may have the submitter's side stream.
+        # After the end of the submitting branch or task, another fork may have its side stream. So side streams are in a set of
+        # their own, and `join` uses them only while that branch or task runs.
         self._sides = set() if outer is None else {pointer for pointer in submitters if branch_regions.get(pointer) is outer}
         self._homes = {(device.device, pointer) for pointer in submitters - self._sides | {self.region.stream.ptr}}
         # This tells whether the streams of `_homes` already wait for the end event.
@@ -87,7 +89,7 @@ class Task:
         # take it again in the same thread.
         self._lock = threading.RLock()
         self._users = 0
-        # The end event, from its recording until it is known to have passed; otherwise None.
+        # The end event, from its recording until the GPU is known to have passed it; otherwise None.
         self._end: Any = None
         self._start: Any = events.acquire()
         try:
@@ -99,7 +101,7 @@ class Task:
     def withdraw(self) -> None:
         """Release the start event, which is no longer needed.
 
-        The task has begun, or it will never begin.
+        Either the task has begun, or the task will never begin.
         """
         with self._lock:
             start, self._start = self._start, None
@@ -107,7 +109,7 @@ class Task:
             self._events.release(start)
 
     def restart(self, pointer: int) -> None:
-        """Record the start again, and let a stream wait for it.
+        """Record the start event again, and let a stream wait for it.
 
         The stream then waits for all present work of the submitter's stream.
         """
@@ -123,11 +125,11 @@ class Task:
         try:
             self.device.driver.wait_event(pointer, start)
         finally:
-            # The event can be reused at once, because a wait keeps the record that it was issued for.
+            # The event can be reused at once, because a later recording does not change a wait that was issued before.
             self._events.release(start)
 
     def finish(self, pointer: int) -> None:
-        """Record the end of the task on its stream.
+        """Record the end event on the task's stream.
 
         The task's function has returned, and its stream has received all its work.
         """
@@ -136,7 +138,7 @@ class Task:
             if pointer != LEGACY_STREAM and driver.capture_id(pointer):
                 raise CaptureError(
                     f"stream {pointer:#x} ran a task, and a capture began on it before the task's end, so no stream can wait "
-                    "for the task. Begin a capture before tasks are submitted, or after their results"
+                    "for the task. Begin a capture before any task is submitted, or after the results of all tasks"
                 )
             end = self._events.acquire()
             try:
@@ -150,16 +152,17 @@ class Task:
         self._end = end
 
     def join(self, *, submitter_only: bool = False) -> None:
-        """Let streams wait for the end, and release the kept memory.
+        """Let streams wait for the end event, and release the kept memory.
 
-        The streams are the calling thread's current stream and the submitter's stream. Where a branch or a task submitted, the
-        outermost submitter's stream waits instead of that side stream. As long as the calling thread is still inside that branch
-        or task, the side stream waits as well. With ``submitter_only``, the calling thread's current stream does not wait.
+        The streams are the calling thread's current stream and the submitter's stream. If a branch or another task called
+        `submit`, the outermost submitter's stream waits instead of the side stream of that branch or task. As long as the
+        calling thread is still inside that branch or task, its side stream waits as well. With ``submitter_only``, the calling
+        thread's current stream does not wait.
 
         Raises
         ------
         CaptureError
-            When such a stream is being captured. Then this call makes no stream wait.
+            When any of these streams is being captured. Then this call makes no stream wait.
         ForkedProcessError
             In a forked child.
         """
@@ -169,10 +172,11 @@ class Task:
         status, driver, device = self.device.status, self.device.driver, self.device.device
         try:
             if status.forked:
-                # This raises the error for a forked child.
+                # A forked child cannot use its parent's events, and `check` raises the error for that.
                 status.check()
             streams = set() if self._joined else set(self._homes)
-            # The thread is still in the branch or task that submitted. So no other fork gets its side streams meanwhile.
+            # As long as this thread is inside the branch or task that called `submit`, no other fork gets the side streams of
+            # that branch or task. So these streams can wait, too.
             if self._sides and thread.region is self._outer:
                 streams |= {(device, pointer) for pointer in self._sides if branch_regions.get(pointer) is self._outer}
             if not submitter_only:
@@ -200,13 +204,13 @@ class Task:
     def record(self, value: Any) -> None:
         """Tell torch's allocator that torch's current stream uses the value.
 
-        A task without torch tensors does nothing here.
+        For a task without torch tensors, the method does nothing.
         """
         if self.torch is not None:
             self.torch.record(value, self.torch.current_stream(self.device.device), self.device.device)
 
     def synchronize(self) -> None:
-        """Wait on the host for the end."""
+        """Wait on the host until the GPU has passed the end event."""
         end = self._borrow()
         if end is not None:
             try:
@@ -217,7 +221,7 @@ class Task:
 
     @property
     def passed(self) -> bool:
-        """Whether the GPU has passed the end."""
+        """Whether the GPU has passed the end event."""
         end = self._borrow()
         if end is None:
             return True
@@ -228,9 +232,9 @@ class Task:
             self._put_back()
 
     def settle(self) -> bool:
-        """Release everything once the GPU has passed the end.
+        """Release memory and end event once the GPU has passed the event.
 
-        Return False if the GPU has not passed the end, or if the end event is still in use.
+        Return False if the GPU has not passed the end event, or if another thread still uses the event.
         """
         # A forked child touches nothing of its parent (guarantee 13).
         if self.device.status.forked:
@@ -323,13 +327,15 @@ class StreamFuture(Future[T], Generic[T]):
         try:
             raise error
         finally:
-            # Otherwise the error, its traceback and this frame would keep each other and the task's arguments.
+            # If this frame kept these names, the error, its traceback and this frame would keep each other and the task's
+            # arguments alive.
             del self, error
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait in an asyncio event loop, then act like `result`.
 
-        The loop continues until the function has returned. Then the loop's current stream waits for the task.
+        The loop runs other code until the function has returned. Then the current stream of the loop's thread waits for the
+        task.
         """
         from asyncio import wrap_future
 
@@ -340,7 +346,7 @@ class StreamFuture(Future[T], Generic[T]):
             self._task.join()
 
     def synchronize(self, timeout: float | None = None) -> T:
-        """Return the function's value after the GPU has done all its work.
+        """Return the function's value after the GPU has done its work.
 
         The method blocks the host. It also makes streams wait as `result` does.
 

@@ -64,7 +64,8 @@ class Join:
                 record, wait = driver.record_event, driver.wait_event
                 for slot in leased:
                     event = slot.end_event
-                    # Only a branch that ran Python can have left its stream capturing.
+                    # Only a branch that ran Python can have left its stream capturing. So only the streams of such branches are
+                    # asked.
                     if slot.pointer in branch_regions and driver.is_capturing(slot.pointer):
                         raise _left_capturing(slot.pointer)
                     record(event, slot.pointer)
@@ -82,7 +83,8 @@ class Join:
         finally:
             if leases.order is not None:
                 leases.leave_order(joined=failure is None)
-            # Otherwise the error, its traceback and this frame would keep each other and the callers' objects.
+            # If this frame kept the error, the error, its traceback and this frame would keep each other and the callers'
+            # objects alive.
             del failure
         region = leases.region
         if region is None:
@@ -100,14 +102,14 @@ class Join:
     def _finish(self, failure: BaseException | None) -> BaseException | None:
         """End a join with an error, further callers or a closed pool.
 
-        The return value is an error of the clean-up. It came too late to affect the join.
+        If the clean-up fails, this method returns the error of the clean-up, and `make` raises it after the join is complete.
         """
         late: BaseException | None = None
         # `close()` sets `closed` before it destroys the free slots. So either `close()` or this thread destroys them.
         if self._status.closed:
             try:
                 self._sides.destroy_free()
-            # A resource could not be destroyed yet.
+            # If a resource could not be destroyed yet, its destruction is deferred.
             except BaseException as trouble:
                 late = trouble
                 self._pool.device(self._device).defer_rest()
@@ -171,14 +173,15 @@ class Join:
         leases = self._leases
         if leases.inherited:
             region = leases.own_region()
-            # Otherwise the outer fork would release memory that branches may still use.
+            # Without `abandon`, the outer fork would release memory that branches of this fork may still use.
             region.abandon()
             region.leave(leases.slots)
 
     def given_up(self) -> bool:
         """Abandon a fork that this process must not touch.
 
-        Return whether that is so: in a forked child (guarantee 13), and after a lost context.
+        The result is True in a forked child (guarantee 13) and after a lost context. In any other case the method does nothing
+        and returns False.
         """
         if not self._status.untouchable:
             return False
@@ -198,7 +201,7 @@ class Join:
 
     def _settle(self, leases: Leases) -> bool:
         if leases.order is not None and leases.order.busy and not leases.order.closed:
-            # A finalizer or another thread found the books in the middle of a change.
+            # A finalizer or another thread found the books in the middle of a change. So a later call joins the fork.
             return False
         if self.given_up():
             return True
@@ -206,7 +209,7 @@ class Join:
             with on_device(self._driver, self._device):
                 capturing = self._driver.capture_id
                 # This thread cannot join the fork in two cases. The per-thread default stream means a different stream in each
-                # thread. A finalized stream object was collected together with this fork.
+                # thread. A finalized stream object was collected together with this fork, so its stream may be destroyed.
                 if self._pointer == PER_THREAD_STREAM or gc.is_finalized(self._stream):
                     leases.own_region().abandon()
                     while leases.slots:
@@ -230,7 +233,7 @@ class Join:
 def _left_capturing(pointer: int) -> CaptureError:
     """Return the error for a branch that left its stream capturing.
 
-    The join would draw the caller's stream into that capture.
+    A join of that branch would draw the caller's stream into the capture.
     """
     return CaptureError(
         f"a branch began to capture its stream {pointer:#x} and did not end the capture, so no stream can wait "

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import Stream
 from handlepool.errors import OwnershipError
-from handlepool.order.books import DataOrder, open_order
+from handlepool.order.books import DataOrder
 from handlepool.order.call import Call
 from handlepool.order.captures import another_capture, captures_of
+from handlepool.order.places import open_order
 from handlepool.order.stream_order import order as order_streams
 from handlepool.order.track import NO_TRACK, Needs, Track, record_mark
 from handlepool.pool.context import active, recordings, thread
@@ -54,9 +55,10 @@ class Leases:
     order : DataOrder or None
         The books of this thread. None before the first branch.
     callers : tuple of int
-        Streams besides the caller's. Later branches start after them, and they wait for the branches at the join.
+        Further streams of the caller, such as torch's. Later branches start after these streams, and at the join these streams
+        wait for the branches.
     mark : object
-        The key of the fork in the books, which must not keep the fork itself.
+        The key of the fork in the books. It is an object of its own, because the books must not keep the fork alive.
     """
 
     __slots__ = (
@@ -115,7 +117,7 @@ class Leases:
         # These are the tracks of the leased states.
         self._tracks: list[Track] = []
         self._next = 0
-        # Before a lease this holds the number of slots and the index of the next state, so that a failed start can be undone.
+        # Each lease first saves the number of slots and the index of the next state here, so that a failed start can be undone.
         self._former: tuple[int, int] | None = None
         # This tells whether all leased states were started together, so that a branch needs no start event of its own.
         self._together = False
@@ -126,7 +128,7 @@ class Leases:
     def begin(self, kept: object, launch: Any, addresses: tuple[int, ...], blocks: tuple[object, ...]) -> Slot:
         """Start the next branch for a known plan, and return its slot.
 
-        ``kept`` lives to the join. Where no side slot is free, the slot is the slot of the caller's stream.
+        ``kept`` is kept alive until the join. If no side slot is free, the result is the slot of the caller's stream.
         """
         self.keep(kept)
         self._former = None
@@ -141,7 +143,8 @@ class Leases:
     def begin_call(self, kept: object, call: Call | None) -> Slot:
         """Start the next branch for any call, and return its slot.
 
-        ``kept`` lives to the join. The slot belongs to this thread, so a hit of `get_handle` in the branch finds the slot.
+        ``kept`` is kept alive until the join. The slot belongs to this thread, so a hit of `get_handle` in the branch finds the
+        slot.
         """
         self.keep(kept)
         self._former = None
@@ -150,7 +153,7 @@ class Leases:
             order = self._open_books()
         assert call is not None
         track = order.start_call(self, call)
-        # Prepare the region after the lease, because the lease reports a lost context first.
+        # The region is prepared after the lease, so that after a lost context the lease raises the error.
         if self.region is None:
             self.own_region().prepare()
         slot = self._callers_slot if track is self._home else track.slot
@@ -194,13 +197,13 @@ class Leases:
     def check_body(self, what: str) -> None:
         """Refuse a call inside a branch or another recording.
 
-        The call belongs into the body of the fork.
+        ``what`` is the name of the call, which belongs in the body of the fork.
         """
         order = self.order or open_order(self._driver, self._device)
         if order is not None and order.running is not self.within:
             raise OwnershipError(
-                f"{what} was called inside a branch, but it belongs into the body of the fork. Inside a branch open "
-                "another fork, with states.fork() as inner"
+                f"{what} was called inside a branch, but it belongs in the body of the fork. Inside a branch open "
+                "another fork by `with states.fork() as inner:`"
             )
         if recordings and thread.recording is not None and what != "fork.wait":
             thread.recording.check("a fork", self._pointer, self._driver, self.mark)
@@ -228,7 +231,8 @@ class Leases:
             for track, call in needs.items():
                 if track.count == call and track.fork is mark:
                     if track.marked != call:
-                        # Further branches may follow the same call, so record its event now.
+                        # Other branches may later follow the same call. So its event is recorded now, before this branch adds
+                        # work to the stream.
                         record_mark(order.events, track)
                     break
             else:
@@ -294,7 +298,8 @@ class Leases:
         try:
             try:
                 for _ in range(known, most if most < self.count else self.count):
-                    # The join releases every slot in this list, also after an interrupt.
+                    # Each slot is added to `slots` at once, because the join releases every slot in this list, also after an
+                    # interrupt.
                     slots.append(free.pop())
             except IndexError:
                 while len(slots) < most and self._lease():
@@ -328,7 +333,7 @@ class Leases:
     def wait_for_all(self) -> None:
         """Let the caller's stream wait for all branches so far.
 
-        So the branches that start later wait for them as well.
+        Later branches start after the caller's stream, so they wait for these branches as well.
         """
         driver = self._driver
         for slot in self.slots:
@@ -340,7 +345,7 @@ class Leases:
     def _lease(self) -> bool:
         """Lease one more side slot, and return whether it succeeded.
 
-        It fails where the fork has its maximum or no slot is free. The fork then uses fewer slots.
+        The lease fails if the fork has its maximum, or if no slot is free. If no slot is free, the fork lowers its maximum.
         """
         slots = self.slots
         if len(slots) >= self.count:
@@ -370,20 +375,21 @@ class Leases:
             if self.order is not None:
                 self.order.forget(slot.pointer)
                 del self._tracks[len(self.slots) :]
-            # The slot may wait for a caller's stream that is being captured.
+            # The slot's stream may already wait for a caller's stream that is being captured, and so take part in the capture.
+            # With ``captured``, the slot is held until its stream takes part in no capture.
             self.sides.release(slot, captured=True)
 
     def give_back(self) -> None:
         """Leave the books and release all slots.
 
-        The caller's stream waits for every branch by now.
+        At this point the caller's stream waits for every branch.
         """
         if self.region is not None:
             for slot in self.slots:
                 if slot.pointer in branch_regions:
                     del branch_regions[slot.pointer]
-        # Leave the books before the slots are free. Otherwise a fork in a finalizer of this thread could lease the same states
-        # first.
+        # Leave the books before the slots are free. Otherwise a fork in a finalizer of this thread could lease the same slots
+        # while the books still have their tracks.
         self.leave_order(joined=True)
         # After an interrupt before this statement, all slots are still in the list, and a later join takes them again.
         slots, self.slots = self.slots, []
@@ -404,11 +410,11 @@ class Leases:
         return region
 
     def check_in_time(self) -> None:
-        """Refuse a fork in a branch whose own fork has ended."""
+        """Refuse this fork if the fork around it has ended."""
         if self.inherited and self.own_region().ended:
             raise OwnershipError(
                 "this fork was entered inside a branch, and the branch's own fork was left first, so no stream waits for "
-                "these branches. Leave a fork where it was entered, and finish a generator that holds a fork open there"
+                "this fork's branches. Leave each fork inside the branch that entered it, also if a generator holds the fork"
             )
 
     # Books
@@ -416,7 +422,7 @@ class Leases:
     def _open_books(self) -> DataOrder:
         """Return this thread's open books, or open new books."""
         root = Track(self._pointer)
-        order = open_order(self._driver, self._device)
+        order = open_order(self._driver, self._device) if active else None
         if order is None:
             # Assign the books before `open()`, so a finalizer or an interrupt never finds them half registered.
             order = self.order = DataOrder(self.pool, self._device, root, self.mark)
@@ -426,7 +432,7 @@ class Leases:
             order.enter_fork(self.mark, counted=not self.inherited)
         self._tracks.clear()
         home = order.tracks.get(self._pointer)
-        # The body of an outer fork may have chosen a stream that the books do not know.
+        # The body of an outer fork may have chosen a stream that the books do not know. Such a stream gets a track here.
         if home is None:
             home = order.tracks[self._pointer] = root
         self._home, self.order = home, order
@@ -453,7 +459,7 @@ def _check_captures(driver: Driver, pointer: int, outer: int) -> None:
     Raises
     ------
     CaptureError
-        When the two streams do not take part in the same capture, or both in none.
+        Unless the two streams take part in the same capture, or both take part in no capture.
     """
     captures = captures_of(driver, pointer, outer)
     if captures[0] != captures[1]:
@@ -479,7 +485,7 @@ class UnorderedLeases(Leases):
     def leave_order(self, *, joined: bool) -> None:
         """Note joined states in the books of this thread.
 
-        The books know such a state where the body of an ordered fork ran in it.
+        The books know a state of this fork if an ordered fork was opened in a branch on that state.
         """
         if not joined or not self.slots:
             return

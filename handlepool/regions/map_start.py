@@ -1,4 +1,4 @@
-"""Start the branches of a map with one event per state.
+"""Start all branches of a map after one common event.
 
 Each branch launches a single known plan.
 """
@@ -6,7 +6,7 @@ Each branch launches a single known plan.
 from collections.abc import Callable
 from typing import Any
 
-from handlepool.order.accesses import Operands
+from handlepool.order.uses import Operands
 from handlepool.pool.context import Begin
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
@@ -34,9 +34,9 @@ class MapStart:
     Attributes
     ----------
     attempt : callable or None
-        Launches the plan of the first call with other arrays. None where no plan was known.
+        Launches the plan of the first call with other arrays. None if the first call found no known plan.
     fresh : list
-        For each later call its new outputs. None where the caller gave the output.
+        For each later call, the new outputs, or None if the caller gave the output.
     begin_next : callable
         Starts the branch of each later call.
     """
@@ -59,13 +59,14 @@ class MapStart:
         return self._leases.pool
 
     def begin(self, operands: tuple[Any, ...], launch: Any, addresses: tuple[int, ...], blocks: tuple[object, ...]) -> Slot:
-        """Start the first branch with its known operands and plan."""
+        """Start the first branch, whose operands and plan are known."""
         leases, others = self._leases, self._others
         if self._apart(launch.operands):
             self.begin_next = leases.begin_unordered
         if not self._given:
             self.fresh.extend(launch.allocate(len(others)))
-        # The caller gave None as the first output, so the plan allocates outputs. A later call may still bring its own output.
+        # If the caller gave None as the first output, the plan allocates outputs. But the caller may still have given an output
+        # for a later call.
         elif self._out is None:
             self.fresh.extend([None if call[-1] is not None else launch.allocate(1)[0] for call in others])
         else:

@@ -1,9 +1,10 @@
 """Keep memory of branches to the outermost join (guarantee 8).
 
 CuPy returns a freed block to the arena of the stream that was current at its allocation, and reuses the block at once. This is
-right for one stream. With two streams, the other stream may still use the block. So a region keeps everything that a branch
-reads or allocates until the caller's stream waits for the branch. A branch allocates from the *outermost* caller's arena. There
-a block is reused only after the join.
+right as long as a single stream uses the block. A second stream may still use the block when it is freed. So a region keeps
+everything that a branch reads or allocates until the caller's stream waits for the branch. A branch allocates from the
+*outermost* caller's arena. From that arena a block is reused only after the join, because the region keeps the block until
+then.
 """
 
 import os
@@ -82,10 +83,9 @@ class Region:
         self._inner[id(leased)] = leased
 
     def leave(self, leased: list[Slot]) -> None:
-        """Forget an inner fork that was or will be joined.
+        """Forget an inner fork that was joined, or whose join was deferred.
 
-        A fork with a deferred join is joined later. This method is not called for a fork whose join failed, so such a fork stays
-        registered.
+        An inner fork that is still registered in `release`, and still has slots, counts as never joined.
         """
         self._inner.pop(id(leased), None)
 
@@ -97,8 +97,8 @@ class Region:
     def release(self) -> None:
         """Release everything after the outermost caller's join.
 
-        By now the outermost caller's stream waits for every branch, except the branches of an inner fork that was never joined,
-        for example after an interrupt. If there is such a fork, all memory of the region is abandoned.
+        At this point the outermost caller's stream waits for every branch, except the branches of an inner fork that was never
+        joined, for example after an interrupt. If there is such a fork, all memory of the region is abandoned.
         """
         self.ended = True
         if any(self._inner.values()):
@@ -118,7 +118,7 @@ class Region:
         abandon(kept)
         # Delete only the copied part, because another thread may have kept more meanwhile.
         del self.kept[: len(kept)]
-        # A later branch makes a new allocator. A branch that is still running keeps the former allocator.
+        # The next branch makes a new allocator. A branch that is still running keeps the former allocator.
         self.allocator = None
 
 
@@ -131,7 +131,7 @@ another library may own them.
 
 
 def _allocator_of(pointer: int) -> Any:
-    """Return the allocator of the region of a stream's branch."""
+    """Return the allocator for the branch on a stream, or None."""
     region = branch_regions.get(pointer)
     return None if region is None or region.ended else region.prepare()
 

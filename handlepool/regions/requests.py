@@ -48,7 +48,7 @@ class Requests:
         self._count = streams
         self._streams: dict[DeviceSlots, list[Stream]] = {}
         self._turn = count()
-        # This maps each client to its number. The references are weak, because clients come and go.
+        # This maps each client to a number, which chooses its stream. The references are weak, because clients come and go.
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def stream(self, pool: PoolInternals, device: DeviceSlots) -> Stream:
@@ -81,7 +81,8 @@ class Requests:
             try:
                 task.synchronize()
             finally:
-                # A task whose work failed keeps its memory, and would be waited for again.
+                # If the work of the task failed, `settle` cannot release its memory. The task is no longer in the list, so its
+                # memory is abandoned.
                 if not task.settle():
                     task.region.abandon()
 
@@ -97,7 +98,8 @@ class Requests:
 def _running_task() -> Any:
     """Return the task of asyncio that runs in this thread, or None."""
     asyncio = modules.get("asyncio")
-    # Without a loop `current_task` raises an error, and a request of a plain thread would lose a microsecond.
+    # Without a running loop `current_task` raises an error, which would cost a request of a plain thread a microsecond. So this
+    # code asks for the loop first.
     if asyncio is None or asyncio._get_running_loop() is None:  # noqa: SLF001 - asyncio exports it for this
         return None
     return asyncio.current_task()
@@ -170,7 +172,8 @@ class HostFuture(StreamFuture[T]):
         self._hand_over()
         super().add_done_callback(fn)
 
-    # `concurrent.futures.wait` reads this attribute to add its waiters. So the executor then has to end the future.
+    # `concurrent.futures.wait` reads this attribute to add its waiters. After that, a thread of the executor has to end the
+    # future.
     @property
     def _waiters(self) -> list[Any]:
         self._hand_over()

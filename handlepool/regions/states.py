@@ -52,7 +52,7 @@ class ParallelStates:
         if not 1 <= self.count <= MOST_SIDE_SLOTS:
             raise ArgumentError(
                 f"ParallelStates({shown(count)}): the number of states must be 1 to {MOST_SIDE_SLOTS}, because a GPU has "
-                "as many queues"
+                "no more hardware queues"
             )
         if pool is None:
             pool = default_pool()
@@ -129,8 +129,8 @@ class ParallelStates:
 
         The call is a branch that is joined at once.
 
-        This is the form of Caffe2's ``with_cudnn_state``. Calls with the same index exclude each other, also between threads. The
-        calls of a thread never overlap on the GPU, because each call joins at once. Use `fork` for overlap.
+        The method works like Caffe2's ``with_cudnn_state``. Calls with the same index exclude each other, also between threads.
+        The calls of a thread never overlap on the GPU, because each call joins at once. Use `fork` for overlap.
 
         Parameters
         ----------
@@ -160,7 +160,7 @@ class ParallelStates:
         if not 0 <= number < self.count:
             raise StateIndexError(f"state {shown(index)} of {self.count}: the index must be 0 to {self.count - 1}")
         self.pool.internals.status.check()
-        # A lock that another thread held at an `os.fork` stays locked in the child. So the locks are kept by process.
+        # A lock that another thread held at an `os.fork` stays locked in the child. So each process has locks of its own.
         lock = self._locks.setdefault((process(), self.pool.driver.current_device(), number), threading.Lock())
         # Guarantee 15: only this lock is held while user code runs, so a thread that holds a state never waits for another state.
         # The thread counts as holding a state from before it takes the lock until after it releases the lock. So a finalizer
@@ -173,8 +173,8 @@ class ParallelStates:
                     return self._joined_at_once(function, args, kwargs)
             if not lock.acquire(blocking=False):
                 raise StateBusyError(
-                    f"state {number} is busy and this thread holds a state already, so waiting could deadlock. Use fork() "
-                    "inside, which leases free states"
+                    f"state {number} is busy and this thread holds a state already, so waiting could deadlock. Inside "
+                    "with_state use fork(), which leases free states"
                 )
             try:
                 return self._joined_at_once(function, args, kwargs)
@@ -222,7 +222,7 @@ class State:
         if not self._slots:
             raise OwnershipError(
                 "the call of this state has ended, and another branch may have its handle, stream and scratch: use a "
-                "state only inside its call"
+                "state only inside the function that got it"
             )
         return self._slots[0]
 

@@ -1,4 +1,4 @@
-"""Copy an item into a program's inputs, and outputs into results."""
+"""Prepare the copies into a program's inputs and out of its outputs."""
 
 from typing import Any
 
@@ -13,28 +13,29 @@ from handlepool.tensors.layout import one_run
 
 
 class CopyPlan:
-    """An instance for one geometry of items, with copies for each item.
+    """An instance for items of one geometry, and the layouts to copy.
 
     Attributes
     ----------
     variant : Variant
-        The key's programs, whose guards an item asks.
+        The variant that the instance belongs to.
     instance : Instance
+        The instance that computes the items.
     holds : callable
-        Returns whether the values that the function reaches are as they were.
+        Returns whether the function still reaches the values of the recording, see `Guards`.
     inputs, outputs : list of array
-        The program's arrays, in order. An output that the function returned in several places is listed once.
+        The program's arrays, in order. If the function returned an output in several places, the output is listed once.
     returned
-        The nested structure in which the function returned the outputs.
+        The value of the function under capture: the outputs in lists, tuples and dictionaries.
     results : list of tuple
-        Shape, strides and type of each result.
+        Shape, strides and type of the result for each output.
     sizes : list of int
         Bytes of each input.
     plain : bool
         Whether each output is one run of bytes without gaps.
     spare : list of tuple
-        Staging arrays that no item in flight uses. If results go to the host, the arrays from which they are copied are
-        included.
+        Staging arrays that no item in flight uses: for each item the arrays for its inputs, and the arrays for its results if
+        results go to the host.
     """
 
     __slots__ = ("holds", "inputs", "instance", "outputs", "plain", "results", "returned", "sizes", "spare", "variant")
@@ -54,6 +55,6 @@ class CopyPlan:
         self.spare: list[tuple[list[Any], list[Any]]] = []
 
     def value(self, results: list[Any]) -> Any:
-        """Return results in the places of the outputs."""
+        """Return the function's value, with results in place of outputs."""
         places = {id(output): result for output, result in zip(self.outputs, results, strict=True)}
         return rebuilt(self.returned, lambda output: places.get(id(output), output))

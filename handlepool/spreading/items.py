@@ -1,4 +1,4 @@
-"""Check and compare the items of a spread."""
+"""Check the items of a spread, and compare their geometries."""
 
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -18,16 +18,16 @@ from handlepool.recording.update import PLAIN, is_foreign
 from handlepool.tensors.graph_types import DeviceArray
 
 MOST_FUNCTIONS = 100
-"""The maximum number of functions whose globals are searched."""
+"""The maximum number of functions whose globals `global_elsewhere` searches."""
 
 
 def itself(value: object) -> Any:
-    """Return the value itself."""
+    """Return ``value`` unchanged, as the leaf function of `rebuilt`."""
     return value
 
 
 def geometry(value: Any) -> Hashable:
-    """Return a key, equal for items that can share a program."""
+    """Return a key, equal for two items that can share a program."""
     if isinstance(value, dict):
         return dict, tuple([(key, geometry(entry)) for key, entry in value.items()])
     if isinstance(value, (list, tuple)):
@@ -36,15 +36,18 @@ def geometry(value: Any) -> Hashable:
 
 
 def check_copied(place: str, value: object, driver: Driver, *, inside: bool) -> None:
-    """Raise for an array that cannot be copied to devices.
+    """Refuse an array that cannot be copied to devices.
 
-    Such arrays come from another library, or have a mask that would be lost. With ``inside`` an array of the driver
-    inside an object also raises: nothing would order its use after the stream that writes it.
+    Such an array is of another library, or has a mask or a class that would be lost. ``inside`` says whether an array of the
+    driver inside an object is also refused. Such an array is not copied, and its use would not wait for the stream that writes
+    it.
     """
     check_ends(f"{place} holds", value)
     for leaf in leaves(value):
         if isinstance(leaf, np.ma.MaskedArray):
-            raise ArrayTypeError(f"{place} holds {shown(leaf)}, whose mask is not copied to devices: pass its data and its mask")
+            raise ArrayTypeError(
+                f"{place} holds {shown(leaf)}, whose mask cannot be copied to devices: pass its data and its mask as two arrays"
+            )
         if isinstance(leaf, np.ndarray) and type(leaf) not in (np.ndarray, np.memmap, *driver.array_types):
             raise ArrayTypeError(
                 f"{place} holds {shown(leaf)}, whose class would be lost, because only elements are copied to devices: pass "
@@ -55,20 +58,22 @@ def check_copied(place: str, value: object, driver: Driver, *, inside: bool) -> 
         if is_foreign(leaf):
             converter = "cupy.from_dlpack" if driver.name == "cuda" else ASARRAY
             raise ArrayTypeError(
-                f"{place} holds {shown(leaf)}, which is not copied to devices: convert it with {converter}, or pass a NumPy array"
+                f"{place} holds {shown(leaf)}, which cannot be copied to devices: convert it by {converter}, or pass a "
+                f"NumPy array"
             )
         for array in leaves(leaf, attributes(leaf), calls=True) if inside else ():
             if isinstance(array, driver.array_types) and not isinstance(array, np.ndarray):
                 raise ArrayTypeError(
-                    f"{place} holds a {kind_of(leaf)} with {shown(array)} in it, which is not copied to devices: pass arrays in "
-                    f"lists, tuples and dictionaries"
+                    f"{place} holds a {kind_of(leaf)} with {shown(array)} in it, which cannot be copied to devices: pass arrays "
+                    f"only in lists, tuples and dictionaries"
                 )
 
 
 def global_elsewhere(function: Any, is_elsewhere: Callable[[Any], bool]) -> str | None:
-    """Return the global that holds an array from another device.
+    """Return the name of a global with an array on another device.
 
-    The function, or a function that it names, reads the global. The result is None if there is no such global.
+    The globals that ``function`` names are searched, and the globals that functions among them name. Return None if there is no
+    such global.
     """
     left, seen = [function], set[int]()
     while left:
@@ -81,7 +86,8 @@ def global_elsewhere(function: Any, is_elsewhere: Callable[[Any], bool]) -> str 
             continue
         seen.add(id(call))
         codes = [call.__code__]
-        # The list grows while the loop runs: lambdas, comprehensions and inner functions add their code.
+        # The loop extends the list that it iterates over, so that the code of lambdas, comprehensions and inner functions is
+        # also visited.
         for code in codes:
             codes += [each for each in code.co_consts if isinstance(each, CodeType)]
         for name in dict.fromkeys([name for code in codes for name in code.co_names if name in call.__globals__]):
@@ -96,8 +102,8 @@ def global_elsewhere(function: Any, is_elsewhere: Callable[[Any], bool]) -> str 
 
 
 def steps(array: DeviceArray) -> tuple[int, ...]:
-    """Return the strides of axes that are longer than 1.
+    """Return the strides of all axes with an extent above 1.
 
-    The stride of an axis of extent 1 has no meaning.
+    The stride of an axis of extent 1 is left out, because it has no effect.
     """
     return tuple([step for extent, step in zip(array.shape, array.strides, strict=True) if extent != 1])

@@ -1,4 +1,4 @@
-"""Map a function lazily over several devices, results in order."""
+"""Map a function lazily over items on several devices, in order."""
 
 import sys
 import threading
@@ -26,20 +26,21 @@ from handlepool.pool.pool import HandlePool
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.recording.program import Program
 from handlepool.recording.sharing import rebuilt
+from handlepool.spreading.item_function import Eager
 from handlepool.spreading.items import check_copied, global_elsewhere
-from handlepool.spreading.worker import DeviceWorker, Eager, InFlight
+from handlepool.spreading.worker import DeviceWorker, InFlight
 
 T = TypeVar("T")
 
 _CUDA = 2
-"""DLPack's number for the memory of a GPU."""
+"""DLPack's number for the memory of a CUDA device."""
 _BETWEEN_LOOKS = 2e-5
 """The time between two queries of the devices, in seconds.
 
-CUDA can wait for one event, but not for the first of several events. If the thread waited only for the oldest item, a quicker
-device would be without work until a slower device is done. A callback from the driver would cost more than a query, and would
-take the interpreter's lock from the thread that gives items. So the thread queries the devices in turn, until the oldest item
-is done. If no item is left, or no further item may be given, it waits for the oldest item's event instead.
+CUDA can wait for one event, but not for the earliest of several events. If the thread waited only for the event of the oldest
+item, a quick device would have no work until a slow device is done. A callback from CUDA would cost more than a query, and would
+take the interpreter's lock from the thread that gives items to devices. So the thread queries the devices in turn, until the
+oldest item is done. But if no item is left, or no further item may be given, the thread waits for the oldest item's event.
 """
 
 
@@ -58,76 +59,76 @@ def spread(
 ) -> "Spread":
     """Call a function for each item, on several devices.
 
-    The results come in order. ``function(item, *shared)`` is recorded once for each device and geometry of an item, and
-    replayed for each further item. An item goes to the device with the fewest items in flight. It is copied there on a
-    separate stream while other streams compute. One thread drives all devices: the thread that takes the results. The
-    default pool is used.
+    The results come in the order of the items. For each device and each geometry of items, ``function(item, *shared)`` is
+    recorded at the first item, and replayed for each further item. An item goes to the device with the fewest items in flight.
+    The item is copied to that device on a separate stream, while other streams compute. The thread that takes the results drives
+    all devices. The default pool is used.
 
     Parameters
     ----------
     function : callable
-        As for `record`: the function does the same work for each item of a geometry. For a program's first item
-        the function is called twice, so it should do nothing but compute. If it cannot be recorded, it runs eagerly from
-        then on and on all devices, and a ``RuntimeWarning`` gives the reason, once. Arrays in its closure must be on
-        the one device in use. If an item fails because of an array on another device, `spread` searches the globals
-        to name the array. The function must not copy from the host; pass such values in ``shared``.
+        As for `record`, the function must do the same work for all items of the same geometry. For the first item of a
+        program the function is called twice, so it should do nothing but compute. If the function cannot be recorded, it runs
+        eagerly from then on, on all devices, and a single ``RuntimeWarning`` gives the reason. If the function's closure holds
+        arrays, only their device can be used. If an item fails because of an array on another device, `spread` searches the
+        globals for the array, to name it in the error. The function must not copy from the host; pass such values in ``shared``.
     items : iterable
-        Arrays of NumPy or of the driver, on any device, also in lists, tuples and dictionaries; a tuple stays one
-        argument. `spread` takes an item whenever a device becomes free. The caller may overwrite an item when the
-        next item is taken. This holds for page-locked arrays, too; an array on a device may be overwritten by the
-        stream that was current there. An item that holds any other value runs eagerly; arrays of the driver inside
-        such a value are refused, not copied. An array of another device has no gaps between its elements. Arrays of
-        one item that share memory also share it on the device.
+        Each item is an array of NumPy or of the driver, on any device, or a list, tuple or dictionary of such arrays. A tuple
+        is passed as a single argument. `spread` takes the next item from the iterable whenever a device becomes free. From
+        then on the caller may overwrite the item before, even if it is page-locked; an array on a device may be overwritten by
+        work on the stream that was current on that device. If an item holds any other value, the function runs eagerly for it,
+        and arrays of the driver inside such a value are refused. An array on another device must have no gaps between its
+        elements. If arrays of an item share memory, their copies share memory alike.
     shared : sequence
-        Further arguments, such as weights. All calls read them, and no call writes them. Their arrays are copied to
-        each device once. An array that is already on the device is used in place.
+        Further arguments, such as weights. All calls may read these arguments, and no call may write them. Their arrays are
+        copied to each device once. An array that is already on the device is used in place.
     devices : sequence of int, optional
         Ordinals without repetition. The default is every device.
     lanes : int, optional
-        As in `record`; None records the order of streams and forks.
+        As in `record`. With None, the program keeps the order of streams and forks.
     in_flight : int
-        The maximum number of items in flight on a device. The same number of finished results may wait for the caller.
+        The maximum number of items in flight on a device. As many finished results may wait for the caller.
     to : {None, "host"}
-        The place of results: on the device that made them, or in NumPy arrays on the host.
+        The place of the results. With None, they stay on the device that made them. With "host", they are NumPy arrays.
     errors : {"raise", "return"}
-        The effect of a failed item. "raise" ends the spread, after the items in flight have run and the caller has
-        taken all earlier results. "return" puts an `ItemError` in the place of the result.
+        The effect of a failed item. "raise" raises an `ItemError` after the caller has taken all earlier results, and ends the
+        spread. "return" puts an `ItemError` in the place of the result.
     on_done : callable, optional
-        Called with the item's index and its device before its result is given, also for a failed item. An exception
-        from ``on_done`` ends the spread.
+        Called with the index of an item and its device, before the caller gets the item's result or error. An exception from
+        ``on_done`` ends the spread.
     progress : bool
-        Count the results on standard error, where that is a terminal.
+        Whether to show the number of taken results on standard error, if that is a terminal.
 
     Returns
     -------
     Spread
-        An iterator, for one thread at a time. A returned result is complete and belongs to the caller. Its memory
-        belongs to the stream that was current on its device when its item was taken, like an array made there. Leave
-        the iterator by ``close()``, by a ``with`` statement, or by taking all results. If it is merely dropped, work
-        in flight is ended later.
+        An iterator, for one thread at a time. A result is complete when it is returned, and belongs to the caller. The memory of
+        a result belongs to the stream that was current on the result's device when the item was taken, as for an array that was
+        made on that stream. End the iterator by ``close()``, by a ``with`` statement, or by taking all results. If the iterator
+        is only dropped, its resources are released later.
 
     Raises
     ------
     ArgumentError
-        For no device, a repeated device, or a missing device; for an unknown option; for a program, since `spread`
-        needs the function that was recorded.
+        If no device is given, or a device is given twice or does not exist. If an option is invalid. If ``function`` is a
+        `Program`, because `spread` needs the function that was recorded.
     ArrayTypeError
-        For arrays of other libraries in ``shared``, and for arrays with a mask; for such arrays in an item, in an
-        `ItemError`.
+        If ``shared`` holds an array of another library or an array with a mask. If an item holds such an array, the item fails
+        with an `ItemError` instead.
     CaptureError
-        Inside a recording, a branch or a task.
+        If `spread` is called inside a recording, a branch or a task.
     DeviceMismatchError
-        For an array in the closure that is on another device than a device in use.
+        If the closure holds an array, and a device in use is not the array's device.
     DriverNotAvailableError
         If the driver is not available.
 
     Notes
     -----
-    An exception from ``items`` is raised in the place of the item, after all results before it. If a device lacks a
-    resource, such as memory for ``shared``, the item that it was to compute fails.
+    If taking an item from ``items`` raises an exception, it is raised in the place of the item, after all results before it. If a
+    device lacks a resource, such as memory for ``shared``, the item that it was to compute fails.
 
-    At its first item, CuPy makes the function's own allocations in its plain way. CUDA forbids this while another thread
-    captures in global mode, as ``torch.cuda.graph`` does by default. Take a result of each device before such a capture.
+    At the first item of a device, CuPy allocates memory for the function by calls that CUDA forbids while another thread captures
+    in global mode, as ``torch.cuda.graph`` does by default. So take a result of each device before such a capture.
 
     Examples
     --------
@@ -137,24 +138,28 @@ def spread(
     names = [getattr(function, "__qualname__", None), getattr(function, "__name__", None)]
     name = next((name for name in names if isinstance(name, str)), type(function).__name__)
     if not callable(function):
-        raise ArgumentError(f"spread({shown(function)}): pass a function of an item")
+        raise ArgumentError(f"spread({shown(function)}): the argument is not callable; pass a function that takes an item")
     if isinstance(function, Program):
         raise ArgumentError(
-            f"spread({function!r}): a program has its memory on one device. Pass the function that it was recorded "
-            "from, which spread records for each device, and pass its fixed arguments in shared="
+            f"spread({function!r}): a program runs only on the device that it was recorded on. Pass the recorded function "
+            "itself, which spread records for each device, and pass its fixed arguments in shared="
         )
     if not isinstance(items, Iterable):
-        raise ArgumentError(f"spread({name}): items={shown(items)}; pass an iterable, as a list or a generator")
+        raise ArgumentError(f"spread({name}): items={shown(items)}; pass an iterable, such as a list or a generator")
     if holds_values(shared) or not isinstance(shared, (list, tuple)):
-        raise ArgumentError(f"spread({name}): shared={shown(shared)}; pass a tuple of arguments, (weights,) for one")
+        raise ArgumentError(f"spread({name}): shared={shown(shared)}; pass a tuple of arguments, such as (weights,)")
     if lanes is not None and not 1 <= as_integer(lanes, 0) <= MOST_SIDE_SLOTS:
-        raise ArgumentError(f"spread({name}): lanes={shown(lanes)}; it must be an integer from 1 to {MOST_SIDE_SLOTS}, or None")
+        raise ArgumentError(
+            f"spread({name}): lanes={shown(lanes)}; lanes must be an integer from 1 to {MOST_SIDE_SLOTS}, or None"
+        )
     if not (to is None or (isinstance(to, str) and to == "host")):
-        raise ArgumentError(f"spread({name}): to={shown(to)}; it must be 'host', or None")
+        raise ArgumentError(f"spread({name}): to={shown(to)}; the place of results must be 'host', or None for the device")
     if not (isinstance(errors, str) and errors in ("raise", "return")):
-        raise ArgumentError(f"spread({name}): errors={shown(errors)}; it must be 'raise' or 'return'")
+        raise ArgumentError(f"spread({name}): errors={shown(errors)}; errors must be 'raise' or 'return'")
     if not (on_done is None or callable(on_done)):
-        raise ArgumentError(f"spread({name}): on_done={shown(on_done)}; pass a function of an index and a device, or None")
+        raise ArgumentError(
+            f"spread({name}): on_done={shown(on_done)}; pass a function that takes an index and a device, or None"
+        )
     in_flight = at_least(1, f"spread({name}): in_flight", in_flight)
     shows = flag(f"spread({name}): progress", progress) and sys.stderr.isatty()
     _check_outside(name)
@@ -175,28 +180,28 @@ def _chosen(driver: Driver, name: str, devices: object) -> list[int]:
     if devices is None:
         return [*range(count)]
     if holds_values(devices) or isinstance(devices, (str, bytes)) or not isinstance(devices, Iterable):
-        raise ArgumentError(f"spread({name}): devices={shown(devices)}; pass a list of ordinals")
+        raise ArgumentError(f"spread({name}): devices={shown(devices)}; pass a list of ordinals, such as [0, 1]")
     chosen: list[int] = []
     for device in devices:
         ordinal = as_integer(device, -1)
         if not 0 <= ordinal < count:
-            raise ArgumentError(f"spread({name}): devices holds {shown(device)}; there are devices 0 to {count - 1}")
+            raise ArgumentError(f"spread({name}): devices holds {shown(device)}; pass ordinals from 0 to {count - 1}")
         if ordinal in chosen:
             raise ArgumentError(f"spread({name}): devices holds {ordinal} twice; name each device once")
         chosen.append(ordinal)
     if not chosen:
-        raise ArgumentError(f"spread({name}): devices is empty; name at least one, or leave it out for all {count}")
+        raise ArgumentError(f"spread({name}): devices is empty; name at least one device, or leave devices out for all {count}")
     return chosen
 
 
 def _check_closure(driver: Driver, name: str, function: object, devices: Sequence[int]) -> None:
-    """Raise for a closure's array on a wrong device."""
+    """Refuse an array in the function's closure that a device cannot read."""
     plain = getattr(function, "__func__", function)
     cells = zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True) if isinstance(plain, FunctionType) else ()
     names = {id(content(cell)): variable for variable, cell in cells}
     call = bound_call(function)
     owner = getattr(call, "__self__", None)
-    # Other objects may have an array for each device, so only attributes of the owner count.
+    # Only the attributes of the method's owner are searched. Any other object may rightly hold an array for each device.
     own = [] if isinstance(owner, (type, ModuleType)) else attributes(owner)
     for value in leaves(call, *own, calls=True, owners=[]):
         where = _device_of(driver, value)
@@ -204,15 +209,15 @@ def _check_closure(driver: Driver, name: str, function: object, devices: Sequenc
         if wrong is not None:
             called = f"{names[id(value)]}, {shown(value)}," if id(value) in names else shown(value)
             raise DeviceMismatchError(
-                f"spread({name}): its closure holds {called} on device {where}, but it also runs on device {wrong}: pass "
-                "the array in shared=, which is copied to each device, and take it as an argument after the item"
+                f"spread({name}): the function's closure holds {called} on device {where}, but the function also runs on device "
+                f"{wrong}: pass the array in shared=, which copies it to each device, and take it as an argument after the item"
             )
 
 
 def _device_of(driver: Driver, value: Any) -> int | None:
     """Return the device of an array of any library.
 
-    The result is None for other values, and for arrays in the host's memory.
+    Return None for an array in host memory, and for a value that is no array.
     """
     if isinstance(value, np.ndarray):
         return None
@@ -222,7 +227,7 @@ def _device_of(driver: Driver, value: Any) -> int | None:
         return None
     try:
         kind, ordinal = value.__dlpack_device__()
-    # The array's library has no DLPack number for this kind of memory.
+    # The array's library may have no DLPack number for this kind of memory, and then raises any error.
     except Exception:
         return None
     return int(ordinal) if int(kind) == _CUDA else None
@@ -230,13 +235,13 @@ def _device_of(driver: Driver, value: Any) -> int | None:
 
 def _check_outside(name: str) -> None:
     if thread.recording is not None or thread.rehearsal is not None or thread.region is not None:
-        raise CaptureError(f"spread({name}) cannot be used inside a recording, a branch or a task: use it outside")
+        raise CaptureError(f"spread({name}) cannot be used inside a recording, a branch or a task: call it outside of these")
 
 
 class Spread(Iterator[Any]):
     """Give the results of `spread` in order, as an iterator.
 
-    The iterator ends after the last result, after an error, and by `close`, also at the end of a ``with`` statement.
+    The iterator ends after the last result, after an error, and by `close`. The end of a ``with`` statement calls `close`.
     """
 
     _workers: "Workers | None" = None
@@ -259,26 +264,26 @@ class Spread(Iterator[Any]):
         self._function = function
         self._name = name
         self._items = iter(items)
-        # Some iterables without a length raise when asked, so they are asked only if progress is shown.
+        # The length is only used to show progress. Otherwise it is not asked for, because some iterables raise an error then.
         self._total = length_hint(items) if shows else 0
         self._host = host
         self._in_flight = in_flight
-        # This bounds the items that were given and not yet taken.
+        # The maximum number of items that were given to devices and whose results were not taken.
         self._most = 2 * in_flight * len(workers)
         self._raises = raises
         self._on_done = on_done
         self._shows = shows
         self._given = 0
         self._taken = 0
-        # True once no further item is to be given.
+        # True when no further item will be given to a device.
         self._last = False
-        # The error of the items themselves, or of a capture that is under way.
+        # An error that ends the spread and belongs to no item: from the iterable, or because a capture was under way.
         self._failure: Exception | None = None
-        # The items in order, except items that the caller has taken.
+        # The given items in order, without the items whose results were taken.
         self._flights: deque[InFlight] = deque()
-        # The lock lets one call at a time advance the spread, and a call of another thread is refused. `_taking` refuses a call
-        # of the same thread, which `on_done` or the items may make. The lock is an `RLock`, because only its owner can release
-        # it.
+        # Only one call at a time advances the spread. The lock refuses a call of another thread. `_taking` refuses a nested call
+        # of the same thread, which `on_done` or the iterable may make. The lock is an `RLock`, because a thread that did not
+        # acquire an `RLock` cannot release it.
         self._turn = threading.RLock()
         self._taking = False
         self._workers = Workers(pool.driver, workers)
@@ -309,25 +314,25 @@ class Spread(Iterator[Any]):
     def close(self) -> None:
         """Wait for items in flight and release all resources.
 
-        No more results come. A second call is harmless.
+        Afterwards the iterator gives no results. A second call has no effect.
 
         Raises
         ------
         OwnershipError
-            While another thread, or the caller of this method, is taking a result.
+            If another thread, or an outer call of this thread, is taking a result.
         """
         self._alone(self._end)
 
     def _alone(self, act: Callable[[], T]) -> T:
-        """Run an action alone, and refuse concurrent calls."""
+        """Call ``act``; refuse this if another call is under way."""
         turn = self._turn
         try:
-            # CPython delivers an interrupt after a call has returned. If the interrupt comes after the lock was acquired, the
-            # `finally` releases the lock.
+            # The lock is acquired inside the `try`. So the `finally` releases it even if an interrupt comes right after `acquire`
+            # has returned.
             if not turn.acquire(blocking=False) or self._taking:
                 raise OwnershipError(
-                    f"spread({self._name}): another thread, or an outer call of this thread, is taking a result: take results "
-                    "one at a time"
+                    f"spread({self._name}): another thread, or an outer call of this thread, is taking a result: take one result "
+                    "at a time"
                 )
             try:
                 self._taking = True
@@ -337,14 +342,14 @@ class Spread(Iterator[Any]):
         finally:
             try:
                 turn.release()
-            # Another thread has the turn, so this thread must not release it.
+            # If another thread has the lock, `release` raises this error, and the lock stays acquired.
             except RuntimeError:
                 pass
 
     def _end(self, failure: BaseException | None = None) -> None:
         """Release all resources of the spread.
 
-        If a failure ends the spread, an error of the release becomes a note of that failure.
+        ``failure`` is the error that ends the spread, if any. If the release fails too, its error becomes a note of ``failure``.
         """
         workers, self._workers = self._workers, None
         self._flights.clear()
@@ -364,7 +369,7 @@ class Spread(Iterator[Any]):
                 raise
             failure.add_note(f"spread({self._name}): the release of its resources failed: {type(error).__name__}: {error}")
         finally:
-            # Dropping a generator ends it, and closes the resources that it has open.
+            # If the items come from a generator, dropping it ends it, which closes the resources that it has open.
             self._items = iter(())
 
     def _advance(self, workers: "Workers") -> Any:
@@ -374,7 +379,8 @@ class Spread(Iterator[Any]):
             try:
                 raise StopIteration if failure is None else failure
             finally:
-                # The traceback would keep the failure alive, and the device's resources with it.
+                # The traceback of the error refers to this frame. Without `del`, the frame would keep the error alive, and with
+                # it the device's resources.
                 del failure
         flight = self._flights[0]
         if not flight.done:
@@ -396,11 +402,12 @@ class Spread(Iterator[Any]):
                 raise error
             return error
         finally:
-            # The error's traceback, this frame and the error would otherwise keep each other alive, and the item's memory.
+            # Without `del`, this frame and the error, whose traceback refers to the frame, would keep each other alive, and with
+            # them the item's memory.
             del flight, error
 
     def _fill(self, workers: "Workers") -> None:
-        """Give items in order while a device is free."""
+        """Give items to devices, in order, while a device is free."""
         while not self._last and len(self._flights) < self._most:
             worker = workers.free(self._in_flight)
             if worker is None:
@@ -412,14 +419,14 @@ class Spread(Iterator[Any]):
                 self._last = True
                 return
             except Exception as error:
-                error.add_note(f"spread({self._name}): the items raised this in the place of item {index}")
+                error.add_note(f"spread({self._name}): the iterable of items raised this error in the place of item {index}")
                 self._last, self._failure = True, error
                 return
             self._given += 1
             try:
                 worker.start(index)
             except CaptureError as error:
-                # The caller made the mistake; the item has nothing to do with it.
+                # The caller called the spread inside a capture. The error does not come from the item, so it ends the spread.
                 self._last, self._failure = True, error
                 return
             except Exception as error:
@@ -436,9 +443,10 @@ class Spread(Iterator[Any]):
             return self._not_given(index, worker.device, error)
 
     def _not_given(self, index: int, device: int, error: Exception) -> InFlight:
-        """Return an `InFlight` for a failed item.
+        """Return an `InFlight` for an item that no device got.
 
-        No frame of the error's traceback holds the object, so both end with the last reference.
+        The object is made here, in a frame that is not in the error's traceback. So the error and the object form no reference
+        cycle.
         """
         flight = InFlight(index, device)
         flight.error, flight.done = self._failed(index, device, error), True
@@ -454,9 +462,9 @@ class Spread(Iterator[Any]):
         return failed
 
     def _remedy(self, device: int, error: Exception) -> str:
-        """Return a remedy if the function read another device's array.
+        """Return a sentence with the remedy for a misplaced array.
 
-        The error must say that the function used such an array. The remedy is a sentence.
+        If ``error`` does not say that the function used an array of another device, return "".
         """
         if not (isinstance(error, DeviceMismatchError) or (isinstance(error, ValueError) and "current device" in str(error))):
             return ""
@@ -465,7 +473,7 @@ class Spread(Iterator[Any]):
         return f"{read} is on another device; pass it in shared=, and take it as an argument after the item. "
 
     def _wait(self, workers: "Workers", flight: InFlight) -> None:
-        """Wait for an item, and keep free devices busy meanwhile."""
+        """Wait for an item; meanwhile give further items to free devices."""
         while not flight.done:
             if self._last or len(self._flights) >= self._most or len(workers.all) == 1:
                 workers.of(flight.device).finish(flight)
@@ -485,7 +493,7 @@ class Spread(Iterator[Any]):
             _defer(partial(_settle, self._workers, self._status))
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied: two copies would end the same programs."""
+        """Refuse copies, because two spreads would close the same programs."""
         raise TypeError(f"spread({self._name}) owns streams and programs and cannot be copied or pickled; call spread again")
 
     def __repr__(self) -> str:
@@ -500,6 +508,7 @@ class Workers:
     ----------
     driver : Driver
     all : sequence of DeviceWorker
+        A worker for each device.
     """
 
     def __init__(self, driver: Driver, all: Sequence[DeviceWorker]) -> None:
@@ -514,9 +523,10 @@ class Workers:
     def free(self, in_flight: int) -> DeviceWorker | None:
         """Return the worker with the fewest items in flight.
 
-        Workers at the limit are left out. Among equals, the worker whose last item is oldest is taken. If that worker has
-        nothing in flight, the other workers are not queried, because a query takes two microseconds. But if that worker also
-        got the very last item, the others are queried: on a device where all items fail, nothing is ever in flight.
+        Return None if each worker has ``in_flight`` items. Among workers with equally many items, the worker that got an item the
+        longest time ago is chosen. If this worker has nothing in flight, the workers are not queried, because a query takes two
+        microseconds. But if this worker also got the most recent item, they are queried: on a device where all items fail,
+        nothing is ever in flight, so it would get all items.
         """
         first = self._first()
         known = not first.running and first.last < max([worker.last for worker in self.all])
@@ -535,7 +545,7 @@ class Workers:
         return first
 
     def in_flight(self) -> bool:
-        """Tell whether a device still has items in flight."""
+        """Return whether any device still has items in flight."""
         with self._driver.relaxed():
             for worker in self.all:
                 worker.collect_done()
@@ -547,7 +557,7 @@ class Workers:
 
 
 def _settle(workers: Workers, status: Any) -> bool:
-    """Close a dropped spread once nothing is in flight."""
+    """Close a dropped spread unless items are in flight; return success."""
     if status.untouchable:
         abandon(workers)
         return True

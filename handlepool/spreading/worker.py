@@ -1,24 +1,25 @@
 """Run one device of a spread.
 
-A worker owns the device's streams, the copies on it, its programs, and its items in flight. It uses three streams, so that
-copies overlap with computation: the first stream brings items, the second stream computes, the third stream takes results to
-the host. Each order between streams serves a purpose:
+A worker owns the device's streams, the copies on the device, its programs, and its items in flight. It uses three streams, so
+that copies overlap with computation: the first stream brings items to the device, the second stream computes, and the third
+stream takes results to the host. The streams wait for each other as follows:
 
-- The stream that brings an item waits for the caller's current stream on the item's device, because that stream made the
-  array. The caller's stream waits for the copy in turn. The caller may then change or free the array.
-- The stream that computes first waits for the caller's stream, which may have made the arrays of the function's closure.
-- The stream that computes waits for the copies of the item. The stream that takes results waits for the stream that computes.
-- Arrays for results come from the arena of the caller's stream, and return there when they are freed. The stream that
-  computes waits for the caller's stream before it writes them: their memory may be read there until then.
-- All other allocations are held until the host has seen that the item is done, so no memory is used again too early.
+- The stream that brings items waits for the caller's current stream on the item's device, because that stream made the item's
+  array. Then the caller's stream waits for the copy, so the caller may change or free the array.
+- At first, the stream that computes waits for the caller's stream, which may have made the arrays of the function's closure.
+- For each item, the stream that computes waits for the copies of the item, and the stream that takes results waits for the
+  stream that computes.
+- Arrays for results are allocated for the caller's stream, and their memory returns to this stream when they are freed. Earlier
+  work on the caller's stream may still read this memory. So the stream that computes waits for the caller's stream before it
+  writes results.
+- All other allocations are held until the host has seen that the item is done, so no memory is reused too early.
 
-The first item of a geometry goes the general way, through the same code as programs of any caller. Further items that hold
-only plain arrays go a short way, in the same order and with as few calls as possible: see `CopyPlan`. On the short way, the
-caller's stream itself copies an item of this device, which saves three calls. That copy goes into the program's input if the
-host has seen that nothing is in flight, so that no work reads that input any more.
+The first item of a geometry goes the general way, by a recorded function. If later items hold only plain arrays, they go a short
+way: the same work in the same order, but with as few calls as possible, see `CopyPlan`. On the short way, the caller's stream
+itself copies an item of this device, which saves three calls. If the host has seen that nothing is in flight, no work reads the
+program's inputs, and the copy goes directly into them.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -28,33 +29,21 @@ import numpy as np
 
 from handlepool._util.arguments import check_ends
 from handlepool._util.cleanup import do_all
-from handlepool._util.frames import frames_inside
 from handlepool._util.names import kind_of
 from handlepool._util.reachable import leaves
-from handlepool.drivers.protocol import Driver
 from handlepool.drivers.streams import LEGACY_STREAM, Stream
 from handlepool.errors import ArgumentError, CaptureError
 from handlepool.order.places import before
 from handlepool.order.reached import pieces_of
 from handlepool.pool.context import active, on_device, run_on
-from handlepool.pool.internals import PoolInternals
 from handlepool.pool.pool import HandlePool
-from handlepool.recording.instances import Instance
-from handlepool.recording.keys import Call
 from handlepool.recording.outputs import Results, new_like
-from handlepool.recording.recorded import RecordedFunction
 from handlepool.recording.sharing import copier, rebuilt, relation, runs_apart
 from handlepool.recording.update import copy_all
-from handlepool.recording.variants import Options, Variant
 from handlepool.spreading.copy_plan import CopyPlan
+from handlepool.spreading.item_function import Eager, ItemFunction
 from handlepool.spreading.items import check_copied, geometry, itself, steps
 from handlepool.tensors.layout import one_run
-
-MOST_PROGRAMS = 8
-"""The maximum number of programs of a device.
-
-Beyond it, the least recently used program is closed.
-"""
 
 
 class InFlight:
@@ -63,17 +52,18 @@ class InFlight:
     Attributes
     ----------
     index, device : int
+        The item's number, and the ordinal of the device.
     value
-        The item's result, ready once the item is done. Host arrays in it must be copied before they go to the caller, because
-        their page-locked memory is reused.
+        The item's result, which is complete when the item is done. Host arrays in the result must be copied before the caller
+        gets them, because their page-locked memory is reused.
     kept
         The arrays that are held until the item is done.
     event
-        Recorded after the item's last work.
+        An event that was recorded after the item's last work.
     copy_plan : CopyPlan or None
-        The owner of the copies that come first in ``kept``.
+        The plan that gets the staging arrays back, which come first in ``kept``. None for an item that went the general way.
     error : Exception or None
-        The reason for a missing result.
+        The error of the item, if there is no result.
     done : bool
         Whether the host has seen that the device is done with the item.
     """
@@ -94,38 +84,10 @@ class InFlight:
         self.done = False
 
 
-class Eager:
-    """Tell whether a spread runs eagerly, and warn once.
-
-    Attributes
-    ----------
-    always : bool
-        Whether recording has stopped.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.always = False
-        self._name = name
-        self._said = False
-
-    def stop_recording(self, why: str) -> None:
-        """Stop recording from now on, and warn."""
-        self.always = True
-        self.say(why)
-
-    def say(self, why: str) -> None:
-        """Warn of the first item that is not recorded."""
-        if not self._said:
-            self._said = True
-            what = "its items run" if self.always else "such items run"
-            text = f"spread({self._name}): {what} eagerly, which is slower on several devices, since they cannot be recorded"
-            warnings.warn(f"{text}: {why}", RuntimeWarning, stacklevel=frames_inside())
-
-
 class DeviceWorker:
     """Drive one device of a spread.
 
-    One thread at a time uses the worker. It allocates nothing before `start`.
+    One thread at a time uses the worker. Before `start`, the worker has no streams and no memory.
 
     Parameters
     ----------
@@ -154,7 +116,7 @@ class DeviceWorker:
         eager: Eager,
     ) -> None:
         self.device = device
-        # The index of the item that was given last.
+        # The index of the last item that was given to this worker.
         self.last = -1
         self._pool, self._internals, self._driver = pool, pool.internals, pool.driver
         self._name, self._function, self._lanes, self._host, self._eager = name, function, lanes, host, eager
@@ -162,21 +124,21 @@ class DeviceWorker:
         self._kinds = [{self._kind}, {np.ndarray}]
         self._given = shared
         self._shared: Any = None
-        # The streams in order: bring items, compute, take results.
+        # The stream that brings items, the stream that computes, and the stream that takes results.
         self._streams: list[Stream] = []
         self._recorded: ItemFunction | None = None
-        # The plans of items that take the short way, by the geometry of an item.
+        # The copy plans for items that take the short way, by the geometry of the items.
         self._copy_plans: dict[Hashable, CopyPlan] = {}
         self.running: deque[InFlight] = deque()
 
     def start(self, index: int) -> None:
-        """Make the streams and copy ``shared``, unless that is done.
+        """Make the streams and copy ``shared``, at the first call only.
 
-        ``index`` is the item that needs them.
+        ``index`` is the number of the item that needs the streams.
         """
         if self._shared is not None:
             return
-        # This is set first. If the start fails, the next item goes to another device.
+        # `last` is set before anything can fail. So if the start fails, `Workers.free` gives the next item to another device.
         self.last = index
         driver = self._driver
         with on_device(driver, self.device):
@@ -189,7 +151,8 @@ class DeviceWorker:
             try:
                 self._shared = self._on(0, rebuilt, tuple(self._given), partial(self._brought, caller, True))
                 self._order(0, 1)
-                # The caller's stream may have made the arrays of the function's closure.
+                # The stream that computes waits for the caller's stream, which may have made the arrays of the function's
+                # closure.
                 self._wait(self.device, caller.ptr, self.device, self._streams[1].ptr)
             except BaseException:
                 self._drain()
@@ -198,11 +161,11 @@ class DeviceWorker:
     def give(self, index: int, item: Any) -> InFlight:
         """Enqueue all work of an item.
 
-        Errors of the function propagate once none of its work runs any more.
+        If the function raises an error, the caller gets it after all work of the item has ended.
         """
         arrays: list[Any] | None
         key: Hashable
-        # For a single array, this gives the same key as the branch below, in a third of the time.
+        # For a single array, this branch makes the same key as the other branch, in a third of the time.
         if type(item) is self._kind:
             arrays, key, near = [item], (self._kind, (item.shape, item.strides, item.dtype)), True
         else:
@@ -224,7 +187,7 @@ class DeviceWorker:
     def _give(self, index: int, item: object, arrays: list[Any] | None, key: Hashable) -> InFlight:
         """Enqueue an item the general way.
 
-        The worker then learns whether similar items can take the short way.
+        Afterwards `_learn` decides whether later items of the same geometry can take the short way.
         """
         driver = self._driver
         with on_device(driver, self.device):
@@ -245,12 +208,12 @@ class DeviceWorker:
                     self._learn(arrays, key, staged)
                 return InFlight(index, self.device, value, kept, self._event(2 if self._host else 1))
             except BaseException:
-                # After the drain no stream uses `kept`, so its arrays may be freed.
+                # `_drain` waits until no stream uses the arrays in `kept`, which are then freed.
                 self._drain()
                 raise
 
     def collect_done(self) -> None:
-        """Collect finished items; call this inside `relaxed`."""
+        """Mark finished items as done; the caller is inside `Driver.relaxed`."""
         while self.running:
             flight = self.running[0]
             try:
@@ -258,7 +221,7 @@ class DeviceWorker:
                     return
             except Exception as error:
                 flight.error = error
-                # The query may have failed although the work is still running, so the host waits.
+                # Although the query failed, work of the item may still be running. So the host waits for the item.
                 self._wait_for(flight)
             self._collect(flight)
 
@@ -279,7 +242,7 @@ class DeviceWorker:
             recorded, self._recorded = self._recorded, None
             do_all([*flights, self._drain, *([] if recorded is None else [recorded.close])])
             self._shared = None
-            # The streams are destroyed with their last references.
+            # This drops the last references to the streams, which destroys them by CUDA calls. So it is done inside `relaxed`.
             with self._driver.relaxed():
                 self._streams.clear()
 
@@ -290,7 +253,7 @@ class DeviceWorker:
             flight.error = error
 
     def _collect(self, flight: InFlight) -> None:
-        """Mark the first item in flight as done."""
+        """Mark the oldest item in flight as done; release its arrays."""
         self.running.popleft()
         if flight.copy_plan is not None and flight.kept is not None:
             flight.copy_plan.spare.append(flight.kept[0])
@@ -305,21 +268,21 @@ class DeviceWorker:
     # The short way
 
     def _plain(self, item: object) -> list[Any] | None:
-        """Return the arrays of an item that holds only arrays.
+        """Return an item's arrays if it holds only arrays of one kind.
 
-        All arrays belong to NumPy, or all to the driver. The result is None for any other item.
+        All arrays must be of NumPy, or all of the driver. Return None for any other item.
         """
         found = [*leaves(item)] if isinstance(item, (list, tuple, dict)) else [item]
         kinds = {*map(type, found)}
         return found if kinds in self._kinds else None
 
     def _near(self, arrays: list[Any], copy_plan: CopyPlan) -> bool:
-        """Tell whether arrays can be copied here as they are.
+        """Return whether an item's arrays can be copied the short way.
 
-        They come from pageable memory, or all from one device, and each array is a separate run of bytes.
+        They can if all are in pageable host memory, or all on one device, and if no two share memory.
         """
         driver = self._driver
-        # An array of a list that occurs in two places is listed once here.
+        # If a list occurs in an item twice, its arrays are only once in ``arrays``. So the numbers of arrays are compared.
         if len(copy_plan.sizes) > 1 and (len(arrays) != len(copy_plan.sizes) or not runs_apart(driver, arrays, copy_plan.sizes)):
             return False
         if type(arrays[0]) is np.ndarray:
@@ -328,16 +291,18 @@ class DeviceWorker:
         return len(arrays) == 1 or len({driver.array_device(each) for each in arrays}) == 1
 
     def _learn(self, arrays: list[Any], key: Hashable, staged: object) -> None:
-        """Let similar items take the short way, if they can.
+        """Make a copy plan for later items like this item, if possible.
 
-        The item was copied and went to a program.
+        ``arrays`` are the item's arrays, and ``key`` is its geometry. ``staged`` is the item with copies on this device, for
+        which the recorded function was called.
         """
         driver = self._driver
         recorded = self._recorded
         found = None if recorded is None else recorded.served_by(staged)
         if recorded is None or found is None:
             return
-        # A key that made way takes its programs along, once no plan holds them.
+        # If the recorded function has dropped a variant, the plans for it are dropped too. Otherwise they would keep its programs
+        # alive.
         self._copy_plans = {known: plan for known, plan in self._copy_plans.items() if recorded.keeps(plan.variant)}
         copies, copy_plan = [*leaves(staged)], CopyPlan(driver, *found)
         if relation(driver, staged) or not copy_plan.plain or not len(arrays) == len(copies) == len(copy_plan.inputs):
@@ -367,15 +332,15 @@ class DeviceWorker:
                 driver.set_device(before)
 
     def _enqueued(self, copy_plan: CopyPlan, index: int, arrays: list[Any], source: int | None, caller: int) -> InFlight:
-        """Enqueue an item of a known geometry the short way.
+        """Enqueue an item the short way, by its geometry's copy plan.
 
-        The work is that of `_give`. All arrays come from one source: a device, or the host if ``source`` is None.
+        The work is the same as in `_give`. All arrays are on the device ``source``, or on the host if ``source`` is None.
         """
         driver, device = self._driver, self.device
         brings, computes, takes = self._pointers
         fresh = not copy_plan.spare
         copies, results = spare = self._spare(copy_plan) if fresh else copy_plan.spare.pop()
-        # The same event can be recorded several times, because each wait refers to the record at the time of the wait.
+        # One event serves for all waits below, because a wait refers to the last record before the wait.
         event = self._events.acquire()
         kept: list[Any] = [spare, arrays]
         try:
@@ -383,9 +348,11 @@ class DeviceWorker:
                 results = [driver.empty(*each) for each in copy_plan.results]
             if source is None:
                 kept.extend(driver.copy_from_host(copy, each, brings) for copy, each in zip(copies, arrays, strict=True))
-            # The caller's stream copies the item, because that stream made it and may overwrite it next.
+            # If the item is on this device, the caller's stream itself copies it. That stream made the item and may overwrite it
+            # next, so no waits are needed.
             elif source == device:
-                # The stream that brings items may still use fresh memory, so the caller's stream waits for it.
+                # New staging arrays were allocated for the stream that brings items, which may still use their memory. So the
+                # caller's stream waits for that stream.
                 if fresh:
                     self._events.order(brings, caller)
                 brings = caller
@@ -414,14 +381,14 @@ class DeviceWorker:
             if self._host:
                 driver.record_event(event, computes)
                 driver.wait_event(takes, event)
-                # Keep each result at once, because the next copy may fail.
+                # Each result is added to ``kept`` as soon as its copy is enqueued, because a later copy may fail.
                 kept.extend(driver.copy_to_host(result, takes) for result in results)
                 results = kept[-len(results) :]
             driver.record_event(event, takes if self._host else computes)
             value = results[0] if copy_plan.returned is copy_plan.outputs[0] else copy_plan.value(results)
             return InFlight(index, device, value, kept, event, copy_plan)
         except BaseException:
-            # After the drain no stream uses `kept`, so its arrays may be freed.
+            # `_drain` waits until no stream uses the arrays in `kept`, which are then freed.
             self._drain(brings)
             self._events.release(event)
             raise
@@ -429,7 +396,8 @@ class DeviceWorker:
     def _enqueued_here(self, copy_plan: CopyPlan, index: int, arrays: list[Any], caller: int) -> InFlight:
         """Enqueue an item of this device while nothing is in flight.
 
-        Otherwise this works like `_enqueued`. The results stay on this device.
+        The work is the same as in `_enqueued`, but the item is copied directly into the program's inputs. The results stay on
+        this device.
         """
         driver, computes, event = self._driver, self._pointers[1], self._events.acquire()
         try:
@@ -445,15 +413,15 @@ class DeviceWorker:
             value = results[0] if copy_plan.returned is copy_plan.outputs[0] else copy_plan.value(results)
             return InFlight(index, self.device, value, arrays, event)
         except BaseException:
-            # After the drain no stream uses the allocated arrays, so they may be freed.
+            # `_drain` waits until no stream uses the new arrays, which are then freed.
             self._drain(caller)
             self._events.release(event)
             raise
 
     def _followed(self, source: int) -> int:
-        """Let the stream that brings items wait for another device.
+        """Let the stream that brings items wait for the device ``source``.
 
-        It waits for the caller's stream of that device. The result is the pointer of that stream.
+        It waits for the caller's current stream on that device. Return the pointer of the caller's stream.
         """
         driver, events = self._driver, self._internals.device(source).edges
         driver.set_device(source)
@@ -470,11 +438,9 @@ class DeviceWorker:
         return caller
 
     def _spare(self, copy_plan: CopyPlan) -> tuple[list[Any], list[Any]]:
-        """Allocate staging buffers for an item and its host result.
+        """Allocate staging arrays for an item's inputs and its results.
 
-        The result has buffers only with ``to="host"``.
-
-        Each buffer comes from the arena of the stream that writes it.
+        Arrays for results are only needed with ``to="host"``. Each array is allocated for the stream that writes it.
         """
         copies = self._on(0, partial(self._new, [(each.shape, each.strides, each.dtype) for each in copy_plan.inputs]))
         return copies, self._on(1, partial(self._new, copy_plan.results)) if self._host else []
@@ -491,7 +457,7 @@ class DeviceWorker:
         if stream.ptr != LEGACY_STREAM and self._driver.is_capturing(stream.ptr):
             raise CaptureError(
                 f"spread({self._name}): the current stream of device {self._driver.current_device()} is being captured; take "
-                f"results before, or after"
+                f"results before or after the capture"
             )
         return stream
 
@@ -511,9 +477,9 @@ class DeviceWorker:
         return event
 
     def _wait(self, device: int, first: int, then_device: int, then: int) -> None:
-        """Let a stream wait for the work so far of another stream.
+        """Let the stream ``then`` wait for the present work of ``first``.
 
-        The two streams may belong to different devices.
+        The streams are pointers, and may belong to different devices.
         """
         driver = self._driver
         with on_device(driver, device):
@@ -524,7 +490,7 @@ class DeviceWorker:
                 with on_device(driver, then_device):
                     driver.wait_event(then, event)
             finally:
-                # The wait refers to the record at the time of the wait, so the event can be reused now.
+                # The enqueued wait refers to the record above, so the event can be recorded again at once.
                 events.release(event)
 
     # Copies
@@ -532,22 +498,23 @@ class DeviceWorker:
     def _staged(self, item: object, caller: Stream) -> Any:
         """Return an item with copies of its arrays on this device.
 
-        The copies share memory as the arrays do.
+        If arrays of the item share memory, their copies share memory alike.
         """
         return rebuilt(item, copier(self._driver, item, partial(self._brought, caller, False)))
 
     def _brought(self, caller: Stream, shared: bool, value: Any, target: Any = None) -> Any:
         """Copy an array to this device; return other values unchanged.
 
-        The current stream, which brings items, copies. The copy is the target if a target is given. A shared array
-        that already lies here is not copied.
+        The stream that brings items is current, and copies. If ``target`` is given, the array is copied into it. ``shared`` says
+        that ``value`` is an argument that all calls share: such an array is not copied if it is already on this device.
         """
         driver = self._driver
         array: Any
         if isinstance(value, np.ndarray):
             with driver.relaxed():
                 array = driver.asarray(value)
-                # The copy still reads this memory, and the caller may overwrite it for the next item.
+                # The device reads page-locked memory only later. So the host waits for the copy here, because the caller may
+                # overwrite the memory for the next item.
                 if driver.page_locked(value):
                     driver.synchronize_stream(self._streams[0].ptr)
             if target is not None:
@@ -560,7 +527,7 @@ class DeviceWorker:
         with on_device(driver, source):
             if source != self.device:
                 caller = self._caller()
-            # The caller's stream waits for branches of its forks that make the array.
+            # If branches of the caller's forks write the array, the caller's stream waits for these branches.
             if active:
                 before(self._internals, pieces_of(driver, [array]), (), array, caller.ptr)
         self._wait(source, caller.ptr, self.device, brings)
@@ -574,8 +541,8 @@ class DeviceWorker:
                 driver.copy_from_device(target, array, brings)
         else:
             raise ArgumentError(
-                f"an array of shape {array.shape} on device {source} has gaps between its elements, which cannot be copied to "
-                f"device {self.device} as it is; pass a contiguous copy of it"
+                f"an array of shape {array.shape} on device {source} has gaps between its elements, so it cannot be copied to "
+                f"device {self.device}; pass a contiguous copy of the array"
             )
         self._wait(self.device, brings, source, caller.ptr)
         return target
@@ -584,19 +551,20 @@ class DeviceWorker:
         if not isinstance(value, self._driver.array_types):
             return value
         with self._driver.relaxed():
-            # Keep the result at once, because the next copy may fail.
+            # The result is added to ``kept`` as soon as its copy is enqueued, because a later copy may fail.
             kept.append(self._driver.copy_to_host(value, self._streams[2].ptr))
         return kept[-1]
 
     # The function
 
     def _compute(self, staged: object, caller: Stream, kept: list[Any]) -> Any:
-        """Enqueue the function on the current stream and copy its results.
+        """Enqueue the function for an item, and return copies of its results.
 
-        The current stream is the stream that computes.
+        The stream that computes is current.
         """
         driver, device = self._driver, self.device
-        # The function may change its containers, so it gets rebuilt ones and the kept item stays whole.
+        # The function may change the lists and dictionaries of its item. So it gets copies of them, and the kept item keeps all
+        # its arrays alive.
         if self._recordable(staged):
             returned = self._recorded_function()(staged)
         else:
@@ -612,57 +580,17 @@ class DeviceWorker:
         return results.value
 
     def _recordable(self, staged: object) -> bool:
-        """Return whether an item holds arrays alone, and recording goes on."""
+        """Return whether a program can serve the item: it has only arrays."""
         if self._eager.always:
             return False
         plain = [kind_of(leaf) for leaf in leaves(staged) if not isinstance(leaf, self._driver.array_types)]
-        # A program would go on with the recorded values of anything but arrays.
+        # An item with any other value runs eagerly, because a program would use the recorded value for each item.
         if plain or not [*leaves(staged)]:
             self._eager.say(f"an item holds a value of type {plain[0]}, which is no array" if plain else "an item holds no array")
             return False
         return True
 
-    def _recorded_function(self) -> "ItemFunction":
+    def _recorded_function(self) -> ItemFunction:
         if self._recorded is None:
             self._recorded = ItemFunction(self._name, self._function, self._shared, self._driver, self._lanes, self._eager)
         return self._recorded
-
-
-class ItemFunction(RecordedFunction[..., Any]):
-    """The function of an item, recorded on one device.
-
-    Its outputs are valid until its next call.
-    """
-
-    def __init__(
-        self, name: str, function: Callable[..., Any], shared: Sequence[Any], driver: Driver, lanes: int | None, eager: Eager
-    ) -> None:
-        def call(item: object) -> Any:
-            # The function may change the lists and dictionaries of its item, so each call gets rebuilt containers.
-            return function(rebuilt(item, itself), *shared)
-
-        call.__qualname__ = name
-        fixed = [each for each in leaves(shared) if isinstance(each, driver.array_types)]
-        options = Options(call, name, lanes, 1, MOST_PROGRAMS, True, False, frozenset(), function, fixed, private=True)
-        super().__init__(options)
-        self._spread_eager = eager
-
-    def served_by(self, item: object) -> tuple[Variant, Instance] | None:
-        """Return the variant and the instance of a known item."""
-        return self._served_by(item)
-
-    def keeps(self, variant: Variant) -> bool:
-        """Return whether a variant has not made way."""
-        return self._keeps(variant)
-
-    def close(self) -> None:
-        """Close all programs, after their last work."""
-        self._close()
-
-    def _may_record(self, pool: PoolInternals, call: Call) -> bool:
-        """Record each geometry, because most items have the same."""
-        return True
-
-    def _say(self, why: str, cause: BaseException | None = None) -> None:
-        """Stop the recording on all devices."""
-        self._spread_eager.stop_recording(why)

@@ -53,7 +53,7 @@ KIND = (
 )
 """Keys that together identify a kind of device.
 
-CUDA's driver gives their values at once, whereas cuDNN takes over a millisecond for the values of all keys.
+CUDA's driver gives the values of these keys at once. cuDNN takes over a millisecond for the values of all keys.
 """
 LATER = ("memoryBusWidth",)
 """Keys that a later cuDNN requires.
@@ -105,7 +105,8 @@ class DeviceProperties:
         missing = [key for key in KEYS if key not in found]
         if missing:
             raise ArgumentError(
-                f"properties of a device lack {', '.join(map(repr, missing))}, which cuDNN needs; describe the device again"
+                f"properties of a device lack {', '.join(map(repr, missing))}, which cuDNN needs; describe the device again by "
+                f"DeviceProperties.of"
             )
         # This library computes with these two values. cuDNN itself checks all other values.
         for key in (VERSION, "deviceVer"):
@@ -149,14 +150,14 @@ class DeviceProperties:
 
     @property
     def cudnn_version(self) -> int:
-        """The version of the cuDNN that wrote this: 91900 means 9.19.0."""
+        """The version of the cuDNN that wrote the text: 91900 means 9.19.0."""
         return int(self._values[VERSION])
 
     @property
     def native(self) -> Any:
         """The frontend's object for planning graphs.
 
-        It raises ArgumentError if the installed cuDNN requires a key that this description lacks. It raises
+        The property raises ArgumentError if the installed cuDNN requires a key that this description lacks. It raises
         DriverNotAvailableError if libcudnn, or a library that libcudnn loads, is missing.
         """
         import cudnn
@@ -174,8 +175,8 @@ class DeviceProperties:
             if "SUBLIBRARY_LOADING_FAILED" in str(error):
                 raise DriverNotAvailableError(
                     f"cuDNN {version} loads CUDA's driver library to plan, and found no libcuda.so.1. The CUDA toolkit has "
-                    "one without a driver, lib64/stubs/libcuda.so: make it available under that name by LD_LIBRARY_PATH "
-                    f"({error})"
+                    "such a library for machines without a GPU, lib64/stubs/libcuda.so: make it available as libcuda.so.1 by "
+                    f"LD_LIBRARY_PATH ({error})"
                 ) from error
             missing = ", ".join(repr(key) for key in LATER if key not in self._values)
             what = f"without {missing}" if missing else f"({error})"
@@ -188,6 +189,7 @@ class DeviceProperties:
     def kind(self) -> dict[str, Any]:
         """The properties that identify this kind of device (`KIND`).
 
-        They contain neither the device's place in the machine nor the version of cuDNN.
+        Devices of the same kind have equal values, because `KIND` names neither the device's place in the machine nor the
+        version of cuDNN.
         """
         return {key: self._values[key] for key in KIND}

@@ -66,7 +66,8 @@ def device_of(array: Any) -> int:
         return HOST
     if kind not in _GPU_MEMORY:
         raise ArrayTypeError(
-            f"an array on a device of DLPack's type {kind}, and only the host and CUDA devices are supported; copy it there"
+            f"the array is on a device of DLPack's type {kind}, and only the host and CUDA devices are supported; copy the array "
+            f"to the host or a CUDA device"
         )
     return int(ordinal)
 
@@ -88,14 +89,14 @@ def from_dlpack(array: Any, stream: int) -> View:
         For an array that its library refuses to export, and for types that cuDNN lacks.
     """
     device = device_of(array)
-    # Here 0 means the legacy default stream. The protocol forbids 0 as ambiguous, and has 1 for that stream.
+    # In this package, a pointer of 0 is the legacy default stream. DLPack forbids 0 as ambiguous, and uses 1 for that stream.
     asked: dict[str, Any] = {"stream": None if device == HOST else stream or 1}
     try:
         try:
             # Only a versioned capsule tells whether the array is read-only.
             capsule = array.__dlpack__(max_version=(1, 0), **asked)
         except TypeError:
-            # The library is older than DLPack 1.
+            # A library that is older than DLPack 1 does not take ``max_version``.
             capsule = array.__dlpack__(**asked)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ArrayTypeError(f"a {kind_of(array)} does not hand out its memory: {error}") from error
@@ -122,7 +123,8 @@ def _dtype(code: int, bits: int, lanes: int) -> np.dtype[Any]:
         name = "bool" if code == 6 else f"{_KINDS[code]}{bits}"
     if name is None or lanes != 1:
         raise ArrayTypeError(
-            f"an array of DLPack's type code {code} with {bits} bits and {lanes} lanes, and cuDNN has no such type; convert it"
+            f"the array has DLPack's type code {code} with {bits} bits and {lanes} lanes, and cuDNN has no such type; convert "
+            f"the array to another type"
         )
     return as_dtype(name)
 
@@ -136,7 +138,7 @@ def from_cuda_array(array: Any) -> tuple[View, int | None]:
     -------
     View
     int or None
-        The stream on which, as the library says, the memory is in use; None if the library names no stream.
+        The stream that uses the memory, as the array's library says. None if the library names no stream.
 
     Raises
     ------
@@ -145,10 +147,12 @@ def from_cuda_array(array: Any) -> tuple[View, int | None]:
     """
     described = array.__cuda_array_interface__
     if described.get("mask") is not None:
-        raise ArrayTypeError(f"a {kind_of(array)} with a mask, and cuDNN has no masks; pass its data")
+        raise ArrayTypeError(f"a {kind_of(array)} has a mask, and cuDNN has no masks; pass the array's data")
     typestr = str(described["typestr"])
     if typestr.startswith(">"):
-        raise ArrayTypeError(f"a {kind_of(array)} of type {typestr!r}, whose byte order differs from the GPU's; convert it")
+        raise ArrayTypeError(
+            f"a {kind_of(array)} has type {typestr!r}, whose byte order differs from the GPU's; convert the array"
+        )
     dtype = as_dtype(typestr)
     shape = tuple(described["shape"])
     strides = described.get("strides")
@@ -161,5 +165,5 @@ def from_cuda_array(array: Any) -> tuple[View, int | None]:
             "legacy default stream"
         )
     view = View(int(pointer), shape, strides, dtype, UNKNOWN, bool(readonly), array)
-    # The interface calls the legacy default stream 1, and this library calls it 0.
+    # In the interface the legacy default stream is 1. In this package it is 0.
     return view, None if stream is None else 0 if stream == 1 else int(stream)

@@ -33,7 +33,7 @@ def data_type(dtype: Any) -> Any:
 
     Parameters
     ----------
-    dtype : numpy.dtype or what makes one
+    dtype : numpy.dtype, or a value that NumPy converts to a type
         bfloat16 and the 8-bit floating-point types come from ml_dtypes.
 
     Raises
@@ -72,7 +72,7 @@ def _numpy_dtype(kind: str) -> np.dtype[Any]:
         raise ArrayTypeError(f"NumPy has no type for cuDNN's {kind}")
     try:
         return np.dtype(name)
-    # NumPy has no such type of its own. ml_dtypes registers one when it is imported.
+    # NumPy itself has no type of this name. The package ml_dtypes has it.
     except TypeError:
         try:
             import ml_dtypes
@@ -112,7 +112,7 @@ def new_graph(
     io_dtype, intermediate_dtype, compute_dtype : numpy.dtype, optional
         Default types of real tensors, of virtual tensors between nodes, and of the arithmetic.
     device : DeviceProperties, optional
-        The description of a device to plan for. Without a description, a graph can be read. To be planned, it needs a handle.
+        The description of a device to plan for. A graph without a description can be read, but needs a handle to be planned.
 
     Raises
     ------

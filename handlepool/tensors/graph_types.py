@@ -12,16 +12,16 @@ import numpy as np
 class DeviceArray(Protocol):
     """An array of a driver.
 
-    It has the attributes that arrays of CuPy and of the host driver share.
+    The protocol has the attributes that arrays of CuPy and of the host driver share.
     """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extents."""
+        """The extent of each axis."""
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Steps between elements, in bytes."""
+        """For each axis, the step from element to element, in bytes."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -67,7 +67,7 @@ class FrontendTensor(Protocol):
         """Set the extents."""
 
     def set_stride(self, stride: Sequence[int]) -> "FrontendTensor":
-        """Set the steps, in elements."""
+        """Set the stride of each axis, in elements."""
 
     def set_data_type(self, dtype: object) -> "FrontendTensor":
         """Set the type of the elements."""

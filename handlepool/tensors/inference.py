@@ -1,9 +1,10 @@
 """Infer the shape of every tensor, and the layout of real outputs.
 
-The rules give a real output its shape, strides and type. Both drivers apply the rules before they compile.
+A real tensor lies in memory. A virtual tensor exists only between nodes. The rules give a real output its shape, strides and
+type. Both drivers apply the rules before they compile.
 
 The frontend also infers shapes, in `validate`, but this package has its own rules for three reasons. Without a GPU, `validate`
-raises and freezes the graph. The frontend accepts mismatched channels. And it passes only *assigned* strides to the backend, so
+raises and freezes the graph. The frontend accepts mismatched channels. The frontend passes only *assigned* strides to cuDNN, so
 an output without assigned strides is always channels-last, whatever the layout of the input.
 """
 
@@ -21,16 +22,16 @@ Shape = tuple[int, ...]
 MOST_AXES = 8
 """The maximum number of axes of a tensor, CUDNN_DIM_MAX in cuDNN."""
 MERGED = ("POINTWISE", "MATMUL")
-"""Kinds of nodes whose axes are merged before cuDNN sees them.
+"""Kinds of nodes whose tensors may have any number of axes.
 
-Their tensors may therefore have any number of axes (see `handlepool.graphs.forms`).
+`handlepool.graphs.forms` merges the axes of these tensors before cuDNN gets the graph.
 """
 MOST_ELEMENTS = 2**31 - 1
 """The maximum number of elements of a tensor, gaps and padding included.
 
 A signed 32-bit integer counts up to this number. cuDNN's documentation limits a tensor with its gaps to two giga-elements
-(cudnnSetTensorNdDescriptor). From cuDNN 9.3 on some
-engines take more elements, and some of these engines compute wrong results (PyTorch's issue #152816).
+(cudnnSetTensorNdDescriptor). From cuDNN 9.3 on some engines take more elements, and some of these engines compute wrong results
+(PyTorch's issue #152816).
 """
 
 
@@ -44,8 +45,8 @@ def title(node: FrontendNode) -> str:
 class Convolution:
     """The parameters of a convolution node, for each spatial axis.
 
-    `before` and `after` are the padding at both ends of the axis. With `flipped`, the node computes the mathematical
-    convolution. Otherwise it computes the correlation that neural networks call convolution.
+    `before` and `after` are the padding at both ends of each axis. With `flipped`, the node computes the mathematical
+    convolution. Without `flipped`, it computes the correlation that neural networks call convolution.
     """
 
     before: Shape
@@ -58,7 +59,7 @@ class Convolution:
     def of(cls, node: FrontendNode, rank: int) -> "Convolution":
         """Read and check the parameters of a convolution node.
 
-        Its tensors have ``rank`` axes.
+        The node's tensors have ``rank`` axes.
 
         Raises
         ------
@@ -78,9 +79,9 @@ class Convolution:
                 result = tuple(map(as_integer, value))
             except TypeError:
                 raise ArgumentError(
-                    f"{what}: {name}={shown(value)} is no list of integers; give {rank - 2}, one per spatial axis"
+                    f"{what}: {name}={shown(value)} is no list of integers; give {rank - 2} integers, one per spatial axis"
                 ) from None
-            # The defaults are also the smallest legal values.
+            # Each default is also the smallest legal value of its parameter.
             if len(result) != rank - 2 or min(result) < default or max(result) > MOST_ELEMENTS:
                 raise ArgumentError(
                     f"{what}: {name}={shown(value)} does not fit tensors of {rank} axes; "
@@ -120,10 +121,10 @@ class Convolution:
     def transposes(self, size: Sequence[int], taps: Sequence[int], image: Sequence[int]) -> bool:
         """Return whether a transposed convolution can produce an image.
 
-        ``image`` has the image's spatial extents, and ``size`` those of the loss. The output padding is the number of pixels by
-        which the image exceeds the smallest possible image. As in torch, it must be less than the stride or less than the
-        dilation. If it reaches the stride, the image would correspond to a larger loss, and the additional elements of the loss
-        count as 0.
+        ``image`` has the image's spatial extents, and ``size`` has the loss's spatial extents. The output padding is the number
+        of pixels by which the image exceeds the smallest possible image. As in torch, the output padding must be less than the
+        stride or less than the dilation. If the output padding reaches the stride, a convolution of the image gives a result
+        that is larger than the loss. The missing elements of the loss then count as 0.
         """
         smallest = self.smallest(size, taps)
         return all(0 <= image[i] - smallest[i] < max(self.stride[i], self.dilation[i]) for i in range(len(smallest)))
@@ -151,7 +152,7 @@ def conv_dgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape,
     if shape is smallest and max(geometry.stride) > 1:
         raise ArgumentError(
             f"{title(node)}: with stride {geometry.stride}, images of several sizes lead to loss {loss} by filter "
-            f"{weight}; call set_dim on its output, with {smallest} for the smallest"
+            f"{weight}; call set_dim on its output with the image's shape, which is {smallest} for the smallest image"
         )
     if not _yields(node, shape, weight, loss, geometry):
         raise ArgumentError(
@@ -164,7 +165,8 @@ def conv_dgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape,
 def conv_wgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
     """Check and return a filter's declared shape.
 
-    The image is (N, C, …) and the loss (N, K, …). They do not determine the filter's shape, so it has to be declared.
+    The image is (N, C, …) and the loss (N, K, …). These shapes do not determine the filter's shape, so the caller has to
+    declare it.
     """
     image, loss = _operands(node, inputs, "image", "loss")
     if not declared:
@@ -185,12 +187,12 @@ def pointwise(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, 
     On each axis, the extents must be equal or 1. A scalar passed by value fits any shape.
     """
     arrays = [shape for port, shape in inputs.items() if not node.inputs[port].is_pass_by_value]
-    # If all inputs are scalars, their own shapes are used.
+    # If all inputs are scalars passed by value, broadcast the shapes of these scalars.
     arrays = arrays or list(inputs.values())
     listed = ", ".join(map(str, arrays))
     if len({len(shape) for shape in arrays}) > 1:
         raise ArgumentError(
-            f"{title(node)}: its inputs {listed} must have the same number of axes; a bias of K channels is written (1, K, 1, 1)"
+            f"{title(node)}: its inputs {listed} must have the same number of axes; declare a bias of K channels as (1, K, 1, 1)"
         )
     shape = tuple(map(broadcast, zip(*arrays, strict=True)))
     if any(extent not in (1, full) for array in arrays for extent, full in zip(array, shape, strict=True)):
@@ -228,7 +230,7 @@ def reduction(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, 
     """
     source = inputs["input"]
     if getattr(node.params.get("mode"), "name", "NOT_SET") == "NOT_SET":
-        raise ArgumentError(f"{title(node)}: has no mode; give one of cudnn.reduction_mode, such as ADD")
+        raise ArgumentError(f"{title(node)}: the node has no mode; give a mode of cudnn.reduction_mode, such as ADD")
     if len(declared) != len(source) or any(d not in (1, s) for d, s in zip(declared, source, strict=True)):
         raise ArgumentError(
             f"{title(node)}: its input is {source} and its output {declared or 'undeclared'}; "
@@ -253,7 +255,7 @@ def reshape(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, as
 def permutation(node: Any, rank: int) -> Shape:
     """Return a transpose's input axes in the order of its output.
 
-    It raises ArgumentError for a value that is no permutation.
+    The function raises ArgumentError if the node's parameter is no permutation.
     """
     given = node.params.get("permutation")
     try:
@@ -262,7 +264,8 @@ def permutation(node: Any, rank: int) -> Shape:
         axes = ()
     if sorted(axes) != list(range(rank)):
         raise ArgumentError(
-            f"{title(node)}: permutation={shown(given)} does not fit an input of {rank} axes; give each of 0 to {rank - 1} once"
+            f"{title(node)}: permutation={shown(given)} does not fit an input of {rank} axes; give each of the axes 0 to "
+            f"{rank - 1} once"
         )
     return axes
 
@@ -293,7 +296,7 @@ def concatenate(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape
 def concatenation_axis(node: FrontendNode, rank: int) -> int:
     """Return the axis along which a node concatenates its inputs.
 
-    The inputs have ``rank`` axes. It raises ArgumentError for a value that is no axis of the inputs.
+    The inputs have ``rank`` axes. The function raises ArgumentError if the node's parameter is no axis of the inputs.
     """
     return _index(node, "axis", rank, "axes")
 
@@ -302,7 +305,7 @@ def _index(node: FrontendNode, name: str, count: int, of: str) -> int:
     value = node.params.get(name)
     index = as_integer(value, -1)
     if not 0 <= index < count:
-        raise ArgumentError(f"{title(node)}: {name}={shown(value)} is none of its {count} {of}; count them from 0")
+        raise ArgumentError(f"{title(node)}: {name}={shown(value)} is none of its {count} {of}; count the {of} from 0")
     return index
 
 
@@ -319,8 +322,9 @@ def attention(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned:
     bias = inputs.get("bias", (1, 1, 1, 1))
     full = (*q[:3], k[2])
     if len(bias) != 4 or any(extent not in (1, whole) for extent, whole in zip(bias, full, strict=True)):
-        raise ArgumentError(f"{title(node)}: bias {bias} does not broadcast to the scores, (N, H, L, S) of {full}")
-    # The rule is used for both outputs. The declared shape shows whether this output holds the statistics.
+        raise ArgumentError(f"{title(node)}: bias {bias} does not broadcast to the scores, (N, H, L, S) = {full}")
+    # The rule is called once for each of the node's two outputs. The declared shape shows which output this is: the statistics
+    # have an extent of 1 along the last axis.
     return declared if declared == (*q[:3], 1) else (*q[:3], v[3])
 
 
@@ -345,7 +349,7 @@ A rule takes the node, its input shapes, the declared output shape, and whether 
 def _operands(node: FrontendNode, inputs: Mapping[str, Shape], first: str, second: str) -> tuple[Shape, Shape]:
     a, b = inputs.get(first), inputs.get(second)
     if a is None or b is None:
-        raise ArgumentError(f"{title(node)}: needs {first} and {second}, and was given {', '.join(inputs) or 'neither'}")
+        raise ArgumentError(f"{title(node)}: the node needs {first} and {second}, and has {', '.join(inputs) or 'neither'}")
     if len(a) != len(b) or not 3 <= len(a) <= 5:
         raise ArgumentError(
             f"{title(node)}: {first} {a} and {second} {b} must have the same number of axes, 3 to 5: "
@@ -365,7 +369,7 @@ def _convolved(node: FrontendNode, image: Shape, weight: Shape) -> Shape:
             f"{what()}: the image's {image[1]} channels are no multiple of the weight's {weight[1]}; "
             "axis 1 of a weight holds the channels of one group"
         )
-    # An image without channels has no group to divide by.
+    # Without channels, the division would give no number of groups, so assume one group.
     groups = image[1] // weight[1] if image[1] else 1
     if weight[0] % groups:
         raise ArgumentError(
@@ -389,11 +393,11 @@ def _convolved(node: FrontendNode, image: Shape, weight: Shape) -> Shape:
 
 
 def _yields(node: FrontendNode, image: Shape, weight: Shape, loss: Shape, transposed: Convolution | None = None) -> bool:
-    """Return whether image, weight and loss fit in a convolution.
+    """Return whether a convolution of image and weight gives the loss.
 
     With ``transposed``, return whether a transposed convolution can produce the image.
     """
-    # Some shapes may be declared by the caller. They are checked before the arithmetic relies on them.
+    # The caller may have declared one of these shapes wrongly. So check the shapes before `_convolved` computes with them.
     if not len(image) == len(weight) == len(loss) or min(*image, *weight) < 0:
         return False
     found = _convolved(node, image, weight)
@@ -501,7 +505,7 @@ def infer(graph: Any, outputs: Iterable[Any], *, io_dtype: Any = None) -> dict[i
         if made.get(uid) is not tensor or tensor is None:
             raise ArgumentError(
                 f"no node of this graph makes {getattr(tensor, 'name', tensor)!r}, so it cannot be an output; return the "
-                "result of an operation (g.identity passes an input through)"
+                "result of an operation (g.identity(x) makes an output of an input x)"
             )
         if uid in seen:
             raise ArgumentError(f"tensor {tensor.name!r} is named twice among the outputs; name it once")
@@ -555,16 +559,16 @@ def _output_shape(node: FrontendNode, port: str, tensor: FrontendTensor, shapes:
     if tensor.dim_assigned and declared != shape:
         raise ArgumentError(
             f"{title(node)}: its output {port} was declared with shape {declared}, but comes out as {shape}; "
-            "drop the set_dim or correct it"
+            "drop the call of set_dim, or correct its shape"
         )
     if tensor.stride_assigned and len(tensor.stride) != len(shape):
         raise ArgumentError(
-            f"{title(node)}: its output {port} of shape {shape} was given strides {tuple(tensor.stride)}; one per axis"
+            f"{title(node)}: its output {port} of shape {shape} was given strides {tuple(tensor.stride)}; give a stride per axis"
         )
     if (elements := math.prod(shape)) > MOST_ELEMENTS:
         raise ArgumentError(
             f"{title(node)}: its output {port} of shape {shape} has {elements:,} elements, and cuDNN's tensors have at most "
-            f"{MOST_ELEMENTS:,}; compute it in parts"
+            f"{MOST_ELEMENTS:,}; compute the output in parts"
         )
     return shape
 

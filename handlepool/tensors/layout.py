@@ -19,8 +19,8 @@ from handlepool.tensors import frontend
 from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.inference import dense_strides
 
-# The fields of a frozen dataclass can be set only through these functions. They are looked up once, because each launch makes
-# layouts.
+# `Layout.of` needs both functions, because `Layout` is a frozen dataclass. Each launch makes layouts, so look the functions up
+# only once.
 _new, _set = object.__new__, object.__setattr__
 
 HOST = -1
@@ -30,12 +30,12 @@ UNKNOWN = -2
 _MOST_WORK: Any = 10_000
 """The maximum work to prove that strided arrays share no byte.
 
-If this is not enough, the arrays count as sharing a byte.
+If a proof needs more work, the arrays count as sharing a byte.
 """
 _SOMEWHERE = 1 << 60
-"""An address in place of a real address, where only distances matter.
+"""An address that stands for any address, where only distances matter.
 
-It is so large that no address computed from it falls below zero.
+The address is so large that no address computed from it falls below zero.
 """
 _MOST_DISTANCES = 64
 """The maximum number of cached distances between two views of a block.
@@ -143,11 +143,12 @@ def span(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: i
 def share_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
     """Return False if two arrays certainly share no byte.
 
-    The answer is True if they share a byte, and if the proof takes too long.
+    The answer is True if the arrays share a byte, or if the proof takes too long.
     """
     try:
         return np.shares_memory(one, other, max_work=_MOST_WORK)
-    # The question is NP-complete in general. A needless wait only costs overlap, but a missing wait may cause a wrong value.
+    # A proof can take too long, because the problem is NP-complete. Then answer True: the caller adds a wait, and a needless
+    # wait only costs time, but a missing wait may cause a wrong value.
     except np.exceptions.TooHardError:
         return True
 
@@ -164,9 +165,9 @@ class _Bytes:
 
 
 def piece(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Piece:
-    """Return an array's memory by its geometry.
+    """Return the memory of an array with this address and geometry.
 
-    An array without elements has an empty piece at its address.
+    The memory of an array without elements begins and ends at ``address``.
     """
     # `_reach` is cached, and needs hashable arguments.
     shape, strides = tuple(shape), tuple(strides)
@@ -233,10 +234,10 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int)
 
 
 def meeting(one: "Layout", other: "Layout") -> Callable[[int], bool] | None:
-    """Return a test for a shared element of two arrays, by distance.
+    """Return a test whether arrays of two layouts share an element.
 
-    The distance is the number of bytes from the address of the first array to the address of the other array. The function
-    returns None if neither array has gaps, because then a comparison of begins and ends is enough.
+    The test is a function of the distance: the number of bytes from the address of the first array to the address of the other
+    array. The result is None if neither array has gaps, because then a comparison of begins and ends is enough.
     """
     if one.piece(_SOMEWHERE)[2] is None and other.piece(_SOMEWHERE)[2] is None:
         return None
@@ -297,7 +298,8 @@ class Layout:
 
         The array may be any object with ``shape``, ``strides`` in bytes and ``dtype``.
         """
-        # This avoids the call of `__init__`. A launch on the host driver makes and compares the layouts of all its arrays.
+        # Set the fields without `__init__`, which would be slower. A launch on the host driver makes the layouts of all its
+        # arrays.
         layout = _new(cls)
         _set(layout, "shape", tuple(array.shape))
         _set(layout, "strides", tuple(array.strides))
@@ -308,7 +310,7 @@ class Layout:
     def reach(self) -> int:
         """Bytes from the first element's begin to the last element's end.
 
-        It is 0 for an array without elements.
+        The number is 0 for an array without elements.
         """
         if 0 in self.shape:
             return 0
@@ -368,8 +370,8 @@ class ArraySpec:
     Parameters
     ----------
     shape : sequence of int
-    dtype : numpy.dtype or what makes one
-        The names "bfloat16" and those of the 8-bit floating-point types of ml_dtypes are also accepted.
+    dtype : numpy.dtype, or a value that NumPy converts to a type
+        The name "bfloat16" and the names of the 8-bit floating-point types of ml_dtypes are also accepted.
     layout : {"NCHW", "NHWC"} or sequence of int
         "NCHW" means contiguous and "NHWC" channels-last in memory, both for any number of axes. A sequence gives the strides in
         bytes. The strides must equal those of the later arrays, also along axes of extent 1. Otherwise a call does not find the
@@ -418,11 +420,10 @@ def as_dtype(value: Any) -> np.dtype[Any]:
     Raises
     ------
     ArrayTypeError
-        For a value that names no type, and for a type that cuDNN lacks. Also for a type that needs ml_dtypes if this package is
-        missing.
+        If ``value`` names no type, if cuDNN lacks the type, or if the type needs the package ml_dtypes and it is missing.
     """
     try:
-        # NumPy would take None as float64. The name used instead is no type, so NumPy raises.
+        # NumPy would take None as float64. So replace None by a name of no type, for which NumPy raises.
         dtype = np.dtype("nothing" if value is None else value)
     except (TypeError, ValueError):
         if not isinstance(value, str) or value not in frontend.NAMES:

@@ -13,7 +13,7 @@ from handlepool.pool.process_end import process_end
 from handlepool.recording.program import Program
 
 ADVICE = {
-    "captures that are not over": ("capture that is not over", "end each of them"),
+    "captures that are not over": ("capture that is not over", "end each capture"),
     "side slots that are leased": ("side slot that is leased", "leave each fork, and shut down each executor"),
     "side slots that a capture holds": ("side slot that a capture holds", "end each capture"),
     "slots of other threads that live on": ("slot of another thread that lives on", "join each thread"),
@@ -46,10 +46,10 @@ def leak_check(pool: HandlePool) -> Iterator[None]:
     """
     before, programs = _held(pool), _programs()
     yield
-    # A test that dropped objects in cycles leaks nothing, because they release their resources when the collector finds them.
-    # So the collector runs first.
+    # Dropped objects in reference cycles release their resources only when the collector finds them. Such objects are no leak,
+    # so run the collector first.
     gc.collect()
-    # Some released resources wait until a call may destroy them. `trim` is such a call.
+    # Some released resources are deferred: they wait for a call that may destroy them. `trim` is such a call.
     pool.trim()
     leaked = [_said(count, what) for what, count in (_held(pool) - before).items()]
     leaked += [f"{program!r} (close it)" for program in _programs() if program not in programs]
@@ -63,7 +63,7 @@ def _said(count: int, what: str) -> str:
 
 
 def _held(pool: HandlePool) -> Counter[str]:
-    """Count the resources that can leak."""
+    """Return the counts of the resources that can leak, as in `ADVICE`."""
     internals, stats = pool.internals, pool.stats()
     counts = Counter(
         {

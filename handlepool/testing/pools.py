@@ -46,7 +46,9 @@ def host_pool(*, seed: int = 0) -> Iterator[HandlePool]:
     assert driver.order is not None
     # The tested code may have caught the error of an access. The test must fail even then.
     if found := driver.order.found:
-        raise AssertionError(f"the code under test swallowed errors of missing order, {len(found)} in all, the first: {found[0]}")
+        raise AssertionError(
+            f"the code under test caught errors of accesses without order, {len(found)} in all, the first: {found[0]}"
+        )
 
 
 @contextmanager
@@ -74,7 +76,8 @@ def _as_default(driver: Driver) -> Iterator[HandlePool]:
         finally:
             driver.pop_stream(stream, previous)
         if not driver.is_capturing(stream.ptr):
-            # The test may have left a capture open. `relaxed` lets the wait succeed all the same.
+            # The test may have left a capture of another stream open, which could refuse the wait. Under `relaxed` the wait
+            # succeeds.
             with driver.relaxed():
                 driver.synchronize_stream(stream.ptr)
 
@@ -89,12 +92,12 @@ def no_gpu() -> Iterator[None]:
     Raises
     ------
     AssertionError
-        At once, in the code that asks for a GPU. Also at the end, if that code caught the error, or if another library used
-        CUDA.
+        At once, in code that asks handlepool for a GPU. The function also raises at the end, if that code caught the error, or
+        if another library used CUDA.
     """
     opened = _opened()
     nobody = _Nobody()
-    # A pool loads its driver by name at its first use. So the driver of this name is replaced by an object that refuses.
+    # A pool loads its driver by name at its first use. So replace the driver named "cuda" by an object that refuses any use.
     former = drivers.replace("cuda", cast(Driver, nobody))
     try:
         with ExitStack() as stack:

@@ -1,6 +1,6 @@
 """Compute convolutions, products and pooling in float64, as a reference.
 
-The functions share no code with the drivers. They need SciPy, which the extras ``demo`` and ``test`` bring.
+The functions share no code with the drivers. The functions need SciPy, which the extras ``demo`` and ``test`` install.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +45,8 @@ def conv2d(
 ) -> Array:
     """Convolve images with filters in float64.
 
-    Each plane is convolved with each filter by itself, without Fourier transforms. So the errors are not larger than the
-    rounding of float64.
+    Each channel of an image is convolved with each filter separately, without Fourier transforms. So the only errors are the
+    roundings of float64.
 
     Parameters
     ----------
@@ -59,9 +59,10 @@ def conv2d(
     padding : int, or sequence of two, or of two pairs
         Zeros added on both sides, along height and width, or ((above, below), (left, right)).
     groups : int
-        Groups of channels that are convolved apart.
+        Number of groups of channels that are convolved separately.
     mode : {"cross_correlation", "convolution"}
-        The convention of neural networks, or the mathematical convention, which flips the filters.
+        "cross_correlation" is the convention of neural networks. "convolution" is the mathematical convention, which flips the
+        filters.
     bias : array_like, shape (K,), optional
         Added to each channel.
     add : array_like, shape (N, K, P, Q), optional
@@ -90,7 +91,10 @@ def conv2d(
     images = np.pad(images, ((0, 0), (0, 0), *margins))
     filters = _dilate(filters, gaps)
     if images.shape[2] < filters.shape[2] or images.shape[3] < filters.shape[3]:
-        raise ArgumentError(f"reference conv2d: filters of {filters.shape[2:]} after dilation exceed {images.shape[2:]} pixels")
+        raise ArgumentError(
+            f"reference conv2d: filters of {filters.shape[2:]} after dilation exceed padded images of {images.shape[2:]} pixels; "
+            "pass larger images or smaller filters"
+        )
 
     slide = MODES[mode]
     width, per_group = filters.shape[1], filters.shape[0] // groups
@@ -256,7 +260,7 @@ def relative_error(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
     """
     right = np.asarray(expected, np.float64)
     error, norm = (float(np.linalg.norm(part)) for part in (np.asarray(actual, np.float64) - right, right))
-    # Two zeros would divide 0 by 0.
+    # If the expected norm is 0 as well, the division would be 0 / 0.
     if error == 0:
         return 0.0
     return error / norm if norm > 0 and np.isfinite(error) else float("inf")

@@ -37,8 +37,7 @@ def test_every_check_passes_on_a_gpu(tmp_path):
     assert status == 0, bundle["checks"]
 
 
-def test_a_driver_that_is_missing_is_the_only_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("handlepool.drivers.available", lambda name: "there is no GPU")
+def test_a_driver_that_is_missing_is_the_only_line(tmp_path, capsys, no_gpu):
     status, bundle = run(tmp_path, "cuda")
     assert status == 1
     assert [each["name"] for each in bundle["checks"]] == ["driver"]

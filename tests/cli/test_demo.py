@@ -14,7 +14,7 @@ import pytest
 Image = pytest.importorskip("PIL.Image", reason="the demo's extra is not installed: pip install 'handlepool[demo]'")
 pytest.importorskip("matplotlib", reason="the demo's extra is not installed: pip install 'handlepool[demo]'")
 
-from handlepool import ContractError, HandlePool, drivers  # noqa: E402
+from handlepool import ContractError, HandlePool  # noqa: E402
 from handlepool.cli import demo  # noqa: E402
 from handlepool.cli.demo import figure, measure, network, network_figure  # noqa: E402
 from handlepool.cli.demo.filters import Filter, builtin_filters, chain_of, load_filters  # noqa: E402
@@ -276,12 +276,6 @@ def one_round(monkeypatch):
         monkeypatch.setattr(module, "_BUDGET", 0.0)
 
 
-@pytest.fixture
-def no_gpu(monkeypatch):
-    """The cuda driver is not available, and the host driver is."""
-    monkeypatch.setattr(drivers, "available", lambda name: None if name == "host" else "there is no GPU")
-
-
 def measured():
     """What the demo finds over a schedule that means harm, with the order of accesses checked."""
     with HandlePool(driver=HostDriver(scheduler="adversarial", check_order=True)) as pool:
@@ -334,9 +328,8 @@ def test_control_a_network_that_is_computed_otherwise_is_wrong(monkeypatch, one_
     assert not report.right
 
 
-def test_g17_control_without_order_the_chain_of_the_demo_reads_too_early(monkeypatch, one_round):
-    fork = measure.ParallelStates.fork
-    monkeypatch.setattr(measure.ParallelStates, "fork", lambda states: fork(states, ordered=False))
+def test_g17_control_without_order_the_chain_of_the_demo_reads_too_early(without, one_round):
+    without("the order of forks")
     with pytest.raises(ContractError, match="not ordered"):
         measured()
 

@@ -97,7 +97,7 @@ def test_a_directory_that_is_not_there_is_not_made(action, tmp_path, capsys):
     [
         ("file", "it is a file"),
         ("link", "it is a symbolic link to no directory"),
-        ("~nobody-is-called-so/plans", "cannot be found: .*home.*; pass a path from the root"),
+        ("~nobody-is-called-so/plans", "cannot be found: .*home.*; pass an absolute path"),
     ],
 )
 def test_what_is_no_directory_is_told_so(action, name, why, tmp_path, capsys):

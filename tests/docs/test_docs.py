@@ -251,12 +251,10 @@ def test_the_examples_with_torch_run(make_driver):
             torch.testing.assert_close(c, names["first"](names["second"](x)), rtol=1e-2, atol=1e-2)
 
 
-def test_the_examples_with_models_of_torch_run(make_driver, monkeypatch):
+def test_the_examples_with_models_of_torch_run(make_driver, request):
     torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=ImportError)
     if not torch.cuda.is_available():
-        from harness.torch_host import QueuedHost
-
-        monkeypatch.setattr("handlepool.integrations.torch.places._host", QueuedHost)
+        request.getfixturevalue("torch_host")
     with HandlePool(driver="cuda" if torch.cuda.is_available() else make_driver()) as pool, as_default(pool):
         names = {}
         for block in blocks_of("torch-models.md"):

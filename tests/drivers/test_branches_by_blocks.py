@@ -5,7 +5,6 @@ What waits for what is found from the events alone, and what has to from the byt
 
 import itertools
 import random
-from types import SimpleNamespace
 
 import pytest
 from harness.graphs import both, double, plus
@@ -18,7 +17,6 @@ import cupy
 from cupy.cuda import memory
 from harness.no_gpu import NoGpuDriver, World
 
-from handlepool.drivers.cuda import fast_launch
 from handlepool.order.recent import Recent
 from handlepool.tensors.layout import Layout, share
 
@@ -144,11 +142,9 @@ class Launches(list):
 
 
 @pytest.fixture
-def world(monkeypatch):
+def world():
     driver = OrderedDriver()
     driver.launches = Launches(driver)
-    allocating = SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=driver.alloc))
-    monkeypatch.setattr(fast_launch, "cupy", allocating)
     with World(driver=driver) as world:
         yield world
 

@@ -22,10 +22,10 @@ class CudaError(RuntimeError):
 @pytest.mark.parametrize(
     ("error", "meaning"),
     [
-        (CudaError(900), "to wait for the GPU"),
+        (CudaError(900), "a wait for the GPU"),
         (CudaError(901), "an earlier call"),
-        (RuntimeError("the current stream is capturing, so synchronous API calls are disallowed"), "to wait for the GPU"),
-        (RuntimeError("the current stream is capturing, so H2D transfers are disallowed"), "a copy from the host"),
+        (RuntimeError("the current stream is capturing, so synchronous API calls are disallowed"), "a wait for the GPU"),
+        (RuntimeError("the current stream is capturing, so H2D transfers are disallowed"), "copied from the host"),
         (NotImplementedError(CUBLAS), r"refuses while a stream is captured: use handlepool\.matmul"),
         (NotImplementedError(CUBLAS.replace("cuBLAS", "cuRAND")), "draw cupy.random's numbers before"),
         (NotImplementedError(CUBLAS.replace("cuBLAS", "cuSOLVER")), r"is captured \(calling cuSOLVER"),

@@ -61,6 +61,17 @@ class DeviceArray:
             setattr(self, name, getattr(values, name))
 
 
+def pinned(nbytes):
+    """As `cupy.cuda.alloc_pinned_memory`."""
+
+    class Memory(ctypes.c_byte * nbytes):
+        pass
+
+    memory = Memory()
+    memory.ptr = ctypes.addressof(memory)
+    return memory
+
+
 @pytest.fixture
 def make(monkeypatch):
     """A driver whose device is 1 and whose stream is 99, and its runtime."""
@@ -68,6 +79,7 @@ def make(monkeypatch):
     def made(**options):
         runtime = Runtime(**options)
         monkeypatch.setattr(cuda, "runtime", runtime)
+        monkeypatch.setattr(cuda.cupy.cuda, "alloc_pinned_memory", pinned)
         driver = cuda.CudaDriver()
         driver.current_device = lambda: 1
         driver.current_stream = lambda: SimpleNamespace(ptr=99)
@@ -100,22 +112,10 @@ def test_another_refusal_is_an_error(make):
     assert runtime.asked == [("reach", 0)]
 
 
-def pinned(nbytes):
-    """As `cupy.cuda.alloc_pinned_memory`."""
-
-    class Memory(ctypes.c_byte * nbytes):
-        pass
-
-    memory = Memory()
-    memory.ptr = ctypes.addressof(memory)
-    return memory
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 3, 1, 5), (2, 0, 4, 5)])
-def test_a_copy_to_the_host_has_the_layout_of_the_array(make, monkeypatch, order, shape):
+def test_a_copy_to_the_host_has_the_layout_of_the_array(make, order, shape):
     driver, runtime = make()
-    monkeypatch.setattr(cuda.cupy.cuda, "alloc_pinned_memory", pinned)
     values = np.random.default_rng(1).standard_normal([shape[axis] for axis in order]).transpose(np.argsort(order))
     host = driver.copy_to_host(DeviceArray(values, 1), 99)
     assert host.shape == values.shape == shape
@@ -124,9 +124,8 @@ def test_a_copy_to_the_host_has_the_layout_of_the_array(make, monkeypatch, order
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)])
-def test_a_copy_from_the_host_has_the_values_of_the_call(make, monkeypatch, order):
+def test_a_copy_from_the_host_has_the_values_of_the_call(make, order):
     driver, runtime = make()
-    monkeypatch.setattr(cuda.cupy.cuda, "alloc_pinned_memory", pinned)
     queued = []
     runtime.memcpyAsync = lambda *copy: queued.append(copy)
     given = np.random.default_rng(2).standard_normal((3, 4, 10, 5))[:, :, ::-2]

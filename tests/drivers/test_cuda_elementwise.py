@@ -10,7 +10,7 @@ import pytest
 from harness.expressions import LARGEST, Case, around, lying
 from harness.kernel_cases import lying as dense
 from harness.kernel_cases import placed
-from harness.kernels_on_cpu import COMPILER, Compiled
+from harness.kernels_on_cpu import COMPILER, Compiled, planned
 
 from handlepool.drivers import expression as expressions
 from handlepool.drivers.cuda import elementwise, kernels
@@ -31,12 +31,9 @@ def kernel_of(case):
     return Elementwise(made, tuple(map(bits_of, case.numbers))), output
 
 
-def planned(kernel, operands, wide, monkeypatch):
+def in_packs(kernel, operands, wide):
     """A launch of packs as large as there may be, in few blocks of few threads."""
-    with monkeypatch.context() as patch:
-        for name, value in {"PLENTY": 0, "THREADS": 16, "MOST_BLOCKS": 2}.items():
-            patch.setattr(kernels, name, value)
-        launch = kernels.plan(kernel, operands)
+    launch = planned(kernel, operands, {"THREADS": 16, "MOST_BLOCKS": 2})
     if wide:
         geometry = type(launch.geometry)("q", launch.geometry)
         macros = (("WIDE", "1"), *launch.macros[1:])
@@ -52,12 +49,12 @@ def test_each_driver_has_every_operation():
 
 @needs_compiler
 @pytest.mark.parametrize("part", range(4))
-def test_random_expressions_are_the_reference_and_nothing_else_is_written(tmp_path, monkeypatch, part):
+def test_random_expressions_are_the_reference_and_nothing_else_is_written(tmp_path, part):
     cases, launches, outputs = [Case(seed) for seed in range(part, COUNT, 4)], [], []
     for number, case in enumerate(cases):
         kernel, result = kernel_of(case)
         y, memory = placed(lying(case.random, result.shape, result.dtype.name))
-        launches.append(planned(kernel, [*case.layouts, Layout.of(y)], number % 5 == 0, monkeypatch))
+        launches.append(in_packs(kernel, [*case.layouts, Layout.of(y)], number % 5 == 0))
         outputs.append((y, memory))
     compiled, tight, total = Compiled(launches, tmp_path), 0, 0
     for case, launch, (y, memory) in zip(cases, launches, outputs, strict=True):
@@ -70,7 +67,7 @@ def test_random_expressions_are_the_reference_and_nothing_else_is_written(tmp_pa
 
 
 @needs_compiler
-def test_packs_tails_and_broadcast_operands(tmp_path, monkeypatch):
+def test_packs_tails_and_broadcast_operands(tmp_path):
     """Each way to have neighbours along the innermost axis: all, some, with a tail, across the ends of the axis, or none."""
 
     def scaled(x, s, b):
@@ -99,7 +96,7 @@ def test_packs_tails_and_broadcast_operands(tmp_path, monkeypatch):
         assert output.dtype in (operands[0].dtype, np.dtype("float32"))
         if output.dtype != operands[0].dtype:
             operands[-1] = dense(output.shape, "float32", "NHWC" if operands[0].strides[1] < 8 else "NCHW")
-        launches.append(planned(Elementwise(made), operands, False, monkeypatch))
+        launches.append(in_packs(Elementwise(made), operands, False))
         packs.append(int(re.search(r"e < (\d)|$", launches[-1].code)[1] or 1))
     assert {*packs} == {1, 4, 8}
     compiled = Compiled(launches, tmp_path)

@@ -1,9 +1,11 @@
 """The CUDA kernels' source and geometry, run on the CPU and compared with float64; what only a GPU shows is in tests/gpu."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from harness.kernel_cases import CASES, check, filled, lying, random_case, sliced
-from harness.kernels_on_cpu import COMPILER, Compiled
+from harness.kernels_on_cpu import COMPILER, Compiled, planned
 
 from handlepool.drivers.cuda import kernels
 from handlepool.drivers.kernel import Add, Concat, Depthwise, Windows
@@ -12,21 +14,9 @@ from handlepool.tensors.layout import Layout
 pytest.importorskip("ml_dtypes")
 
 
-def in_packs(kernel, operands):
-    """The launch with packs as large as there may be, however few threads are left, and few blocks of few threads."""
-    with pytest.MonkeyPatch.context() as patch:
-        small = {"MOST_BLOCKS": 2, "MOST_PARTS": 2, "THREADS": 16, "LANES": 8, "SHARES": 4, "MOST_PIXELS": 2, "LARGEST_BLOCK": 64}
-        for name, value in {"PLENTY": 0, **small}.items():
-            patch.setattr(kernels, name, value)
-        return kernels.plan(kernel, operands)
-
-
-def widened(kernel, operands):
-    """The launch with offsets of 64 bits."""
-    with pytest.MonkeyPatch.context() as patch:
-        plain = kernels.launch_of
-        patch.setattr(kernels, "launch_of", lambda *args, wide=False, **options: plain(*args, wide=True, **options))
-        return in_packs(kernel, operands)
+SMALL = {"MOST_BLOCKS": 2, "MOST_PARTS": 2, "THREADS": 16, "LANES": 8, "SHARES": 4, "MOST_PIXELS": 2, "LARGEST_BLOCK": 64}
+in_packs = partial(planned, limits=SMALL)
+widened = partial(in_packs, wide=True)
 
 
 def check_all(cases, launches, folder):

@@ -149,8 +149,7 @@ def test_a_shortcut_to_a_kernel_launches_on_the_stream():
 
     from handlepool import add
 
-    with World() as world, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast_launch, "cupy", SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc)))
+    with World() as world:
         x, z, out = (world.array(1, 4, 6, 6) for _ in range(3))
         for given in (out, out, None, None):
             y = add(x, z, out=given, pool=world.pool)
@@ -230,7 +229,6 @@ def test_what_begins_early_is_launched_behind_a_barrier(monkeypatch):
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_shortcut_knows_of_the_barrier(early, monkeypatch):
-    from handlepool.drivers.cuda import fast_launch
 
     texts = []
     monkeypatch.setattr(fast_launch, "compile", lambda text, *args: texts.append(text) or compile(text, *args), raising=False)

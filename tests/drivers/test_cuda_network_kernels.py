@@ -1,35 +1,24 @@
 """The CUDA source of normalisations and copies, run on the CPU and compared with float64; a GPU runs the same cases."""
 
+from functools import partial
+
 import pytest
 from harness.kernel_cases import check, lying
-from harness.kernels_on_cpu import COMPILER, Compiled
+from harness.kernels_on_cpu import COMPILER, Compiled, planned
 from harness.network_cases import CASES, expects, groups, random_case, rows
 
-from handlepool.drivers.cuda import kernels, network_kernels
+from handlepool.drivers.cuda import kernels
 from handlepool.drivers.kernel import Normalise, Resample
 
 pytest.importorskip("ml_dtypes")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no g++ to compile the kernels with")
 
 
-def in_packs(kernel, operands):
-    """The launch with packs as large as there may be, however few threads are left, and few blocks of few threads."""
-    with pytest.MonkeyPatch.context() as patch:
-        small = {"MOST_BLOCKS": 2, "THREADS": 16, "LANES": 4, "SHARES": 4, "MOST_PIXELS": 2, "LARGEST_BLOCK": 64}
-        for name, value in {"PLENTY": 0, **small}.items():
-            patch.setattr(kernels, name, value)
-        small = {"SQUEEZED_LANES": 3, "SQUEEZED_THREADS": 16, "EXCITED_LANES": 3, "EXCITED_THREADS": 32, "LAYER_THREADS": 64}
-        for name, value in {**small, "EXCITED_EACH": 1, "EXCITED_BLOCKS": 8}.items():
-            patch.setattr(network_kernels, name, value)
-        return kernels.plan(kernel, operands)
-
-
-def widened(kernel, operands):
-    """The launch with offsets of 64 bits."""
-    with pytest.MonkeyPatch.context() as patch:
-        plain = kernels.launch_of
-        patch.setattr(kernels, "launch_of", lambda *args, wide=False, **options: plain(*args, wide=True, **options))
-        return in_packs(kernel, operands)
+SMALL = {"MOST_BLOCKS": 2, "THREADS": 16, "LANES": 4, "SHARES": 4, "MOST_PIXELS": 2, "LARGEST_BLOCK": 64}
+SMALL |= {"SQUEEZED_LANES": 3, "SQUEEZED_THREADS": 16, "EXCITED_LANES": 3, "EXCITED_THREADS": 32, "LAYER_THREADS": 64}
+SMALL |= {"EXCITED_EACH": 1, "EXCITED_BLOCKS": 8}
+in_packs = partial(planned, limits=SMALL)
+widened = partial(in_packs, wide=True)
 
 
 def check_all(cases, launches, folder):

@@ -21,6 +21,7 @@ class World:
 
     def __init__(self, monkeypatch):
         self.log, self.held, self.allocated = [], [], []
+        self.full = False
         monkeypatch.setattr(module.runtime, "memcpyAsync", self.move)
         monkeypatch.setattr(module, "_move", lambda *args: self.move(*args[:3], module.runtime.memcpyDefault, args[3]))
         monkeypatch.setattr(module.cupy.cuda, "alloc", self.alloc)
@@ -35,6 +36,8 @@ class World:
         self.values(target)[...] = self.values(source)
 
     def alloc(self, nbytes):
+        if self.full:
+            raise OutOfMemoryError(nbytes, 0, 0)
         self.allocated.append(nbytes)
         self.log.append("alloc")
         memory = (ctypes.c_byte * max(nbytes, 1))()
@@ -117,12 +120,9 @@ def test_without_inputs_and_outputs_there_is_the_launch_alone(world):
     assert "launch" in world.log
 
 
-def test_too_little_memory_is_a_memory_error_before_anything_is_enqueued(world, monkeypatch):
-    def alloc(nbytes):
-        raise OutOfMemoryError(nbytes, 0, 0)
-
+def test_too_little_memory_is_a_memory_error_before_anything_is_enqueued(world):
     x, y, given = (world.array(numbers(2)) for _ in range(3))
-    monkeypatch.setattr(module.cupy.cuda, "alloc", alloc)
+    world.full = True
     with pytest.raises(MemoryError):
         world.run(Copies([x], [y], [y.strides]), [given])
     assert world.log == ["exchange", "exchange"]

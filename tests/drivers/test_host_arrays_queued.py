@@ -47,6 +47,12 @@ def into_double(function):
     return call
 
 
+def scattered(method, ufunc):
+    """CuPy's method of an array, which NumPy has as a ufunc's; the index names an element twice."""
+    index, values = ([0, 0, 1], [1, 1, 2]), [5, -7, 1]
+    return changed(lambda m: ufunc.at(m, index, values) if isinstance(m, np.ndarray) else getattr(m, method)(index, values))
+
+
 def nines(array):
     array[...] = 9
 
@@ -72,6 +78,9 @@ QUEUED = {
     "outer": lambda a: np.subtract.outer(a.m, a.i),
     "reduce": lambda a: np.add.reduce(a.m),
     "at": changed(lambda m: np.add.at(m, ([0, 0, 1], [1, 1, 2]), 5)),
+    "scatter_add": scattered("scatter_add", np.add),
+    "scatter_max": scattered("scatter_max", np.maximum),
+    "scatter_min": scattered("scatter_min", np.minimum),
     "sum": lambda a: a.m.sum(),
     "mean": lambda a: a.m.mean(axis=0, keepdims=True),
     "sum with keepdims=1": lambda a: a.m.sum(axis=1, keepdims=1),

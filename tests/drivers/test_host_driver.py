@@ -178,7 +178,7 @@ def test_timing_events_take_their_time_when_the_stream_comes_to_them(driver):
     stream = driver.create_stream()
     start, latch = record(driver, stream, timing=True), driver.latch(stream.ptr)
     middle = record(driver, stream, timing=True)
-    with pytest.raises(ContractError, match="has passed"):
+    with pytest.raises(ContractError, match="has not passed"):
         driver.elapsed(start, middle)
     other = driver.create_stream()
     released = record(driver, other, timing=True)
@@ -638,7 +638,7 @@ def test_a_handle_that_was_rebound_or_whose_pointer_was_recycled_behind_the_driv
     del stream
     new = driver.create_stream()
     assert new.ptr == pointer
-    with pytest.raises(ContractError, match="destroyed>: bind it again"):
+    with pytest.raises(ContractError, match="destroyed>; bind the handle again"):
         driver.use_handle(handle, int)
     driver.bind_handle(handle, pointer)
     driver.use_handle(handle, int)

@@ -343,8 +343,16 @@ REFUSED = {
         GraphNotSupportedError,
         VIEWED,
     ),
-    "an axis twice": (lambda g, x: g.transpose(x, permutation=[0, 1, 1], name="it"), ArgumentError, r"each of 0 to 2 once"),
-    "an axis that is none": (lambda g, x: g.transpose(x, permutation=[0, 1, 0.5], name="it"), ArgumentError, "each of 0"),
+    "an axis twice": (
+        lambda g, x: g.transpose(x, permutation=[0, 1, 1], name="it"),
+        ArgumentError,
+        r"each of the axes 0 to 2 once",
+    ),
+    "an axis that is none": (
+        lambda g, x: g.transpose(x, permutation=[0, 1, 0.5], name="it"),
+        ArgumentError,
+        "each of the axes 0",
+    ),
     "no permutation": (lambda g, x: g.transpose(x, name="it"), ArgumentError, "permutation=None does not fit"),
     "a concatenation of unlike arrays": (
         lambda g, x: g.concatenate(inputs=[x, g.transpose(x, permutation=[0, 2, 1])], axis=0, name="it"),

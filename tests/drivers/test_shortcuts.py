@@ -6,7 +6,6 @@ import sys
 import threading
 from collections import OrderedDict
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -57,8 +56,6 @@ def make_world(monkeypatch, make_default):
     def make(**options):
         world = World(**options)
         world.prepared = 0
-        allocating = SimpleNamespace(ndarray=cupy.ndarray, cuda=SimpleNamespace(alloc=world.driver.alloc))
-        monkeypatch.setattr(shortcuts, "cupy", allocating)
         make_default(world.pool)
         worlds.append(world.__enter__())
         return world

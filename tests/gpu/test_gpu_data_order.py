@@ -57,7 +57,7 @@ class World:
 @pytest.fixture
 def world(pool, stream, kernels):
     with as_default(pool), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a branch waits since")
+        warnings.filterwarnings("ignore", "a branch waits because")
         warnings.filterwarnings("ignore", ".* returned new arrays and wrote")
         yield World(pool, kernels)
 

@@ -40,12 +40,12 @@ def brought(array, memory):
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_functions_are_the_plain_function_on_numpy(pool, stream, monkeypatch, part):
+def test_random_functions_are_the_plain_function_on_numpy(pool, stream, limits, monkeypatch, part):
     tight = total = 0
     for seed in range(part, COUNT, PARTS):
         case = Case(seed)
         if seed % 3:  # packs as large as there may be
-            monkeypatch.setattr("handlepool.drivers.cuda.kernels.PLENTY", 0)
+            limits(PLENTY=0)
         else:
             monkeypatch.undo()
         function = elementwise(case.traced)

@@ -29,7 +29,7 @@ WIDE = 8
 def lanes(pool, stream):
     """Lanes on the test's pool, the default one, where the CUDA driver is new enough."""
     with as_default(pool), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a branch waits since")
+        warnings.filterwarnings("ignore", "a branch waits because")
         yield pool
 
 

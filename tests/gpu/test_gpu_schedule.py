@@ -9,11 +9,12 @@ import pytest
 from harness.insides import recording_of
 from harness.process import as_default
 from harness.region_gpu import CALLS
+from harness.region_lanes import random_times
 from harness.region_maker import make_case
 
 import handlepool
 from handlepool import operation
-from handlepool.recording import capture, timing
+from handlepool.recording import timing
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -28,17 +29,16 @@ WIDE = 12
 @pytest.fixture
 def lanes(pool, stream):
     with as_default(pool), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a branch waits since")
+        warnings.filterwarnings("ignore", "a branch waits because")
         yield pool
 
 
 @pytest.mark.timeout(600)
-def test_g17_random_programs_scheduled_by_random_times_give_what_one_stream_gives(lanes, eager_work, monkeypatch):
+def test_g17_random_programs_scheduled_by_random_times_give_what_one_stream_gives(lanes, eager_work):
     world = World()
     for seed in range(PROGRAMS):
-        rng = random.Random(seed)
-        monkeypatch.setattr(capture, "estimated", lambda used, rng=rng: [rng.choice([0.5, 1, 2, 5, 30]) for _ in used])
-        wrong = world.wrong(make_case(seed, CALLS, few=True), 2 + seed % 3)
+        with random_times(random.Random(seed)):
+            wrong = world.wrong(make_case(seed, CALLS, few=True), 2 + seed % 3)
         assert not wrong, f"seed {seed}: {wrong}"
 
 

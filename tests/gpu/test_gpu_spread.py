@@ -12,7 +12,6 @@ from harness.aliases import ALIASES, base, in_place
 
 import handlepool
 from handlepool import DeviceMismatchError, ItemError
-from handlepool.spreading.worker import DeviceWorker
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 
@@ -290,10 +289,8 @@ def test_copies_are_ordered_on_the_stream_that_is_told(pool, kernels):
     assert [np.unique(each).tolist() for each in (host, cupy.asnumpy(y), cupy.asnumpy(x))] == [[2], [2], [3]]
 
 
-def test_further_items_go_the_short_way_and_give_the_same(pool, stream, images, weights, monkeypatch):
+def test_further_items_go_the_short_way_and_give_the_same(pool, stream, images, weights, general_items):
     """From the host and resident, with several results."""
-    give, went = DeviceWorker._give, []
-    monkeypatch.setattr(DeviceWorker, "_give", lambda *args: went.append(1) or give(*args))
 
     def both(item, w):
         return {"y": tower(item["x"], w), "z": [conv(item["x"], w)]}
@@ -301,9 +298,9 @@ def test_further_items_go_the_short_way_and_give_the_same(pool, stream, images, 
     first, second = (expected(pool, function, images, weights) for function in (tower, conv))
     for items in (images, [pool.driver.asarray(x) for x in images]):
         for to in (None, "host"):
-            went.clear()
+            general_items.clear()
             got = [*handlepool.spread(both, [{"x": x} for x in items], shared=(weights,), devices=[0], to=to)]
-            assert len(went) == 1
+            assert len(general_items) == 1
             assert same([y["y"] for y in got], first)
             assert same([y["z"][0] for y in got], second)
 

@@ -41,7 +41,7 @@ def test_g19_random_stateful_programs_give_the_plain_functions_values_or_are_ref
 )
 def test_g19_copies_from_the_host_are_refused_and_their_target_is_named(driver, write, lanes):
     x, values = cupy.ones(SHAPE, np.float32), np.ones(SHAPE, np.float32)
-    with pytest.raises(CaptureError, match=r"test_gpu_state\.py:\d+.*Pass host data as an argument, or make it on the"):
+    with pytest.raises(CaptureError, match=r"test_gpu_state\.py:\d+.*Pass host data as an argument, or make"):
         handlepool.record(lambda x: write(x, values), x, lanes=lanes)
 
 
@@ -115,5 +115,5 @@ def test_g19_a_view_that_outlives_its_array_is_found_by_its_memory(driver, lanes
         return y
 
     step(cupy.ones(SHAPE, np.float32))
-    with pytest.raises(CaptureError, match="keeps state in a new array each time"):
+    with pytest.raises(CaptureError, match="keeps state in a new array at each call"):
         handlepool.record(step, cupy.ones(SHAPE, np.float32), lanes=lanes)

@@ -49,7 +49,9 @@ def test_a_tensor_that_was_made_one_of_other_elements_is_refused(arrays, change)
     def changed(g, x):
         return g.relu(CHANGES[change](x))
 
-    with pytest.raises(ArgumentError, match=r"changed argument 0 is of shape \(2, 3, 5, 5\), .* which are other elements"):
+    with pytest.raises(
+        ArgumentError, match=r"changed argument 0 is of shape \(2, 3, 5, 5\), .* which are not the array's elements"
+    ):
         changed(arrays.random(2, 3, 5, 5))
 
 
@@ -104,7 +106,7 @@ def test_an_empty_array_is_taken_wherever_it_is_given_and_checked_as_any(arrays,
     assert double(empty, out=empty) is empty
     assert [*double.run({"x": empty}).values()][1].shape == shape
     assert double.compile(ArraySpec(shape, "float32")).engine == "nothing"
-    with pytest.raises(ArgumentError, match=r"it must be float32 of shape \(4, 4\)"):
+    with pytest.raises(ArgumentError, match=r"must be float32 of shape \(4, 4\)"):
         double(x, out=empty)
     with pytest.raises(ArgumentError, match="axes"):
         handlepool.conv2d(empty, x)

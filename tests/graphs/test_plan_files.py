@@ -251,7 +251,9 @@ def test_the_environment_names_a_directory_where_no_argument_does(monkeypatch, t
     assert HandlePool(driver="host").internals.plan_files is None
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HANDLEPOOL_PLAN_DIRECTORY", str(tmp_path / "file"))
-    with pytest.raises(ArgumentError, match=r"variable HANDLEPOOL_PLAN_DIRECTORY names it: plan directory .* cannot be used"):
+    with pytest.raises(
+        ArgumentError, match=r"variable HANDLEPOOL_PLAN_DIRECTORY names an unusable path: plan directory .* cannot be used"
+    ):
         HandlePool(driver="host")
 
 

@@ -94,8 +94,8 @@ def layer(scene, **options):
     ("of_nodes", "launches", "form"),
     [
         ({}, 1, "conv2d + bias + activation"),
-        ({3: 20}, 2, "conv2d + bias; activation behind it"),
-        ({3: 20, 2: 19}, 2, "conv2d; bias + activation behind it"),
+        ({3: 20}, 2, "conv2d + bias; activation in a second launch"),
+        ({3: 20, 2: 19}, 2, "conv2d; bias + activation in a second launch"),
         ({3: 0.5, 2: 0}, 1, "conv2d + bias + activation"),  # the launch behind it takes longer than that
     ],
 )
@@ -263,7 +263,12 @@ def test_the_first_candidates_are_tried_and_the_one_in_use(make):
     assert (tuning.winner.index, tuning.previous.index) == (4, 4)
     conv.plan_for(x, w).select(0)
     (tuning,) = handlepool.tune(conv, x, w, candidates=3)
-    assert [each.skipped for each in tuning.candidates] == ["", "", "", *["not tried, since it is behind the first 3"] * 2]
+    assert [each.skipped for each in tuning.candidates] == [
+        "",
+        "",
+        "",
+        *["not tried, because it comes after the first 3 plans"] * 2,
+    ]
     for wrong in (0, -1, 1.5, True, "all"):
         with pytest.raises(ArgumentError, match="tune: candidates="):
             handlepool.tune(conv, x, w, candidates=wrong)
@@ -488,7 +493,7 @@ def test_what_exceeds_the_scratch_limit_on_all_streams_at_a_time_is_skipped(make
     tuning = conv.tune(x, w, states=scene.states)
     assert (tuning.winner.index, tuning.candidates[1].skipped) == (
         2,
-        "no room for 1,048,576 bytes of scratch on 4 streams at a time",
+        "no room for 1,048,576 bytes of scratch on each of 4 streams",
     )
     assert conv.tune(x, w).winner.index == 1
 
@@ -544,7 +549,7 @@ def test_the_report_can_be_read(make):
         "plan alone concurrent scratch engine",
         f"1 12.00 20.00 {size} engine 1, chosen",
         f"0 10.00 50.00 {size} engine 0, used before",
-        "2 excluded by a setting, or not to be built: cuDNN answered: Deselecting execution plan",
+        "2 excluded by a setting, or cuDNN cannot build it: cuDNN answered: Deselecting execution plan",
     ]
     assert "None" not in str(conv.tune(*arrays_of(scene.driver)))
 

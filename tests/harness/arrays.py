@@ -19,6 +19,12 @@ def laid_out(values, layout):
     return np.moveaxis(np.ascontiguousarray(np.moveaxis(values, 1, -1)), -1, 1)
 
 
+def value_of(found):
+    """Return the value of all elements of an array, which have one."""
+    (value,) = np.unique(found if isinstance(found, np.ndarray) else found.get())
+    return float(value)
+
+
 class Arrays:
     """Makes arrays on a pool's driver; the seed is printed, which pytest shows of tests that fail."""
 

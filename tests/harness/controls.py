@@ -3,15 +3,27 @@
 A control shows that a test fails where a guarantee is not kept. The fixture ``without`` puts the stand-ins in place.
 """
 
+from functools import partialmethod
+
+from handlepool import ParallelStates
 from handlepool.pool import context
 from handlepool.pool.slot import Slot
+from handlepool.recording.program import Program
 
-_release = Slot.release_unless_busy
+_release, _follow = Slot.release_unless_busy, Program._follow
 
 
 def _released_although_busy(slot, closed):
     slot.busy = False
     return _release(slot, closed)
+
+
+def _followed_at_once(program, stream):
+    wait, program._driver.wait_event = program._driver.wait_event, lambda *_: None
+    try:
+        _follow(program, stream)
+    finally:
+        program._driver.wait_event = wait
 
 
 CONTROLS = {
@@ -31,6 +43,8 @@ CONTROLS = {
     "the needs of nodes": {"handlepool.recording.lanes.needs_of": lambda reads, writes: {}},
     "the last users of memory": {"handlepool.recording.lanes.Lanes.may_have": lambda lanes, start, stop: True},
     "held tensors": {"handlepool.recording.held.HeldTensors.read": lambda *call: None},
+    "the order of forks": {"handlepool.ParallelStates.fork": partialmethod(ParallelStates.fork, ordered=False)},
+    "waits for the last replay": {"handlepool.recording.program.Program._follow": _followed_at_once},
     "owners of programs": {"handlepool.recording.program.Program._check_owner": lambda program: None},
     "restoring after a tuning": {"handlepool.recording.outside.Outside.restore": lambda outside: None},
     "exact dependencies": {"handlepool.drivers.host.driver.HostDriver.dependencies": lambda driver, pointer: None},
@@ -63,7 +77,7 @@ CONTROLS = {
     },
     "followed readers": {"handlepool.recording.held.HeldTensors.follow": lambda *call: None},
     "new streams of side slots": {"handlepool.pool.side_streams.SideSlots.replace_stream": lambda sides, slot: None},
-    "the order with torch's stream": {"handlepool.recording.program.in_order": lambda pool, device, pointer, step: step()},
+    "the order with torch's stream": {"handlepool.recording.program_call.in_order": lambda pool, device, pointer, step: step()},
     "streams of regions": {
         "handlepool.regions.fork.inherited": lambda *_: context.thread.region,
         "handlepool.regions.memory._allocator_of": lambda _: context.thread.region.allocator,

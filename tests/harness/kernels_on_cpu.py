@@ -4,7 +4,9 @@ import ctypes
 import shutil
 import subprocess
 
-from handlepool.drivers.cuda import kernels
+import pytest
+
+from handlepool.drivers.cuda import kernels, network_kernels
 
 COMPILER = shutil.which("g++")
 SHIM = r"""
@@ -93,6 +95,20 @@ def _variant(number, launch):
             "}",
         ]
     )
+
+
+def planned(kernel, operands, limits, *, wide=False):
+    """Plan a launch of packs as large as there may be, however few threads are left, within other limits.
+
+    With ``wide``, the offsets have 64 bits.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"PLENTY": 0, **limits}.items():
+            patch.setattr(kernels if hasattr(kernels, name) else network_kernels, name, value)
+        if wide:
+            plain = kernels.launch_of
+            patch.setattr(kernels, "launch_of", lambda *args, wide=False, **options: plain(*args, wide=True, **options))
+        return kernels.plan(kernel, operands)
 
 
 def _key(launch):

@@ -84,6 +84,9 @@ def copies():
                 yield Shuffle(number), [x, lying(x.shape, dtype, "NHWC")]
         yield Shuffle(2), [lying((3, 8), dtype, "NCHW")] * 2
         yield Pad((2,)), [lying((5,), dtype, "NCHW"), lying((9,), dtype, "NCHW")]
+        # A crop to one row or one image leaves an axis of one place, which no pack may lie along.
+        yield Pad((0, 0, -1, 0)), [lying((1, 16, 3, 5), dtype, "NHWC"), lying((1, 16, 1, 5), dtype, "NHWC")]
+        yield Pad((-1, 0, 0, 0)), [lying((3, 16, 2, 5), dtype, "NCHW"), lying((1, 16, 2, 5), dtype, "NCHW")]
 
 
 def resamplings():

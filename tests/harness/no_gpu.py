@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import cupy
 import numpy as np
+import pytest
 from cupy.cuda.memory import MemoryPointer, UnownedMemory
 
 from handlepool import HandlePool, ParallelStates
@@ -252,19 +253,25 @@ class NoGpuDriver(CudaDriver):
 
 
 class World:
-    """A pool over the driver, states, and a stream of its own that is current; closed on leaving."""
+    """A pool over the driver, states, and a stream of its own that is current; closed on leaving.
+
+    CuPy allocates from the driver meanwhile.
+    """
 
     def __init__(self, *, devices=1, driver=None, **options):
         self.driver = driver or NoGpuDriver(devices)
         self.pool = HandlePool(driver=self.driver, **options)
         self.states = ParallelStates(4, pool=self.pool)
         self.stream = self.driver.create_stream()
+        self._patch = pytest.MonkeyPatch()
 
     def __enter__(self):
         self.stream.__enter__()
+        self._patch.setattr(cupy.cuda, "alloc", self.driver.alloc)
         return self
 
     def __exit__(self, *_):
+        self._patch.undo()
         self.stream.__exit__()
         self.pool.close()
 

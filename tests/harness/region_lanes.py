@@ -106,6 +106,14 @@ def wanted(case: Case) -> Values:
     return {name: value for name, value in expected_of(case).items() if name[0] != "look"}
 
 
+@contextlib.contextmanager
+def random_times(rng: random.Random) -> Iterator[None]:
+    """Let schedules expect random times for the steps of a recording."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture, "estimated", lambda used: [rng.choice([0.5, 1, 2, 5, 30]) for _ in used])
+        yield
+
+
 @dataclass
 class Scheduled(Edges):
     """The same of the edges that a recording has in the end, where steps take times at random."""
@@ -115,7 +123,6 @@ class Scheduled(Edges):
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         former = RecordedGraph.arranged
-        rng = random.Random(self.seed)
 
         def arranged(graph: Any, add: Any = (), remove: Any = ()) -> Any:
             made = former(graph, add, remove)
@@ -123,9 +130,8 @@ class Scheduled(Edges):
             self.found = len(edges)
             return made if self.left_out is None else former(made, (), [edges[self.left_out]])
 
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, random_times(random.Random(self.seed)):
             patch.setattr(RecordedGraph, "arranged", arranged)
-            patch.setattr(capture, "estimated", lambda used: [rng.choice([0.5, 1, 2, 5, 30]) for _ in used])
             yield
 
 

@@ -573,10 +573,8 @@ def test_g9_control_the_drivers_own_create_handle_ends_it(pool):
         stream.end_capture()
 
 
-def test_without_a_driver_a_handle_is_refused(monkeypatch, unused):
+def test_without_a_driver_a_handle_is_refused(monkeypatch, no_gpu, unused):
     monkeypatch.setenv("HANDLEPOOL_DRIVER", "cuda")
-    monkeypatch.setattr("handlepool.drivers.available", lambda name: "no GPU")
-    monkeypatch.setattr("handlepool.drivers.load", lambda *_, **__: (_ for _ in ()).throw(DriverNotAvailableError("no GPU")))
     with shim.pooled_handles(), pytest.raises(DriverNotAvailableError):
         cudnn.create_handle()
 

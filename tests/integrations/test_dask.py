@@ -321,14 +321,25 @@ def test_tiles_with_a_mask_are_refused(here):
         map_tiles(tiles.conv, masked, depth=0, shared=(WEIGHTS,)).compute(scheduler="synchronous")
 
 
-def test_a_worker_that_does_not_close_in_time_lets_the_task_report_its_own_error(here, monkeypatch):
+@pytest.fixture
+def losing(monkeypatch):
+    """Lets the integration find the context lost, or not, and lists the workers that leave: ``losing(lost)``."""
+
+    def lose(lost):
+        left = []
+        monkeypatch.setattr(integration, "_is_lost", lambda: lost)
+        monkeypatch.setattr(integration, "_leave", lambda worker: left.append(worker) or Future())
+        return left
+
+    return lose
+
+
+def test_a_worker_that_does_not_close_in_time_lets_the_task_report_its_own_error(here, losing, monkeypatch):
     def lost(x):
         raise PoisonedContextError("lost")
 
-    left = []
-    monkeypatch.setattr(integration, "_is_lost", lambda: True)
+    left = losing(True)
     monkeypatch.setattr(integration, "get_worker", lambda: "the worker")
-    monkeypatch.setattr(integration, "_leave", lambda worker: left.append(worker) or Future())
     monkeypatch.setattr(integration, "wait", lambda futures, seconds: left.append(seconds))
     with pytest.raises(PoisonedContextError, match="lost"):
         map_tiles(lost, image((1, 4, 30, 40)), depth=0).compute(scheduler="synchronous")
@@ -336,10 +347,8 @@ def test_a_worker_that_does_not_close_in_time_lets_the_task_report_its_own_error
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_a_task_of_the_users_own_that_finds_the_context_lost_closes_its_worker(unused, monkeypatch, lost):
-    left = []
-    monkeypatch.setattr(integration, "_is_lost", lambda: lost)
-    monkeypatch.setattr(integration, "_leave", left.append)
+def test_a_task_of_the_users_own_that_finds_the_context_lost_closes_its_worker(unused, losing, lost):
+    left = losing(lost)
     plugin, here = PoolPlugin(driver="host"), worker()
     plugin.setup(here)
     plugin.transition("key", "executing", "memory")
@@ -377,11 +386,10 @@ def test_the_default_pool_of_another_driver_is_not_taken(unused, make_driver, mo
         PoolPlugin(driver="host").setup(worker())
 
 
-def test_a_failure_of_one_thread_is_the_setups(unused, monkeypatch):
-    def fail(**sizes):
-        raise MemoryError("no more")
-
-    monkeypatch.setattr(handlepool, "prewarm", fail)
+def test_a_failure_of_one_thread_is_the_setups(unused, make_driver):
+    driver = make_driver()
+    handlepool.set_default_pool(HandlePool(driver=driver))
+    driver.fail_at(1, "create_handle", MemoryError("no more"))
     with pytest.raises(MemoryError, match="no more"):
         PoolPlugin(driver="host").setup(worker(3))
 

@@ -24,7 +24,7 @@ def pool(make_driver, known):
         yield pool
 
 
-@pytest.mark.filterwarnings("default:a branch waits since")
+@pytest.mark.filterwarnings("default:a branch waits because")
 def test_what_one_module_does_says_nothing_of_another_kind(pool):
     x = torch.ones(2, 3)
     modules = [Twice(), torch.nn.Identity(), torch.nn.Sequential(Twice()), torch.nn.Sequential(Twice(), torch.nn.Identity())]
@@ -40,12 +40,12 @@ def test_what_one_module_does_says_nothing_of_another_kind(pool):
     assert not is_taken_to_write(Twice())
 
 
-@pytest.mark.filterwarnings("default:a branch waits since")
+@pytest.mark.filterwarnings("default:a branch waits because")
 def test_a_module_is_called_by_its_name_when_a_branch_waits_for_it(pool):
     x = torch.ones(2, 3)
     with ParallelStates(3, pool=pool).fork() as fork:
         fork.run(Twice(), x)
-        with pytest.warns(UserWarning, match=r"a branch waits since \S*InPlace, which returns more than new arrays"):
+        with pytest.warns(UserWarning, match=r"a branch waits because \S*InPlace did not return new arrays alone"):
             fork.run(InPlace(), x)
     assert (x == 3).all()
 

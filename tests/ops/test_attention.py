@@ -100,7 +100,9 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
         r"attn_mask of shape \(3, 4\) does not broadcast to the scores, .* \(2, 2, 4, 4\)": lambda: attention(
             q, q, q, attn_mask=arrays.random(3, 4)
         ),
-        r"attn_mask is bool and q is float16; .*; where\(mask, 0, -inf\)": lambda: attention(q, q, q, attn_mask=mask),
+        r"attn_mask is bool and q is float16; .*, such as where\(attn_mask, 0, -inf\)": lambda: attention(
+            q, q, q, attn_mask=mask
+        ),
         "attn_mask is float32": lambda: attention(q, q, q, attn_mask=single.random(4, 4)),
         "attn_mask with is_causal=True": lambda: attention(q, q, q, attn_mask=arrays.random(4, 4), is_causal=True),
         "is_causal=1": lambda: attention(q, q, q, is_causal=1),

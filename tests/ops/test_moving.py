@@ -117,8 +117,8 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
     x, many = arrays.random(2, 8, 4), Arrays(each_pool, "int8").put(np.ones((2, 3)))
     for match, refused in {
         "widths of 4 and 0 for 4 elements of axis 2": lambda: pad(x, (4, 0), mode="reflect"),
-        "leave -1 of 4 elements of axis 2": lambda: pad(x, (-3, -2)),
-        r"8 widths for x of shape \(2, 8, 4\); at most 6": lambda: pad(x, (1,) * 8),
+        "leave -1 of the 4 elements of axis 2": lambda: pad(x, (-3, -2)),
+        r"8 widths for x of shape \(2, 8, 4\); pass at most 6 widths": lambda: pad(x, (1,) * 8),
         r"widths=\(1,\)": lambda: pad(x, (1,)),
         "widths=3": lambda: pad(x, 3),
         r"widths=\(1.5, 1\)": lambda: pad(x, (1.5, 1)),

@@ -193,7 +193,9 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
         "axis='channels'": lambda: layer_norm(x, axis="channels"),
         "axis=1.5": lambda: rms_norm(x, axis=1.5),
         "axis=True": lambda: rms_norm(x, axis=True),
-        r"weight of shape \(8,\) for x of shape \(2, 8, 4\) and axis=\(-1,\); it must be \(4,\)": lambda: layer_norm(x, weight=w),
+        r"weight of shape \(8,\) for x of shape \(2, 8, 4\) and axis=\(-1,\); its shape must be \(4,\)": lambda: layer_norm(
+            x, weight=w
+        ),
         "eps=-1": lambda: layer_norm(x, eps=-1),
         "eps=nan": lambda: layer_norm(x, eps=float("nan")),
         "eps='1'": lambda: group_norm(x, 2, eps="1"),

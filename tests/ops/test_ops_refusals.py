@@ -130,7 +130,10 @@ UNFIT = {
     **{f"padding {value}": ("padding=.*; it must be .* or two pairs", {"padding": value}) for value in PADDINGS},
     **{f"bias {shape}": ("bias", of("bias", shape)) for shape in ((5,), (1,), (6, 1))},
     "large filters": ("the result is empty.*pad more, or take a smaller filter", of("w", (6, 4, 9, 3))),
-    **{f"{name} 0": (f"{name}=0; it must be an integer, or two, each 1 or more", {name: 0}) for name in ("stride", "dilation")},
+    **{
+        f"{name} 0": (f"{name}=0; it must be an integer, or two integers, each 1 or more", {name: 0})
+        for name in ("stride", "dilation")
+    },
     "activation": (
         "activation='selu'; it can be relu, .*, swish, .*, hardswish, or None",
         {"activation": "selu"},

@@ -59,7 +59,7 @@ def test_any_other_size_is_refused_with_the_shapes(each_pool, size):
     """From the smallest images, of 7 x 7, to less than the dilation of 2 more."""
     arrays = Arrays(each_pool)
     dy, w = arrays.random(*DILATED.dy), arrays.random(*DILATED.w)
-    with pytest.raises(ArgumentError, match=r"images .* lead to .*, and dy is \(1, 4, 3, 3\)"):
+    with pytest.raises(ArgumentError, match=r"images .* lead to .*, and dy has shape \(1, 4, 3, 3\)"):
         conv2d_input_grad(dy, w, (1, 2, *size), dilation=2)
 
 
@@ -75,7 +75,9 @@ def test_one_too_large_to_be_completed_is_refused_with_the_remedy(each_pool, lim
     limits(MOST_COPIED=1 << 8)
     arrays = Arrays(each_pool)
     dy, w = arrays.random(1, 4, 3, 5), arrays.random(4, 2, 3, 3)
-    with pytest.raises(ArgumentError, match=r"lacks rows or columns of .*\(1, 4, 4, 6\).*append zeros to it, as numpy.pad"):
+    with pytest.raises(
+        ArgumentError, match=r"lacks rows or columns of .*\(1, 4, 4, 6\).*append zeros to the array, as numpy.pad"
+    ):
         conv2d_input_grad(dy, w, (1, 2, 8, 10), dilation=2)
     completed = arrays.put(np.pad(arrays.take(dy), ((0, 0), (0, 0), (0, 1), (0, 1))))
     assert conv2d_input_grad(completed, w, (1, 2, 8, 10), dilation=2).shape == (1, 2, 8, 10)

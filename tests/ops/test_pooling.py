@@ -125,7 +125,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool, function):
     x, name = arrays.random(2, 8, 6, 8), function.__name__
     for match, call in {
         "a window of 7 x 3 pixels exceeds images of 6 x 8 with a padding of 0 and 0": lambda: function(x, (7, 3)),
-        r"stride=0; it must be an integer, or two, each 1 or more": lambda: function(x, 2, stride=0),
+        r"stride=0; it must be an integer, or two integers, each 1 or more": lambda: function(x, 2, stride=0),
         r"stride=\(1, -1\)": lambda: function(x, 2, stride=(1, -1)),
         "padding=-1": lambda: function(x, 2, padding=-1),
         "padding=2 is more than half of a window of 3 x 3": lambda: function(x, 3, padding=2),
@@ -154,7 +154,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool, function):
         "window=b'12'; it must be": lambda: function(x, b"12"),
         r"takes one array of images \(N, C, H, W\), not \(8, 6, 8\)": lambda: function(x[0], 2),
         "x is int32; it must be one of": lambda: function(each_pool.driver.asarray(np.ones((1, 1, 4, 4), np.int32)), 2),
-        r"out= of \w+ is float32 of shape \(2, 8, 6, 8\); it must be float32 of shape \(2, 8, 3, 4\)": lambda: function(
+        r"out= of \w+ is float32 of shape \(2, 8, 6, 8\); .* must be float32 of shape \(2, 8, 3, 4\)": lambda: function(
             x, 2, out=x
         ),
         "shares memory with argument 0": lambda: function(x, 1, out=x),

@@ -16,7 +16,10 @@ def test_a_plan_for_a_described_device_needs_no_gpu_and_cannot_be_launched(cudnn
     assert plan["device"] == -1
     assert plan["output"] == [2, 32, 28, 28]
     assert plan["imported"] == []
-    assert plan["said"] == "convolve was built for a described NVIDIA H200; it can be launched only where that device is"
+    assert plan["said"] == (
+        "convolve was planned for the description of NVIDIA H200, so it cannot be launched here; launch it in a process with "
+        "that device"
+    )
 
 
 def test_plans_that_were_saved_are_made_again_and_in_the_place_of_another_refused(cudnn, tmp_path):

@@ -118,7 +118,7 @@ def test_a_workspace_is_refused_on_another_stream(pool):
 
 
 AGAIN = "a workspace is used after get_workspace was called for its stream again"
-ENDED = "a workspace is used after the thread, stream or fork that it was for ended"
+ENDED = "a workspace is used after the end of its thread, stream or fork"
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000], ids=["none", "less", "more"])

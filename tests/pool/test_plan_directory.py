@@ -52,13 +52,13 @@ def test_a_relative_path_stays_what_it_was_when_the_process_goes_elsewhere(tmp_p
 @pytest.mark.parametrize("path", ["", b"plans", 3, True, "pl\0ans", "pl\ud800ans", ["plans"]])
 def test_what_is_no_path_is_an_error_of_the_argument(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ArgumentError, match=r"plan_directory=.*; it must be the path of a directory"):
+    with pytest.raises(ArgumentError, match=r"plan_directory=.*; pass the path of a directory"):
         HandlePool(driver="host", plan_directory=path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_home_that_nobody_knows_and_a_file_are_errors_of_the_argument(tmp_path):
-    with pytest.raises(ArgumentError, match=r"home directory.*; pass a path from the root"):
+    with pytest.raises(ArgumentError, match=r"home directory.*; pass an absolute path"):
         PlanDirectory("~nobody-is-called-so/plans")
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "none")
@@ -67,7 +67,7 @@ def test_a_home_that_nobody_knows_and_a_file_are_errors_of_the_argument(tmp_path
         ("file/plans", ".*/file is a file"),
         ("link", "it is a symbolic link to no directory"),
     ):
-        with pytest.raises(ArgumentError, match=f"cannot be used: {why}; pass another one"):
+        with pytest.raises(ArgumentError, match=f"cannot be used: {why}; pass another directory"):
             PlanDirectory(tmp_path / name)
     assert not (tmp_path / "none").exists()
 

@@ -72,8 +72,9 @@ def test_g5_past_the_limit_the_error_has_the_numbers_and_all_that_was_held_is_st
     pool = make_pool(scratch_limit=10_000, memory=1 << 20)
     kept = pool.get_workspace(5000, 2)
     message = (
-        r"8,192 bytes of scratch on device 0: 1,043,456 of 1,048,576 bytes are free, the pool holds 5,120 bytes of scratch "
-        r"under a limit of 10,000 bytes \(2 live, 0 idle, 0 leased handles, .*\)\. Raise scratch_limit"
+        r"8,192 bytes of scratch on device 0 were refused: 1,043,456 of 1,048,576 bytes are free, and "
+        r"the pool holds 5,120 bytes of scratch under a limit of 10,000 bytes "
+        r"\(2 live, 0 idle, 0 leased handles, .*\)\. Raise scratch_limit"
     )
     with pytest.raises(OutOfMemoryError, match=message) as info:
         pool.get_workspace(8000)

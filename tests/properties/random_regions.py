@@ -135,7 +135,7 @@ def survey(seeds: Iterable[int]) -> Summary:
     judge = Judge()
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "a branch waits since")
+            warnings.filterwarnings("ignore", "a branch waits because")
             warnings.filterwarnings("ignore", ".* returned new arrays and wrote")
             for seed in seeds:
                 judge.judge(seed)

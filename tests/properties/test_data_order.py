@@ -65,7 +65,7 @@ def needed_somewhere(seeds):
     world.close()
 
 
-@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:a branch waits because")
 @pytest.mark.filterwarnings("ignore:.* returned new arrays and wrote")
 @pytest.mark.unmeasured
 def test_g17_every_wait_that_is_needed_is_one_whose_loss_is_found():
@@ -80,7 +80,7 @@ def test_g17_every_wait_that_is_needed_is_one_whose_loss_is_found():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:a branch waits because")
 @pytest.mark.filterwarnings("ignore:.* returned new arrays and wrote")
 def test_g17_control_the_values_alone_tell_too():
     """Without the checker a wait that is missing gives wrong values under some schedule, mostly."""
@@ -94,7 +94,7 @@ def test_g17_control_the_values_alone_tell_too():
     assert wrong > tried / 3, f"{wrong} of {tried}"
 
 
-@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:a branch waits because")
 @pytest.mark.filterwarnings("ignore:.* returned new arrays and wrote")
 def test_g17_control_forks_that_do_not_order_by_data_go_wrong():
     world = World()

@@ -20,7 +20,7 @@ PARTS = 4
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:a branch waits because")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_g17_random_programs_give_what_one_stream_gives_and_most_lost_needs_go_wrong(part):
     world = World()
@@ -46,7 +46,7 @@ def test_g17_random_programs_give_what_one_stream_gives_and_most_lost_needs_go_w
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:a branch waits because")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_g17_schedules_by_random_times_give_what_one_stream_gives_and_most_lost_edges_go_wrong(part):
     world = World()
@@ -70,7 +70,7 @@ def test_g17_schedules_by_random_times_give_what_one_stream_gives_and_most_lost_
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:a branch waits because")
 @pytest.mark.parametrize("restores", [True, False], ids=["", "control"])
 def test_programs_that_were_tuned_give_what_one_stream_gives_and_not_all_do_where_nothing_is_restored(restores, without, limits):
     world, counts = World(), Counter()

@@ -149,7 +149,7 @@ def test_a_file_that_cannot_be_written_is_refused(scene, tmp_path, monkeypatch, 
     file = tmp_path / place if place == "x.unknown" else place
     with handlepool.record(wide, scene, scene.array(1), lanes=3) as program:
         with pytest.raises(
-            ArgumentError, match=r"folder .* does not exist|cannot write|the name of a file|the ending selects the format"
+            ArgumentError, match=r"folder .* does not exist|cannot write|the name of a file|the file name.s ending selects"
         ):
             program.draw(file, measure=False)
         assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
@@ -217,7 +217,7 @@ def test_the_environment_does_not_stop_a_recording_of_which_nothing_can_be_drawn
     with handlepool.record(lambda x: scene.plus(x, 1), scene.array(1), lanes=4) as program:
         program.replay()
         assert scene.read(program.outputs) == 2
-        with pytest.raises(ArgumentError, match="plain work on the driver's single lane"):
+        with pytest.raises(ArgumentError, match="calls no graph function"):
             program.draw(tmp_path / "x.png", measure=False)
     assert not [*tmp_path.iterdir()]
 
@@ -225,7 +225,7 @@ def test_the_environment_does_not_stop_a_recording_of_which_nothing_can_be_drawn
 def test_a_folder_that_is_not_there_is_refused_before_anything_runs(scene, tmp_path, monkeypatch):
     monkeypatch.setenv(drawing.VARIABLE, str(tmp_path / "nowhere"))
     calls = []
-    with pytest.raises(ArgumentError, match=r"\(drawn since HANDLEPOOL_DRAW is set\): draw\(.* folder .* does not exist"):
+    with pytest.raises(ArgumentError, match=r"\(drawn because HANDLEPOOL_DRAW is set\): draw\(.* folder .* does not exist"):
         handlepool.record(lambda: calls.append(1), lanes=3)
     assert not calls
 

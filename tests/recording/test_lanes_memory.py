@@ -370,7 +370,7 @@ def test_too_little_memory_for_several_lanes_says_what_one_takes():
         with pytest.raises(OutOfMemoryError, match="record it with lanes=1") as caught:
             handlepool.record(beside, scene, x, lanes=8)
         assert leased(scene) == 0
-        took, one = re.search(r"had ([\d,]+) bytes on \d lanes, where 1 lane takes about ([\d,]+)", str(caught.value)).groups()
+        took, one = re.search(r"had ([\d,]+) bytes on \d lanes \(on 1 lane about ([\d,]+) bytes\)", str(caught.value)).groups()
         with handlepool.record(beside, scene, x, lanes=1) as program:  # as it says
             program.replay()
             assert [scene.read(y) for y in program.outputs] == expected

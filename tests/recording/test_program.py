@@ -344,7 +344,7 @@ def test_control_copies_one_by_one_read_what_was_just_written(monkeypatch):
         for copy in copies:
             driver.copy(copy.target, copy.source)
 
-    monkeypatch.setattr("handlepool.recording.program.copy_all", one_by_one)
+    monkeypatch.setattr("handlepool.recording.program_call.copy_all", one_by_one)
     assert set(over_seeds(with_pool(swapped), seeds=range(20))) == {(2, 2, 2, 2)}
 
 

@@ -19,7 +19,7 @@ from handlepool import PoolClosedError
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import context, deferred, process_end
 
-MODULES = ("record.py", "capture.py", "program.py", "update.py", "deferred.py", "context.py")
+MODULES = ("record.py", "capture.py", "owner.py", "program.py", "program_call.py", "update.py", "deferred.py", "context.py")
 SPARED = {  # where only a tracer can interrupt: nothing is called before but what returns from Python
     "try:",
     "if watcher in self:",

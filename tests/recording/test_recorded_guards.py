@@ -1,41 +1,17 @@
 """Guards of recorded functions: what a function reaches may change between calls, and the next call computes with it."""
 
 import types
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from harness.arrays import value_of
 
 import handlepool
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.recording import guards
-from handlepool.testing.pools import host_pool
 
-
-@pytest.fixture
-def driver():
-    with host_pool() as pool:
-        yield pool.driver
-
-
-@pytest.fixture
-def array(driver):
-    """Makes an array on the device, all of one value."""
-    return lambda value, *shape: driver.asarray(np.full(shape or (1, 4, 3, 4), value, np.float32))
-
-
-@pytest.fixture(autouse=True)
-def no_warnings():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
-def value_of(found):
-    values = np.unique(found.get())
-    assert len(values) == 1
-    return float(values[0])
+pytestmark = pytest.mark.usefixtures("no_warnings")
 
 
 @dataclass

@@ -3,10 +3,10 @@
 import gc
 import itertools
 import threading
-import warnings
 
 import numpy as np
 import pytest
+from harness.arrays import value_of
 from harness.lines import at_line, interrupt, line_of, some_lines
 from harness.scenes import TIMEOUT, Scene, Thread
 from test_recorded_calls import python_calls
@@ -16,40 +16,9 @@ from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
 from handlepool.recording import hits, matching
 from handlepool.recording.program import Program
-from handlepool.recording.recorded import RecordedFunction
 from handlepool.testing.pools import host_pool, substitute_default
 
-
-@pytest.fixture
-def driver():
-    with host_pool() as pool:
-        yield pool.driver
-
-
-@pytest.fixture
-def array(driver):
-    """Makes an array on the device, all of one value."""
-    return lambda value, *shape: driver.asarray(np.full(shape or (1, 4, 3, 4), value, np.float32))
-
-
-@pytest.fixture(autouse=True)
-def no_warnings():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
-def value_of(found):
-    values = np.unique(found.get())
-    assert len(values) == 1
-    return float(values[0])
-
-
-def long_way(monkeypatch):
-    """The calls that take the long way, as a list that grows."""
-    taken, call = [], RecordedFunction._call
-    monkeypatch.setattr(RecordedFunction, "_call", lambda self, *args: taken.append(args) or call(self, *args))
-    return taken
+pytestmark = pytest.mark.usefixtures("no_warnings")
 
 
 FORMS = {
@@ -62,15 +31,15 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("outputs", ["new", "reused"])
-def test_g19_a_known_call_is_written_out(array, monkeypatch, form, outputs):
+def test_g19_a_known_call_is_written_out(array, long_way, form, outputs):
     function, arguments, value = FORMS[form]
     network = handlepool.recorded(function, outputs=outputs)
     for _ in range(2):
         assert value_of(network(*arguments(array))) == value
-    taken = long_way(monkeypatch)
+    long_way.clear()
     for _ in range(3):
         assert value_of(network(*arguments(array))) == value
-    assert not taken
+    assert not long_way
     assert len(python_calls(network, *arguments(array))) <= 12
 
 
@@ -98,28 +67,28 @@ def scaled(x, k=1):
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_g19_a_call_of_another_key_takes_the_long_way(array, monkeypatch, other):
+def test_g19_a_call_of_another_key_takes_the_long_way(array, long_way, other):
     make, value = OTHERS[other]
     network = handlepool.recorded(scaled)
     for _ in range(3):
         network(array(3), 2)
-    taken = long_way(monkeypatch)
+    long_way.clear()
     assert value_of(network(*make(array))) == value
-    assert len(taken) == 1
+    assert len(long_way) == 1
     assert value_of(network(array(5), k=2)) == 10
-    assert len(taken) == 2
+    assert len(long_way) == 2
     assert value_of(network(array(5), 2)) == 10
 
 
-def test_g19_keys_of_one_shape_are_tried_in_turn(array, monkeypatch):
+def test_g19_keys_of_one_shape_are_tried_in_turn(array, long_way):
     network = handlepool.recorded(scaled)
     for _ in range(2):
         for k in range(1, 4):
             network(array(1), k)
-    taken = long_way(monkeypatch)
+    long_way.clear()
     for k in (1, 2, 3, 2, 1):
         assert value_of(network(array(2), k)) == 2 * k
-    assert not taken
+    assert not long_way
     for k in range(1, 8):
         assert value_of(network(array(3), k)) == 3 * k
 
@@ -215,18 +184,18 @@ def test_a_closed_program_a_cleared_function_and_another_pool_are_recorded_anew(
     assert value_of(network(array(5))) == 10
 
 
-def test_g6_streams_take_instances_of_their_own(driver, array, monkeypatch):
+def test_g6_streams_take_instances_of_their_own(driver, array, long_way):
     network = handlepool.recorded(lambda x: handlepool.add(x, x), instances=2)
     streams = [driver.create_stream() for _ in range(3)]
     for number in range(6):
         with streams[number % 3]:
             network(array(number))
-    taken = long_way(monkeypatch)
+    long_way.clear()
     found = []
     for number in range(9):
         with streams[number % 3] as stream:
             found.append((network(array(number)), stream))
-    assert not taken
+    assert not long_way
     for number, (y, stream) in enumerate(found):
         with stream:
             assert value_of(y) == 2 * number

@@ -3,10 +3,10 @@
 import asyncio
 import concurrent.futures
 import threading
-import warnings
 
 import numpy as np
 import pytest
+from harness.arrays import value_of
 from harness.insides import pending_of, requests_of
 from harness.scenes import TIMEOUT, Scene, Thread
 
@@ -14,42 +14,17 @@ import handlepool
 from handlepool import ArgumentError, HandlePool, ParallelStateExecutor
 from handlepool.drivers.host.driver import HostDriver
 from handlepool.pool import deferred
-from handlepool.recording.program import Program
-from handlepool.recording.recorded import RecordedFunction
 from handlepool.regions.future import Task
 from handlepool.regions.requests import HostFuture, Requests
 from handlepool.testing.pools import host_pool, substitute_default
 
+pytestmark = pytest.mark.usefixtures("no_warnings")
+
 SHAPE = (1, 4, 3, 4)
-
-
-@pytest.fixture
-def driver():
-    with host_pool() as pool:
-        yield pool.driver
-
-
-@pytest.fixture
-def array(driver):
-    """Makes an array on the device, all of one value."""
-    return lambda value, *shape: driver.asarray(np.full(shape or SHAPE, value, np.float32))
-
-
-@pytest.fixture(autouse=True)
-def no_warnings():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 def numbers(value):
     return np.full(SHAPE, value, np.float32)
-
-
-def value_of(found):
-    values = np.unique(found if isinstance(found, np.ndarray) else found.get())
-    assert len(values) == 1
-    return float(values[0])
 
 
 def doubled(x):
@@ -252,16 +227,15 @@ def test_an_error_of_the_function_is_the_futures(array):
     assert value_of(network.submit(array(2), False).result()) == 4
 
 
-def test_a_known_request_is_launched_on_the_clients_stream(array, monkeypatch):
+def test_a_known_request_is_launched_on_the_clients_stream(array, long_way):
     network = handlepool.recorded(lambda x, k: x * k, instances=2)
     for value in range(4):
         network.submit(array(value), 2).result()
-    taken, call = [], RecordedFunction._call
-    monkeypatch.setattr(RecordedFunction, "_call", lambda self, *args: taken.append(args) or call(self, *args))
+    long_way.clear()
     for value in range(4):
         assert value_of(network.submit(array(value), 2).result()) == 2 * value
         assert value_of(network.submit(numbers(value), 2).result()) == 2 * value
-    assert not taken
+    assert not long_way
     assert network.stats().programs == 2
 
 
@@ -353,17 +327,8 @@ def test_g8_memory_that_the_current_stream_still_reads_is_not_written_by_a_reque
             assert not scene.driver.order.found
 
 
-def test_control_an_instance_of_a_request_that_follows_no_event_goes_wrong(monkeypatch):
-    follow = Program._follow
-
-    def at_once(self, stream):
-        wait, self._driver.wait_event = self._driver.wait_event, lambda *_: None
-        try:
-            follow(self, stream)
-        finally:
-            self._driver.wait_event = wait
-
-    monkeypatch.setattr(Program, "_follow", at_once)
+def test_control_an_instance_of_a_request_that_follows_no_event_goes_wrong(without):
+    without("waits for the last replay")
 
     def run(seed):
         with Scene(HostDriver(scheduler="adversarial", seed=seed, check_order=True), default=True) as scene:

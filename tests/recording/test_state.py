@@ -109,7 +109,7 @@ def test_g19_state_that_the_walk_does_not_see_is_found_by_its_memory(asarray, la
         return y
 
     step(full(asarray, 1))
-    with pytest.raises(CaptureError, match="keeps state in a new array each time"):
+    with pytest.raises(CaptureError, match="keeps state in a new array at each call"):
         handlepool.record(step, full(asarray, 1), lanes=lanes)
 
 

@@ -46,7 +46,7 @@ def test_it_is_a_capture_error_that_names_the_line_and_both_remedies(scene, lane
     with pytest.raises(CaptureError, match="random number generator of torch's") as caught:
         handlepool.record(function, x, lanes=lanes)
     assert f"cannot be recorded: {line} uses" in str(caught.value)
-    assert "pass the tensor as an argument; a module with dropout is recorded after its eval()" in str(caught.value)
+    assert "pass them as an argument, and call eval() on a module that has dropout" in str(caught.value)
     assert str(caught.value.__cause__) == text
     assert torch.drawn == 1, "the first call is a real one, and draws"
     assert scene.read(function(x)) == 3, "and afterwards the function works as before"

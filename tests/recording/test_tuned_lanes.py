@@ -43,17 +43,11 @@ def process(tmp_path):
 
 
 @pytest.fixture
-def rounds(monkeypatch):
-    """How often lanes were timed, by their number."""
-    clock, counts = {1: 100.0, 2: 50.0, 4: 90.0}, []
-
-    def timed(rig, each, replays):
-        counts.append(each.asked)
-        return clock[each.asked]
-
-    monkeypatch.setattr(LanesRig, "_clock", timed)
-    monkeypatch.setattr(LanesRig, "_device", lambda rig, each, replays: 100.0 - clock[each.asked])
-    return counts
+def rounds(lane_times):
+    """The lanes that were timed, once for each time."""
+    lane_times.clock |= {1: 100.0, 2: 50.0, 4: 90.0}
+    lane_times.device |= {1: 0.0, 2: 50.0, 4: 10.0}
+    return lane_times.timed
 
 
 def tuned(process, rounds, function=wide, lanes=8, counts=COUNTS, **options):
@@ -83,7 +77,7 @@ def test_the_next_process_takes_what_was_found_and_measures_nothing(process, rou
         first.rounds,
         first.seconds,
     )
-    assert "s, from the plan directory; microseconds a replay\n" in str(second)
+    assert "s, from the plan directory; microseconds per replay\n" in str(second)
     assert str(second).splitlines()[1:] == str(first).splitlines()[1:]
 
 

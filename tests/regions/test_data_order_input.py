@@ -325,7 +325,7 @@ def costs(world, branch, count):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:a branch waits because")
 @pytest.mark.parametrize("name", BRANCHES)
 def test_g17_each_of_ten_thousand_branches_costs_what_each_of_a_hundred_does(make_driver, make_default, name):
     world = World(make_driver, check_order=False, scheduler="threads")

@@ -254,7 +254,7 @@ def run_structure(number, *, apart):
         return scene.read(z), streams[0] != streams[1] and waits == 1
 
 
-@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:a branch waits because")
 @pytest.mark.parametrize("part", range(6))
 def test_g17_any_structure_is_ordered_and_one_of_other_arrays_overlaps(part):
     for number in range(part * 50, part * 50 + 50):
@@ -262,7 +262,7 @@ def test_g17_any_structure_is_ordered_and_one_of_other_arrays_overlaps(part):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:a branch waits because")
 def test_g17_many_structures_are_ordered_and_those_of_other_arrays_overlap():
     """HANDLEPOOL_TEST_COUNT says how many."""
     count = int(os.environ.get("HANDLEPOOL_TEST_COUNT", "2000"))
@@ -271,7 +271,7 @@ def test_g17_many_structures_are_ordered_and_those_of_other_arrays_overlap():
     assert sum(apart for _, apart in found) >= 0.95 * count
 
 
-@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:a branch waits because")
 def test_g7_control_structures_of_one_array_do_not_overlap():
     assert not any(run_structure(number, apart=False)[1] for number in range(50))
 

@@ -264,7 +264,9 @@ def test_an_unknown_name_is_refused_at_decoration(what, entry):
 
 @pytest.mark.parametrize("entry", [3, ("x", None), [["x"]], np.ones(3), {"x"}])
 def test_what_is_no_entry_is_refused_at_decoration(entry):
-    with pytest.raises(ArgumentError, match=r"an entry is a parameter's name, a dotted attribute as 'self.state', or a function"):
+    with pytest.raises(
+        ArgumentError, match=r"is no entry. Pass a parameter's name, a parameter's attribute such as 'self.state', or"
+    ):
         handlepool.operation(lambda x: None, mutates=entry)
 
 
@@ -275,7 +277,7 @@ def test_a_name_is_refused_for_what_does_not_tell_its_parameters_and_a_function_
         def __call__(self, *args):
             pass
 
-    with pytest.raises(ArgumentError, match=r"no parameters of it are known. For anything else pass a function"):
+    with pytest.raises(ArgumentError, match=r"its parameters are unknown. For any other value pass a function"):
         handlepool.operation(Kernel(), mutates="y")
     y = array()
     assert accesses(handlepool.operation(Kernel(), mutates=lambda grid, block, args: args), 1, 1, (y,))[1] == memory(y)
@@ -306,13 +308,13 @@ def test_what_runs_after_its_call_is_refused(late):
 
 
 def test_an_attribute_that_is_not_there_is_refused_at_the_call(accesses):
-    with pytest.raises(ArgumentError, match=r"self.state', and <object .*> has no attribute 'state'"):
+    with pytest.raises(ArgumentError, match=r"self.state' is not found, because <object .*> has no attribute 'state'"):
         accesses(Accumulator.add, object(), 1)
 
 
 def test_an_entrys_function_that_fails_is_named(accesses):
     function = handlepool.operation(lambda x: None, mutates=lambda x, y: y)
-    with pytest.raises(ArgumentError, match="the function in mutates= failed; it is called with the call's own arguments"):
+    with pytest.raises(ArgumentError, match=r"the function in mutates= failed. It gets the arguments of the call"):
         accesses(function, 1)
 
 

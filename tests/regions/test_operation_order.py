@@ -179,7 +179,7 @@ def waits(scene, function):
         return scene.driver.calls["wait_event"] - 4  # each branch waits for the caller's stream
 
 
-@pytest.mark.filterwarnings("ignore:a branch waits since")
+@pytest.mark.filterwarnings("ignore:a branch waits because")
 @pytest.mark.unmeasured
 def test_g7_operations_that_only_read_an_array_run_beside_each_other_and_plain_kernels_do_not(make_driver):
     def look(scene, y):
@@ -421,7 +421,7 @@ def test_with_checks_a_plain_function_that_returns_new_arrays_and_changes_an_arg
     assert works(scene)
 
 
-@pytest.mark.filterwarnings("ignore:a branch waits since times")
+@pytest.mark.filterwarnings("ignore:a branch waits because times")
 @pytest.mark.filterwarnings("ignore:new_and_in_place returned new arrays")
 def test_control_a_plain_function_that_returns_nothing_may_change_its_arguments_and_without_checks_any_may(checked, make_driver):
     y = checked.array(1)
@@ -448,7 +448,7 @@ def told_inside(scene, y, way):
     return scene.array(0)
 
 
-@pytest.mark.filterwarnings("ignore:a branch waits since times")
+@pytest.mark.filterwarnings("ignore:a branch waits because times")
 @pytest.mark.parametrize("way", ["an operation", "a graph function", "a fork of its own"])
 @pytest.mark.parametrize("slots", [MOST_SIDE_SLOTS, 1, 0])
 @pytest.mark.unmeasured
@@ -612,7 +612,7 @@ def test_g17_a_branch_waits_for_who_made_a_tensor_however_that_left_its_branch(s
 @pytest.mark.unmeasured
 def test_g17_a_tensor_that_was_written_beside_its_reader_and_not_declared_is_an_error(scene, ones):
     t = ones(4)
-    with pytest.raises(ContractError, match=r"in_place wrote argument t without declaring it, and an unordered branch "):
+    with pytest.raises(ContractError, match=r"in_place wrote argument t without declaring it, and a concurrent branch "):
         beside_a_reader(scene, unsaid, t)
     with pytest.raises(ContractError, match=r"in_place wrote argument t without declaring it"):
         beside_a_reader(scene, unsaid, t[:2])

@@ -9,10 +9,10 @@ import pytest
 
 from handlepool import HandlePool
 from handlepool.drivers.host.driver import HostDriver
-from handlepool.order.accesses import Operands
 from handlepool.order.books import DataOrder
 from handlepool.order.recent import Recent
 from handlepool.order.track import Track
+from handlepool.order.uses import Operands
 from handlepool.tensors.layout import Layout
 
 SIZE = 64

@@ -1,6 +1,5 @@
 """Guarantee 15: no deadlock, regions compose, and library code in a region gets the side slot's own."""
 
-import functools
 import threading
 
 import pytest
@@ -327,11 +326,11 @@ def test_g8_a_branch_inside_that_goes_back_to_the_outer_ones_stream_has_memory_o
     assert set(over_seeds(scenario, seeds=range(30))) == {(5,) * 6}
 
 
-def test_g8_control_memory_of_the_inner_region_is_handed_on_while_the_outer_branch_uses_it(monkeypatch):
+def test_g8_control_memory_of_the_inner_region_is_handed_on_while_the_outer_branch_uses_it(monkeypatch, without):
     its = lambda pointer: context.thread.region.allocator if pointer in memory.branch_regions else None  # noqa: E731
     monkeypatch.setattr("handlepool.regions.memory._allocator_of", its)
-    unordered = functools.partialmethod(ParallelStates.fork, ordered=False)  # what is in the books is kept, too
-    monkeypatch.setattr(ParallelStates, "fork", unordered)
+    # The books would keep the memory, too.
+    without("the order of forks")
     values = over_seeds(on_the_outer_branchs_stream(made_current), control=True, seeds=range(30))
     assert set(values) - {(5,) * 6}
 

@@ -126,7 +126,7 @@ def test_iterables_that_are_not_equally_long_are_refused_before_any_call(scene, 
     launched = scene.driver.calls["launch"]
     with scene.states.fork() as fork:
         for runs in (scene.states, fork):
-            with pytest.raises(ArgumentError, match="its iterables have {}, {}, and out= {} entries".format(*lengths)):
+            with pytest.raises(ArgumentError, match="its iterables have {}, {} entries, and out= has {}".format(*lengths)):
                 runs.map(plus, form(xs), ys, out=form(outs))
             if lengths[0] != lengths[1]:
                 with pytest.raises(ArgumentError, match="its iterables have {}, {} entries".format(*lengths)):

@@ -850,7 +850,7 @@ def test_one_result_is_taken_at_a_time(pool, in_thread):
     caught = []
 
     def reenter(index, device):
-        with pytest.raises(OwnershipError, match="one at a time"):
+        with pytest.raises(OwnershipError, match="take one result at a time"):
             next(results)
         with pytest.raises(OwnershipError, match="another thread"):
             in_thread(results.close)
@@ -910,7 +910,7 @@ def test_a_lost_context_ends_all_and_nothing_is_destroyed(make_driver):
     [
         ({"devices": []}, "devices is empty"),
         ({"devices": [0, 1, 0]}, "devices holds 0 twice"),
-        ({"devices": [0, 3]}, "holds 3; there are devices 0 to 2"),
+        ({"devices": [0, 3]}, "holds 3; pass ordinals from 0 to 2"),
         ({"devices": [-1]}, "holds -1"),
         ({"devices": 2}, "pass a list of ordinals"),
         ({"devices": "01"}, "pass a list of ordinals"),
@@ -940,7 +940,7 @@ def test_a_program_is_told_to_be_given_as_its_function(pool, devices):
     put = pool.driver.asarray
     with (
         handlepool.record(conv, put(images(1)[0]), put(WEIGHTS)) as program,
-        pytest.raises(ArgumentError, match=r"spread\(<Program conv of device 0.*Pass the function that it was recorded from"),
+        pytest.raises(ArgumentError, match=r"spread\(<Program conv of device 0.*Pass the recorded function itself"),
     ):
         handlepool.spread(program, images(), devices=devices)
 
@@ -1050,7 +1050,7 @@ def test_masks_are_not_lost_but_refused(pool):
     masked = np.ma.masked_greater(images(1)[0], 0)
     with pytest.raises(ArrayTypeError, match=r"shared holds <numpy.ma.MaskedArray.*its data and its mask"):
         handlepool.spread(conv, images(), shared=(WEIGHTS, [masked]))
-    with pytest.raises(ItemError, match=r"item 0 holds <numpy.ma.MaskedArray.*whose mask is not copied"):
+    with pytest.raises(ItemError, match=r"item 0 holds <numpy.ma.MaskedArray.*whose mask cannot be copied"):
         [*handlepool.spread(conv, [masked], shared=(WEIGHTS,))]
 
 
@@ -1093,7 +1093,9 @@ def test_an_array_inside_an_object_is_not_copied_and_so_refused(pool):
     """Whoever refills it would overwrite it while it is read."""
     x = pool.driver.asarray(images(1)[0])
     for item in (Sample(x), (1, [Sample([x])]), lambda: x):
-        with pytest.raises(ItemError, match=r"with <.*HostArray.* in it, which is not copied to devices: pass arrays in lists"):
+        with pytest.raises(
+            ItemError, match=r"with <.*HostArray.* in it, which cannot be copied to devices: pass arrays only in lists"
+        ):
             [*handlepool.spread(lambda item, w: conv(item.x, w), [item], shared=(WEIGHTS,), devices=[0])]
 
 
@@ -1109,15 +1111,15 @@ def test_an_object_may_hold_what_the_function_brings_itself(pool):
 def test_not_inside_recordings_and_branches(pool):
     x = pool.driver.asarray(images()[0])
     states = handlepool.ParallelStates(2, pool=pool)
-    with pytest.raises(CaptureError, match="use it outside"):
+    with pytest.raises(CaptureError, match="call it outside of these"):
         states.map(lambda x: handlepool.spread(conv, [x]), [x])
     results = handlepool.spread(conv, images(), shared=(WEIGHTS,), to="host")
     got = [next(results)]
-    with pytest.raises(CaptureError, match="use it outside"):
+    with pytest.raises(CaptureError, match="call it outside of these"):
         states.map(lambda x: next(results), [x])
     got += results
     assert same(got, expected(pool))
-    with pytest.raises(CaptureError, match="use it outside"):
+    with pytest.raises(CaptureError, match="call it outside of these"):
         handlepool.record(lambda x: [*handlepool.spread(conv, [x], shared=(WEIGHTS,))], x)
 
 
@@ -1579,69 +1581,66 @@ def values(value):
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("to", [None, "host"])
-def test_the_short_way_gives_what_the_general_one_does_at_random(monkeypatch, seed, to):
+def test_the_short_way_gives_what_the_general_one_does_at_random(without, general_items, seed, to):
     found = []
     for short in (True, False):
         random = np.random.default_rng(seed)
         driver = HostDriver(devices=2, scheduler="adversarial", seed=seed, check_order=True)
-        with current(driver) as pool, monkeypatch.context() as patch:
+        with current(driver) as pool:
             if not short:
-                patch.setattr(worker.DeviceWorker, "_learn", lambda *_: None)
-            went = []
-            patch.setattr(worker.DeviceWorker, "_give_by", noted(went, worker.DeviceWorker._give_by))
+                without("known items of spreads")
             item = sorts(random, driver)
             few = [item() for _ in range(6)]
             given = [few[place] for place in random.integers(0, 6, 40)]
             driver.calls.clear()
+            general_items.clear()
             got = [*handlepool.spread(of_any, given, to=to, in_flight=int(random.integers(1, 4)), lanes=None)]
-            assert bool(went) == short
+            assert (len(general_items) < len(given)) == short
             assert [values(on_host(pool, each)) for each in got] == [values(of_any(on_host(pool, each))) for each in given]
             found.append([alike(each) for each in got])
     assert found[0] == found[1]
 
 
-def noted(went, function):
-    return lambda *args: went.append(1) or function(*args)
+@pytest.fixture
+def general(general_items):
+    """How many items of a spread over one device go the general way: ``general(function, given, **options)``."""
+
+    def count(function, given, **options):
+        general_items.clear()
+        assert len([*handlepool.spread(function, given, devices=[0], lanes=None, **options)]) == len(given)
+        return len(general_items)
+
+    return count
 
 
-def general(monkeypatch, function, given, **options):
-    """How many items of a spread over one device went the general way."""
-    went, give = [], worker.DeviceWorker._give
-    with monkeypatch.context() as patch:
-        patch.setattr(worker.DeviceWorker, "_give", lambda *args: went.append(1) or give(*args))
-        got = [*handlepool.spread(function, given, devices=[0], lanes=None, **options)]
-    assert len(got) == len(given)
-    return len(went)
-
-
-def test_items_of_a_known_geometry_go_the_short_way(pool, monkeypatch):
+def test_items_of_a_known_geometry_go_the_short_way(pool, general):
     driver, options = pool.driver, {"shared": (SHIFT,)}
     resident = [driver.asarray(x) for x in ARRAYS]
     with driver.device(1):
         elsewhere = [driver.asarray(x) for x in ARRAYS]
-    assert general(monkeypatch, add, ARRAYS, **options) == 1
-    assert general(monkeypatch, add, ARRAYS, to="host", **options) == 1
-    assert general(monkeypatch, add, resident, **options) == 1
-    assert general(monkeypatch, add, elsewhere, **options) == 1
-    assert general(monkeypatch, add, [*ARRAYS, *resident, *elsewhere], **options) == 2
-    assert general(monkeypatch, lambda item: {"y": item["x"] + 1}, [{"x": x} for x in resident]) == 1
+    assert general(add, ARRAYS, **options) == 1
+    assert general(add, ARRAYS, to="host", **options) == 1
+    assert general(add, resident, **options) == 1
+    assert general(add, elsewhere, **options) == 1
+    assert general(add, [*ARRAYS, *resident, *elsewhere], **options) == 2
+    assert general(lambda item: {"y": item["x"] + 1}, [{"x": x} for x in resident]) == 1
 
 
-def test_what_is_no_run_of_bytes_or_on_two_devices_goes_the_general_way(pool, monkeypatch):
+def test_what_is_no_run_of_bytes_or_on_two_devices_goes_the_general_way(pool, general):
     driver = pool.driver
     gaps = [driver.asarray(np.repeat(x, 2))[::2] for x in ARRAYS]
     here = driver.asarray(ARRAYS[0])
     with driver.device(1):
         there = driver.asarray(ARRAYS[0])
-    assert general(monkeypatch, lambda x: x + 1, gaps) == len(gaps)
-    assert general(monkeypatch, lambda x: (x + 1)[::2], ARRAYS) == len(ARRAYS)
-    assert general(monkeypatch, lambda item: item[0] + item[1], [(here, there)] * 3) == 3
-    assert general(monkeypatch, lambda item: item[0] + item[1], [(here, ARRAYS[1])] * 3) == 3
+    assert general(lambda x: x + 1, gaps) == len(gaps)
+    assert general(lambda x: (x + 1)[::2], ARRAYS) == len(ARRAYS)
+    assert general(lambda item: item[0] + item[1], [(here, there)] * 3) == 3
+    assert general(lambda item: item[0] + item[1], [(here, ARRAYS[1])] * 3) == 3
 
 
-def test_a_page_locked_item_goes_the_general_way(pool, monkeypatch):
+def test_a_page_locked_item_goes_the_general_way(pool, general):
     pool.driver.page_locked = lambda values: values is ARRAYS[5]
-    assert general(monkeypatch, add, ARRAYS, shared=(SHIFT,)) == 2
+    assert general(add, ARRAYS, shared=(SHIFT,)) == 2
 
 
 def test_copies_of_items_are_made_for_as_many_as_are_in_flight(pool):

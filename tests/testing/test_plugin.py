@@ -86,7 +86,7 @@ def test_each_test_runs_for_several_seeds_and_one_that_fails_prints_its_own(run)
     )
     done.stdout.fnmatch_lines(["*ContractError: not ordered: 'add' on *test_library.py:*"])
     done.stdout.fnmatch_lines(
-        ["*AssertionError: the code under test swallowed errors of missing order, 1 in all, the first: not ordered*"]
+        ["*AssertionError: the code under test caught errors of accesses without order, 1 in all, the first: not ordered*"]
     )
     done.stdout.fnmatch_lines(["*ArrayTypeError: *"])
 
@@ -210,7 +210,7 @@ def test_a_leak_fails_the_test_that_leaks_and_no_other(run):
         "scratch": "*leaks 4,096 bytes of the driver's memory that no slot has (*",
         "scratch_of_a_capture": "*leaks 4,096 bytes of scratch that captured graphs hold (*",
         "program": "*leaks <Program conv2d of device 0: *> (close it)",
-        "capture": "*leaks 1 capture that is not over (end each of them)",
+        "capture": "*leaks 1 capture that is not over (end each capture)",
     }.items():
         done.stdout.fnmatch_lines([f"*ERROR at teardown of test_{name}?seed0?*", words])
 

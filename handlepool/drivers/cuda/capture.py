@@ -19,13 +19,13 @@ from handlepool.drivers.cuda.rewiring import Rewiring, are_many, ends
 from handlepool.drivers.cuda.status import check_all
 from handlepool.drivers.freed_blocks import FreedBlocks
 
-# CuPy's pool gives out no smaller blocks.
+# CuPy's pool rounds the size of a block up to a multiple of this number of bytes.
 _ALIGNMENT = 512
 _rewiring = Rewiring(cu)
 
 
 def begins_early(graph: int) -> bool:
-    """Return whether a node begins before its predecessor has ended."""
+    """Return whether a node of ``graph`` begins before its predecessor ends."""
     return _rewiring.begins_early(graph)
 
 
@@ -81,7 +81,7 @@ class CudaGraph:
         roots, leaves = ends(_rewiring.nodes(self.pointer), pairs)
         if not (add or remove or are_many(roots, leaves)):
             return self
-        # The captured graph stays as it is, so that it can be arranged again.
+        # The captured graph stays unchanged, so that a later call can arrange it in another way.
         copied = CudaGraph(_rewiring.copy(self.pointer))
         try:
             _rewiring.rewire(copied.pointer, add, remove)
@@ -90,7 +90,7 @@ class CudaGraph:
         except BaseException:
             copied.destroy()
             raise
-        # `nodes` is the count of the original, without gathering kernels.
+        # The copy reports the original's number of nodes, which does not count the gathering kernels.
         copied.nodes = self.nodes
         return copied
 
@@ -136,9 +136,9 @@ class CudaGraph:
 
 
 class MarkedGraph(CudaGraph):
-    """Hold a graph whose added nodes record events.
+    """Hold a graph with added nodes that record events.
 
-    The first two event nodes come before all other nodes.
+    The first two event nodes run before all other nodes.
     """
 
     __slots__ = ("events",)
@@ -148,7 +148,7 @@ class MarkedGraph(CudaGraph):
         super().__init__(pointer)
 
     def times(self) -> list[float]:
-        # The first two events measure the cost of an event, so times count from the second event.
+        # The time between the first two events is the cost of an event, so the groups' times count from the second event.
         _, first, *others = self.events
         return [1e3 * float(runtime.eventElapsedTime(first, event)) for event in others]
 
@@ -164,13 +164,13 @@ class MarkedGraph(CudaGraph):
 
 
 def _not_ready(pointer: int) -> None:
-    raise RuntimeError("the graph was not instantiated")
+    raise RuntimeError("the graph cannot be launched before it was instantiated; call `instantiate` first")
 
 
 class _Owner:
-    """Return a block to the freed blocks when its last array goes.
+    """Return a block to the freed blocks when its last array ends.
 
-    The arrays over the block keep this object. ``memory`` is the pool's block.
+    The arrays over the block keep this object alive. ``memory`` is the pool's block.
     """
 
     __slots__ = ("_home", "memory")
@@ -196,14 +196,14 @@ class CudaRecordingMemory:
         self._relaxed = relaxed
         self._tell: Callable[[object], None] | None = None
         self._devices: set[int] = set()
-        # Addresses of the pool's blocks identify its memory, because no other pool has an address until this pool has returned
-        # it.
+        # Addresses of all blocks of this pool. An address tells whose a block is, because no other pool can have the address
+        # before this pool returns the block to the device.
         self._addresses: set[int] = set()
-        # None takes every block from CuPy's pool.
+        # The reuse policy. If it is None, every block comes from CuPy's pool.
         self._may_have: Callable[[int, int], bool] | None = None
         self._known: Callable[[object], bool] = bool
-        # The key is the device and the stream. In place of the stream it has None for all streams that the recording knows,
-        # because they share their freed blocks.
+        # Each key is a device and a stream's pointer. All streams that the recording knows share their freed blocks, so None
+        # takes the place of their pointers.
         self._freed: dict[tuple[int, int | None], FreedBlocks[Any]] = {}
 
     def allocator(self, nbytes: int) -> Any:
@@ -218,8 +218,8 @@ class CudaRecordingMemory:
             try:
                 memory = self._pool.malloc(nbytes)
             except OutOfMemoryError:
-                # The default pool caches freed blocks that this pool cannot use, so it returns them to the device before a second
-                # try.
+                # CuPy's default pool may hold freed blocks, which this pool cannot use. The default pool returns them to the
+                # device, and then this pool tries again.
                 cupy.get_default_memory_pool().free_all_blocks()
                 memory = self._pool.malloc(nbytes)
             self._addresses.add(memory.mem.ptr)

@@ -16,13 +16,15 @@ RELAXED = int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
 
 def _no_exchange(_: object) -> NoReturn:
-    raise DriverNotAvailableError("CUDA's driver library was not found: libcuda.so.1 comes with the GPU's driver")
+    raise DriverNotAvailableError(
+        "CUDA's driver library libcuda.so.1 was not found; install the NVIDIA driver, which contains it"
+    )
 
 
 exchange: Any = getattr(libcuda(), "cuThreadExchangeStreamCaptureMode", _no_exchange)
 """Exchange the capture mode without cuda-bindings.
 
-The two enumerations of cuda-bindings take longer than the call, and every allocation makes the call.
+cuda-bindings makes two enumeration objects per call, which takes longer than the call itself. Every allocation makes such calls.
 """
 
 
@@ -32,7 +34,7 @@ class Relaxed:
     __slots__ = ("_mode",)
 
     def __enter__(self) -> None:
-        # The call writes the former mode into `_mode`, and `__exit__` restores it, so that blocks nest.
+        # The call writes the former mode into `_mode`. `__exit__` restores the former mode, so that `with` blocks nest.
         self._mode = mode = c_int(RELAXED)
         if status := exchange(byref(mode)):
             check((cu.CUresult(status),))

@@ -20,7 +20,7 @@ MOST_ARRAYS = 12
 The launch's argument then stays below the 4 KiB that CUDA takes on every GPU.
 """
 MOST_AXES = 16
-"""The maximum number of an array's axes that cannot be joined."""
+"""The maximum number of an array's axes after neighbours are joined."""
 MACROS = {"THREADS": THREADS, "MOST_ARRAYS": MOST_ARRAYS, "MOST_AXES": MOST_AXES}
 
 
@@ -44,11 +44,13 @@ def arguments(words: Sequence[Words], sums: int) -> tuple["buffer[int]", tuple[i
     for each in words:
         rank = len(each.axes)
         if rank > MOST_AXES:
-            raise ValueError(f"an array has {rank} axes that cannot be joined, and a checksum takes {MOST_AXES}")
+            raise ValueError(
+                f"an array has {rank} axes that cannot be joined, and a checksum takes at most {MOST_AXES}; pass a dense copy"
+            )
         none = [0] * (MOST_AXES - rank)
         values += [each.start, each.size, each.count, rank]
         values += [*(extent for extent, _ in each.axes), *none, *(step for _, step in each.axes), *none]
-    # The kernel's argument has a fixed size, so missing arrays are zeros.
+    # The kernel's argument has room for `MOST_ARRAYS` arrays, so zeros fill the room that these arrays leave.
     values += [0] * ((MOST_ARRAYS - len(words)) * (4 + 2 * MOST_AXES))
     most = max(each.count for each in words)
     return buffer("Q", values), (min(max(-(-most // THREADS), 1), MOST_BLOCKS), len(words))

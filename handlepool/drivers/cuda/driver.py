@@ -2,9 +2,10 @@
 
 ``cuda.bindings.driver`` serves for calls that CuPy lacks.
 
-With `executable`, `kernel_executable`, `sums`, `fast_launch`, `prepared`, `early`, `capture` and `shared`, this is the only
-module that imports CuPy or launches with cuDNN's binding. The runtime half of cuda-bindings is never used, because it needs a
-driver as new as itself. cuDNN's rule for threads is that a handle is used by one thread at a time. The pool enforces that rule.
+Only this module and its neighbours `executable`, `kernel_executable`, `sums`, `fast_launch`, `prepared`, `early`, `capture`,
+`shared`, `locked` and `throwaway` import CuPy or launch with cuDNN's binding. The package never uses the runtime half of
+cuda-bindings, because that half needs a GPU driver at least as new as cuda-bindings. cuDNN's rule for threads is that a handle is
+used by one thread at a time. The pool enforces that rule.
 """
 
 import inspect
@@ -48,7 +49,7 @@ from handlepool.tensors import frontend
 from handlepool.tensors.graph_types import DeviceArray
 from handlepool.tensors.layout import HOST, UNKNOWN, Layout, Piece, View, one_run, piece, span
 
-# CuPy's public using_allocator is a generator around these two and costs a branch 1.5 µs more.
+# CuPy's public `using_allocator` wraps these two functions in a generator, which costs each branch 1.5 µs more.
 _get_allocator: Callable[[], Any] = cupy.cuda.memory._get_thread_local_allocator  # noqa: SLF001
 _set_allocator: Callable[[Any], None] = cupy.cuda.memory._set_thread_local_allocator  # noqa: SLF001
 _capture_info = with_edge_data(cu, "cuStreamGetCaptureInfo")
@@ -60,22 +61,22 @@ _NOT_READY = 600
 # cudaErrorPeerAccessAlreadyEnabled: other code, such as CuPy, has enabled the access before.
 _REACHED_BEFORE = 704
 _STAND_IN_BYTES = 1 << 20
-"""Size in bytes of the stand-in memory for a launch.
+"""Size in bytes of the memory for a launch that never runs.
 
-The launch is captured and never runs. The memory stands in for its operands and scratch.
+`CudaDriver._begins_early` captures such a launch. The memory takes the place of the launch's operands and scratch.
 """
 _STICKY = frozenset((214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
-"""Numbers of the errors that a context does not survive.
+"""Numbers of the CUDA errors after which a context is lost.
 
-The numbers are the same in the runtime and in the driver. The errors are memory that cannot be corrected, addresses and
-instructions that are illegal, misaligned or out of space, and failed assertions and launches.
+An error has the same number in CUDA's runtime and in CUDA's driver. These errors are uncorrectable memory errors, illegal
+instructions, addresses that are illegal, misaligned or in a wrong space, and failed assertions and launches.
 """
 
 
 def unavailable() -> str | None:
-    """Say why the driver cannot run: no GPU, driver or libcudnn.
+    """Say why the cuda driver cannot run: no GPU, driver or libcudnn.
 
-    Return None where all of them are present.
+    If all three are present, return None.
     """
     try:
         count = runtime.getDeviceCount()
@@ -90,12 +91,12 @@ def unavailable() -> str | None:
     return None
 
 
-# An attrgetter reads the pointers of many arrays most quickly.
+# `array_pointers` maps this function over many arrays. An attrgetter is the quickest function for that.
 _POINTER = attrgetter("data.ptr")
 
 
 class _ForeignStream:
-    """A pointer with its owner, in the form that ``Stream.from_external`` takes."""
+    """A stream's pointer and owner, as an argument for ``Stream.from_external``."""
 
     def __init__(self, pointer: int, owner: object) -> None:
         self.pointer = pointer
@@ -130,14 +131,16 @@ class CudaDriver:
     array_pointer: Callable[[Any], int] = staticmethod(_POINTER)
 
     def __init__(self) -> None:
-        # Events by device, for the edges of allocations in branches.
+        # Pools of events by device. `region_allocator` and `checksums` take events from these pools.
         self._edges: dict[int, Events] = {}
         self._plan_environment: dict[int, str] = {}
-        # For each thread, the attribute `bring` is the function that makes the arrays of `asarray`, if one is set.
+        # If `watch_host_data` was called in a thread, the attribute `bring` is the function that makes the arrays of `asarray` in
+        # that thread.
         self._host_data = threading.local()
-        # Pairs of a device and the device whose memory it was enabled to reach.
+        # Pairs of devices. `copy_from_device` has enabled the first to reach the memory of the second, if the hardware can.
         self._reached: set[tuple[int, int]] = set()
-        # Python finds an object's own attributes sooner than the attributes of its class.
+        # Python finds an attribute of the object sooner than an attribute of its class, so the hottest functions are stored in
+        # the object.
         for name in ("current_stream", "record_event", "wait_event", "is_capturing"):
             setattr(self, name, getattr(self, name))
 
@@ -161,24 +164,26 @@ class CudaDriver:
         return stream
 
     def push_stream(self, stream: cupy.cuda.Stream) -> None:
-        # `use` would not do, because the end of a caller's `with` statement restores the stream that was *entered* before,
-        # whichever stream is in use.
+        # `stream.use()` would not suffice, because the end of an inner `with` statement restores the stream that was last
+        # *entered*, and not the stream that was last used.
         stream.__enter__()
 
     def pop_stream(self, stream: cupy.cuda.Stream, previous: cupy.cuda.Stream) -> None:
         stream.__exit__(None, None, None)
-        # The former stream may have been in use without having been entered.
+        # CuPy restores the stream that was last entered. The caller may have made `previous` current by `use`, so `previous` is
+        # made current again here.
         previous.use()
 
     def owns_stream(self, stream: object) -> bool:
-        # `from_external` makes a Stream too, but the end of that object does not end the stream.
+        # `Stream.from_external` also makes a Stream object, but the end of that object does not destroy the CUDA stream.
         return type(stream) is cupy.cuda.Stream and getattr(stream, "_foreign_stream_ref", None) is None
 
     def stream_id(self, pointer: int) -> int:
         return int(check(cu.cuStreamGetId(pointer)))
 
     def capture_id(self, pointer: int) -> int:
-        # This query takes 0.1 µs, and the query of the id below takes ten times as long.
+        # `streamIsCapturing` takes 0.1 µs, and the query of the id below takes ten times as long. So the id is only asked for a
+        # capturing stream.
         if not runtime.streamIsCapturing(pointer):
             return 0
         _status, identity, *_ = check_all(_capture_info(pointer))
@@ -195,7 +200,7 @@ class CudaDriver:
     def synchronize_stream(self, pointer: int) -> None:
         runtime.streamSynchronize(pointer)
 
-    # Events are raw pointers: no destructor of theirs can call CUDA at a bad moment.
+    # Events are raw pointers, because the destructor of an event object could call CUDA at a bad moment (guarantee 10).
 
     def create_event(self, *, timing: bool = False) -> int:
         return int(runtime.eventCreateWithFlags(0 if timing else runtime.eventDisableTiming))
@@ -215,12 +220,13 @@ class CudaDriver:
     # Handles
 
     def create_handle(self) -> Handle:
-        # `unwrap` finds the frontend's own function, even where `handlepool.integrations.cudnn` has replaced it.
+        # `unwrap` finds the frontend's own function, even if `handlepool.integrations.cudnn` has replaced `cudnn.create_handle`.
         handle: Handle = inspect.unwrap(cudnn.create_handle)()
         return handle
 
     def bind_handle(self, handle: Handle, pointer: int) -> None:
-        # set_stream skips the pointer that it remembers, which is wrong after a pointer was recycled.
+        # `set_stream` does nothing if the handle remembers the same pointer. A new stream may have the pointer of a destroyed
+        # stream, so the handle must forget the old pointer first.
         handle.stream = None
         cudnn.set_stream(handle, pointer)
 
@@ -249,7 +255,7 @@ class CudaDriver:
         return cupy.ndarray((nbytes,), np.uint8, MemoryPointer(memory, 0))
 
     def end_scratch(self, array: DeviceArray, why: str) -> None:
-        # CuPy does not report the uses of its arrays.
+        # CuPy does not report the uses of its arrays, so the cuda driver can refuse none.
         pass
 
     def region_allocator(self, stream: cupy.cuda.Stream, keep: Callable[[object], None], of: Callable[[int], Any]) -> Any:
@@ -271,8 +277,8 @@ class CudaDriver:
                         f"an allocation on stream {current.ptr:#x} belongs to a region of stream {origin:#x}, and a capture "
                         "began on one of the two streams since then. Begin the capture before the region or after it"
                     )
-                # The arena of the origin stream serves the block, so that its reuse after the join follows the order of that
-                # stream.
+                # CuPy takes a block from the arena of the current stream. The block must come from the arena of the origin
+                # stream, so that a reuse of the block after the join follows the order of the origin stream.
                 stream.use()
                 try:
                     memory = base(nbytes)
@@ -323,7 +329,8 @@ class CudaDriver:
         for cause in causes(error):
             if getattr(cause, "status", 0) in _STICKY:
                 return cause
-        # cuDNN's errors carry no status of CUDA's, so CUDA itself is asked after a RuntimeError or a MemoryError.
+        # cuDNN's errors carry no status of CUDA. So after a RuntimeError or a MemoryError the driver makes a call of CUDA that
+        # would fail in a lost context.
         if ask and (error is None or isinstance(error, (RuntimeError, MemoryError))):
             try:
                 with Relaxed():
@@ -338,7 +345,7 @@ class CudaDriver:
         return partial(setattr, own, "bring", before)
 
     def watch_untracked_work(self, report: Callable[[str], None]) -> Callable[[], None]:
-        # CuPy does not report its work.
+        # CuPy does not report the work that it queues, so there is nothing to watch.
         return _nothing
 
     def before_untracked_access(self, before: BeforeUntracked) -> None:
@@ -360,9 +367,9 @@ class CudaDriver:
         return prepared(copies, self.copy, exchange, RELAXED, lambda status: check((cu.CUresult(status),)))
 
     def asarray(self, values: object) -> Any:
-        # Through pinned memory the copy is asynchronous; from pageable memory it has read `values` when it returns. Both are
-        # ordered on the current stream. CuPy keeps only the layouts of row-major and column-major arrays, so for the copy the
-        # axes are put in their order in memory.
+        # CuPy copies `values` asynchronously if they are in pinned memory. If they are in pageable memory, CuPy has read them
+        # when it returns. Either copy is ordered on the current stream. CuPy keeps only row-major and column-major layouts. So
+        # the axes are sorted by stride for the copy, and put back into their order afterwards.
         values = np.asarray(values)
         order = sorted(range(values.ndim), key=lambda axis: -abs(values.strides[axis]))
 
@@ -373,7 +380,8 @@ class CudaDriver:
         return copy() if bring is None else bring(values, copy)
 
     def asnumpy(self, array: DeviceArray) -> np.ndarray[Any, Any]:
-        # CuPy makes views contiguous under a device of its own, and 14.2 then forgets a stream that `Stream.use` made current.
+        # CuPy enters the array's device to make a view contiguous. CuPy 14.2 then forgets a stream that `Stream.use` had made
+        # current, so that stream is made current again.
         current: Any = self.current_stream()
         try:
             return np.asarray(cupy.asnumpy(array, order="A"))
@@ -388,8 +396,8 @@ class CudaDriver:
         return np.array(self.asnumpy(array), order="C")
 
     def copy(self, target: DeviceArray, source: DeviceArray) -> None:
-        # CuPy copies only row-major arrays as one run of bytes. It copies channels-last arrays by a kernel, whose launch costs
-        # the host more.
+        # CuPy copies only row-major arrays as one run of bytes. CuPy copies channels-last arrays by a kernel, and a kernel's
+        # launch costs more host time than `copy_run`.
         shape, dtype = target.shape, target.dtype
         if shape == source.shape and dtype == source.dtype and one_run(shape, target.strides, source.strides, dtype.itemsize):
             self.copy_run(target, source, self.current_stream().ptr)
@@ -453,11 +461,14 @@ class CudaDriver:
 
     def adopt(self, view: View) -> Any:
         if view.device_id == UNKNOWN:
-            # Type 0 is memory that CUDA does not know, and type 1 is host memory that it knows.
+            # Memory of type 0 is unknown to CUDA, and memory of type 1 is host memory that CUDA knows. Memory of any other type
+            # has a device.
             found = runtime.pointerGetAttributes(view.ptr)
             view.device_id = self.current_device() if not view.size else int(found.device) if found.type > 1 else HOST
         if view.device_id == HOST:
-            raise ArrayTypeError("it is in host memory, and the cuda driver takes arrays in a GPU's; copy it there first")
+            raise ArrayTypeError(
+                "it is in host memory, and the cuda driver takes arrays in a GPU's memory; copy the array to the GPU first"
+            )
         return view
 
     def array_over(self, view: View) -> Any:
@@ -492,7 +503,8 @@ class CudaDriver:
     ) -> CudaExecutable:
         name, titles = settings.pop("name"), settings.pop("titles")
         if saved is None:
-            graph._handle = handle  # noqa: SLF001 - as the constructor would, before it was known whether a plan was saved
+            # The graph was made before it was known whether a saved plan exists, so its constructor got no handle.
+            graph._handle = handle  # noqa: SLF001
             planned = planning.plan(graph, operands, copies, **settings)
         else:
             with ThrowawayCapture(self.bind_handle, handle):
@@ -500,16 +512,17 @@ class CudaDriver:
         if planned.early is None:
             planned = replace(planned, early=self._begins_early(handle, planned))
         if planned.early is not False:
-            # The kernel is loaded here, because the first launch may be inside a capture.
+            # Launches of this plan need the kernel of `early.barrier`. The kernel is loaded here, because the first launch may be
+            # inside a capture.
             early.kernel()
         return CudaExecutable(self, planned, copies, name=name, titles=titles)
 
     def _begins_early(self, handle: Handle, planned: planning.Planned) -> bool | None:
         """Return whether a plan's launches begin before earlier work has ended.
 
-        To find out, a launch is captured after a kernel of our own. The captured work never runs, so the stand-in memory is
-        neither read nor written. Return None if the capture fails, for example because the plan fills more bytes of an operand
-        than the stand-in memory has.
+        To find out, this method captures a kernel of this package, followed by a launch of the plan. The captured work never
+        runs, so the memory that stands in for the operands is neither read nor written. Return None if the capture fails, for
+        example because the plan fills more bytes of an operand than that memory has.
         """
         raw = planned.raw
         if raw is None:
@@ -558,7 +571,7 @@ def _kind(ordinal: int) -> dict[str, Any]:
 def _page_locked_like(array: DeviceArray) -> tuple[Any, np.ndarray[Any, Any]]:
     """Return page-locked memory, and a host array in it.
 
-    The array keeps the memory, and has the strides of ``array``, which has no gaps.
+    The host array keeps the memory alive, and has the strides of ``array``. ``array`` must have no gaps.
     """
     memory = cupy.cuda.alloc_pinned_memory(array.nbytes)
     return memory, np.ndarray(array.shape, array.dtype, memory, 0, array.strides)

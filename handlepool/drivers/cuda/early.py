@@ -27,19 +27,19 @@ _NOTHING = b"""
     ret;
 }
 """
-"""Code of a kernel of one thread that does nothing.
+"""PTX code of the kernel that does nothing.
 
-The driver takes the code unchanged. CuPy would load NVRTC to compile it, which takes 17 to 28 milliseconds.
+CUDA's driver loads PTX as it is. For code in CUDA C++, CuPy would have to load NVRTC, which takes 17 to 28 milliseconds.
 """
 _kernels: dict[int, Any] = {}
-"""By device, the kernel of one thread that does nothing."""
+"""The loaded kernel that does nothing, by device."""
 
 
 def immortal(function: object) -> Any:
     """Keep a CuPy function and its module as long as the process.
 
-    Captured graphs launch the function. At the end of the process CuPy's destructor would unload the module. If it cannot unload
-    the module, in a forked child or after the context was lost, it writes to standard error.
+    Captured graphs launch the function. At the end of the process CuPy's destructor would unload the module. In a forked child,
+    or after the context was lost, that destructor would fail and write to standard error.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
     return function
@@ -63,13 +63,13 @@ def launch(pointer: int) -> None:
 def barrier(pointer: int) -> None:
     """Let a stream's next work begin after all its earlier work.
 
-    A kernel that is launched plainly between the two has that effect. A recording of this thread's needs no such kernel: its
-    graph gets plain edges when it is complete (`Rewiring.make_plain`).
+    To that end, the function launches a kernel that does nothing, without programmatic dependent launch. While this thread
+    records the stream, no such kernel is needed, because `Rewiring.make_plain` gives the finished graph plain edges.
     """
     if not (_thread.recording and runtime.streamIsCapturing(pointer)):
         launch(pointer)
 
 
 def recording(begins: bool) -> None:
-    """Note whether this thread is recording from now on."""
+    """Note that a recording of this thread begins, or ends."""
     _thread.recording = begins

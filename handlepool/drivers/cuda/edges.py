@@ -19,9 +19,9 @@ _ACTIVE = 1
 def with_edge_data(bindings: object, name: str) -> Callable[..., tuple[Any, ...]]:
     """Find the form of a CUDA call that uses edge data.
 
-    ``name`` is the call's name in cuda-bindings 13. Version 12.9 adds a version suffix to it.
+    ``name`` is the call's name in cuda-bindings 13. In cuda-bindings 12.9 the name of this form has a version suffix.
 
-    The form without edge data answers CUDA_ERROR_LOSSY_QUERY where an edge is programmatic. cuDNN leaves such edges in a captured
+    The form without edge data answers CUDA_ERROR_LOSSY_QUERY if an edge is programmatic. cuDNN leaves such edges in a captured
     graph.
 
     Parameters
@@ -29,7 +29,7 @@ def with_edge_data(bindings: object, name: str) -> Callable[..., tuple[Any, ...]
     bindings : module
         ``cuda.bindings.driver``.
     name : str
-        As ``cuGraphGetEdges`` or ``cuStreamGetCaptureInfo``.
+        For example ``cuGraphGetEdges`` or ``cuStreamGetCaptureInfo``.
     """
     versions = (getattr(bindings, f"{name}_v{version}", None) for version in (3, 2))
     return next(filter(None, versions), None) or getattr(bindings, name)
@@ -49,25 +49,25 @@ def libcuda() -> Any:
 class _Answer(threading.local):
     """Hold the driver's output buffers for this thread.
 
-    They are made once per thread, because making them takes longer than the call.
+    Each thread makes its buffers once, because making them takes longer than a call that fills them.
     """
 
     def __init__(self) -> None:
         self.state, self.count = ctypes.c_int(), ctypes.c_size_t()
         self.nodes, data = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_void_p()
-        # The call asks for no identity and no graph. It must ask for the edge data, because otherwise the driver refuses
-        # programmatic edges.
+        # The arguments of `cuStreamGetCaptureInfo`. None asks for no identity and no graph. The edge data must be asked for,
+        # because otherwise the driver refuses programmatic edges.
         self.places = ctypes.byref(self.state), None, None, *map(ctypes.byref, (self.nodes, data, self.count))
 
 
 class Dependencies:
     """Read and set the dependencies of a capturing stream's next node.
 
-    Nodes are integers here. Edges that are set are plain, so the next work waits for each node's end. If an edge that was read is
-    programmatic, it is therefore set again as a plain edge, whose order is stronger.
+    Nodes are integers here. `put` sets plain edges, so the next work waits for each node's end. If `read` found a programmatic
+    edge, `put` therefore sets a plain edge in its place, whose order is stronger.
 
-    ctypes calls the driver library, because cuda-bindings make an object of each node, which takes longer than the call. The
-    library's own names and arguments are the same under each generation of the bindings.
+    ctypes calls the driver library directly. cuda-bindings makes an object of each node, which takes longer than the call. Also,
+    names and arguments differ between versions of cuda-bindings, but not in the library.
 
     Parameters
     ----------
@@ -99,9 +99,10 @@ class Dependencies:
             self._refuse(status)
         if answer.state.value != _ACTIVE:
             raise CaptureError(
-                f"stream {pointer:#x} is not capturing, or its capture was invalidated (state {answer.state.value})"
+                f"stream {pointer:#x} is not capturing, or its capture was invalidated (state {answer.state.value}), so its next "
+                "work has no dependencies"
             )
-        # The nodes are copied out of the driver's memory, which the next call on the capture may change.
+        # The nodes lie in the driver's memory, which the next call on the capture may change. So they are copied.
         return tuple(answer.nodes[: answer.count.value])
 
     def put(self, pointer: int, nodes: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """The CUDA source of an expression over elements, and its launch.
 
-No CUDA is needed. The source depends on the expression, on the types, and on how axes merge: which operands have a step along
-which axis. Extents, steps and the numbers that a launch brings are in the geometry. So one source serves many shapes and all
-numbers.
+This module needs no CUDA. The source depends on the expression, on the types, and on the merged axes: how many there are, and
+which operands have a step along which axis. The geometry holds the extents, the steps and the launch's numbers. So one source
+serves many shapes and all numbers.
 """
 
 import math
@@ -27,7 +27,10 @@ TYPES: Mapping[str, tuple[str, str, str]] = {
     "int32": ("int", "(float){}", ""),
     "bool": ("unsigned char", "({} != 0)", "(unsigned char){}"),
 }
-"""C++ types of elements by NumPy's name, with both conversions."""
+"""C++ types of elements, with conversions, by NumPy's name of the type.
+
+The first conversion is from an element to a value, and the second is from a value to an element.
+"""
 
 FORMS: Mapping[str, str] = {
     "as_number": "({0} ? 1.0f : 0.0f)",
@@ -71,7 +74,7 @@ FORMS: Mapping[str, str] = {
     "logical_not": "!{0}",
     "where": "{0} ? {1} : {2}",
 }
-"""Operations except ``constant`` in CUDA C++."""
+"""The CUDA C++ code of each operation except ``constant``."""
 
 MOST_PARAMETERS = 4096
 """The maximum number of bytes of a kernel's arguments."""
@@ -88,7 +91,7 @@ template <class Element, int Count> struct alignas(Count * sizeof(Element)) Pack
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """How the source reads or writes an operand.
+    """Describe how the source reads or writes an operand.
 
     Attributes
     ----------
@@ -97,9 +100,9 @@ class _Operand:
     type : str
         NumPy's name.
     along : tuple of int
-        The merged axes along which its step is not 0, the innermost first.
+        The merged axes along which the operand's step is not 0, the innermost first.
     packed : bool
-        Whether its elements are neighbours along the innermost axis. If not, one element serves a whole pack.
+        Whether neighbours along the innermost axis are neighbours in memory. If not, one element serves a whole pack.
     flat : bool
         Whether a pack may cross the ends of the innermost axis, as in an array without gaps.
     """
@@ -111,19 +114,19 @@ class _Operand:
     flat: bool = False
 
     def offset(self) -> str:
-        """Return the code of its offset, in elements or packs."""
+        """Return the code of the operand's offset, in elements or packs."""
         terms = [f"p{axis} * g.steps[{self.place}][{axis}]" for axis in self.along if axis or not self.packed]
         return " + ".join([*(["p0"] if self.packed else []), *terms]) or "0"
 
     def address(self, pack: int, const: str = "const ") -> str:
-        """Return the code that names its element or its pack in memory."""
+        """Return the code for the operand's element or pack in memory."""
         element = TYPES[self.type][0]
         kind = f"Pack<{element}, {pack}>" if self.packed and pack > 1 else element
         offset = self.offset() if not self.flat else "i" if pack > 1 else "number"
         return f"(({const}{kind}*)operands.at[{self.place}])[{offset}]"
 
     def element(self, pack: int) -> str:
-        """Return the code that makes a loaded element a value."""
+        """Return the code that converts a loaded element to a value."""
         loaded = f"x{self.place}.of[e]" if self.packed and pack > 1 else f"x{self.place}"
         return TYPES[self.type][1].format(loaded)
 
@@ -151,7 +154,7 @@ def plan(kernel: Elementwise, operands: Sequence[Layout]) -> Launch:
         for place, layout in enumerate(operands)
     ]
     loops = [("g.count", _places(len(axes)), pack)]
-    # The tail has fewer elements than a pack, so it is computed by single elements.
+    # The tail has fewer elements than a pack, so a second loop computes its elements singly.
     if tail:
         loops.append(("g.tail", [f"        const offset_t p0 = g.count * {pack} + i;"], 1))
     bodies = [(count, [*places, *_elements(kernel.expression, every, each)]) for count, places, each in loops]
@@ -162,7 +165,7 @@ def plan(kernel: Elementwise, operands: Sequence[Layout]) -> Launch:
 def _across(kernel: Elementwise, operands: Sequence[Layout], axes: Axes, pack: int) -> Launch:
     """Return a launch whose packs cross the ends of the innermost axis.
 
-    Operands that are not dense are read element by element.
+    The kernel reads an operand that is not dense element by element.
     """
     steps = [[each[place] for _, each in axes] for place in range(len(operands))]
     every = [
@@ -190,13 +193,13 @@ def _launch(
 ) -> Launch:
     y = operands[-1]
     geometry = (count, tail, *extents, *(step for each in steps for step in each), *kernel.numbers)
-    # Offsets need 64 bits where an element lies beyond 32 bits.
+    # If an element lies beyond the range of 32-bit offsets, all offsets have 64 bits.
     wide = any(max(y.size, layout.reach // layout.dtype.itemsize) >= 1 << 31 for layout in operands)
     taken = len(geometry) * (8 if wide else 4) + len(operands) * 8
     if taken > MOST_PARAMETERS:
         raise GraphNotSupportedError(
-            f"{len(operands)} operands over {len(extents)} axes that do not merge make {taken:,} bytes of arguments, and CUDA "
-            f"takes {MOST_PARAMETERS:,}; make the arrays contiguous, or split the function"
+            f"{len(operands)} operands over {len(extents)} axes that do not merge need {taken:,} bytes of arguments, and CUDA "
+            f"takes at most {MOST_PARAMETERS:,}; make the arrays contiguous, or split the function"
         )
     units = max(count, tail)
     blocks = min(max(-(-units // kernels.THREADS), 1), kernels.MOST_BLOCKS)
@@ -207,7 +210,7 @@ def _launch(
 def _steps(operand: Layout, output: Layout) -> list[int]:
     """Return an operand's strides along the output's axes, in elements.
 
-    A stride is 0 where one element serves the whole axis.
+    If one element serves a whole axis, the stride along that axis is 0.
     """
     missing = output.ndim - operand.ndim
     sizes = zip(operand.shape, operand.strides, strict=True)
@@ -215,9 +218,9 @@ def _steps(operand: Layout, output: Layout) -> list[int]:
 
 
 def _pack(axes: Axes, operands: Sequence[Layout]) -> tuple[int, int]:
-    """Return the sizes of a pack and of the tail.
+    """Return the sizes of a pack and of the tail, in elements.
 
-    A pack is a power of two of elements, which a thread handles at once.
+    A thread handles a pack at once. Its size is a power of two. The tail has the elements behind the last whole pack.
     """
     (extent, inner), *outer = axes
     if inner[-1] != 1 or any(step not in (0, 1) for step in inner):
@@ -225,7 +228,7 @@ def _pack(axes: Axes, operands: Sequence[Layout]) -> tuple[int, int]:
     together = [place for place, step in enumerate(inner) if step == 1]
     most = kernels.LARGEST_PACK // max(operands[place].dtype.itemsize for place in together)
     pack = math.gcd(most, extent, *(steps[place] for _, steps in outer for place in together)) if outer else most
-    # Large packs of a small array would leave too few threads, so packs become smaller.
+    # With large packs, a small array would occupy too few threads. So the packs of a small array become smaller.
     size = operands[-1].size
     while pack > 1 and size // pack < kernels.PLENTY:
         pack //= 2
@@ -233,7 +236,7 @@ def _pack(axes: Axes, operands: Sequence[Layout]) -> tuple[int, int]:
 
 
 def _flat(axes: Axes, operands: int) -> list[bool]:
-    """Return for each operand whether it is dense in the axes' order."""
+    """Return for each operand whether it is dense in ``axes``' order."""
     dense = [math.prod(extent for extent, _ in axes[:axis]) for axis in range(len(axes))]
     return [[each[place] for _, each in axes] == dense for place in range(operands)]
 
@@ -241,9 +244,8 @@ def _flat(axes: Axes, operands: int) -> list[bool]:
 def _crossing(axes: Axes, operands: Sequence[Layout]) -> int:
     """Return the size of packs that cross the innermost axis's ends.
 
-    The size is 0 if such packs do not fit.
-
-    The output must have no gaps, and at least one input must be read by packs. Otherwise such packs gain nothing.
+    Return 0 if such packs are impossible or gain nothing. The output must have no gaps, and at least one input must have no gaps,
+    so that it is read by packs.
     """
     flat = _flat(axes, len(operands))
     if len(axes) == 1 or not flat[-1] or not any(flat[:-1]):
@@ -254,7 +256,10 @@ def _crossing(axes: Axes, operands: Sequence[Layout]) -> int:
 
 
 def _source(expression: Expression, operands: Sequence[_Operand], rank: int, loops: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Return the source of loops, each with its count and its body."""
+    """Return the source of a kernel with these loops.
+
+    Each loop has a count and a body.
+    """
     *inputs, output = operands
     numbers = f", numbers[{expression.numbers}]" if expression.numbers else ""
     body = [
@@ -270,7 +275,7 @@ def _source(expression: Expression, operands: Sequence[_Operand], rank: int, loo
 
 
 def _places(rank: int, number: str = "i") -> list[str]:
-    """Return the code that finds a place along each axis."""
+    """Return the code that splits a number into places along axes."""
     if rank == 1:
         return [f"        const offset_t p0 = {number};"]
     lines = [f"        count_t rest = {number};"]
@@ -299,7 +304,8 @@ def _elements(expression: Expression, operands: Sequence[_Operand], pack: int) -
 def _crossing_elements(expression: Expression, operands: Sequence[_Operand], pack: int, rank: int) -> list[str]:
     """Return the code of a pack that crosses the innermost axis's ends.
 
-    Divisions find only the place of the pack's first element, because steps to the next places cost less.
+    The code finds the place of the pack's first element by divisions. It finds the places of the other elements by counting on,
+    which costs less.
     """
     *inputs, output = operands
     following = f"++p{rank - 1};"

@@ -29,7 +29,10 @@ def new_buffer() -> Any:
 
 
 class CudaExecutable:
-    """A built `cudnn.pygraph`, launched by its raw entry if there is one."""
+    """Hold and launch a built `cudnn.pygraph`.
+
+    The launch uses the graph's raw entry, `Planned.raw`, if there is one.
+    """
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class CudaExecutable:
         previous, stream = driver.current_stream(), driver.wrap_stream(pointer, None)
         driver.push_stream(stream)
         try:
-            # CuPy may load its kernel here, and the stream may be capturing.
+            # CuPy may load a kernel for the copy here while the stream is capturing. So the copies run in relaxed mode.
             with driver.relaxed():
                 for copy in self._copies:
                     if copy.output is output:
@@ -106,7 +109,7 @@ class CudaExecutable:
             driver.pop_stream(stream, previous)
 
     def _at(self, address: int, shape: Sequence[int], strides: Sequence[int] | None, dtype: np.dtype[Any]) -> Any:
-        # The array needs no owner, because the operands and the slot keep the memory.
+        # The array needs no owner, because the operands and the slot keep the memory alive.
         memory = UnownedMemory(address, 0, None, self._device)
         return cupy.ndarray(shape, dtype, MemoryPointer(memory, 0), strides)
 
@@ -125,5 +128,5 @@ class CudaExecutable:
         return fast_launch.shortcut(inputs, outputs, alias_pairs, single, self.workspace_size, device, names, early=self._early)
 
 
-# The raw entry's array holds 64-bit pointers.
+# cuDNN's raw entry reads pointers from an array of 64-bit integers.
 assert ctypes.sizeof(ctypes.c_void_p) == 8

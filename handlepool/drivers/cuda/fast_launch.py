@@ -63,7 +63,7 @@ def launch(begin, arrays, out, fresh=None):
             workspace = {workspace}
             buffer, location = slot.buffer
             {store}
-            # The slot's handle as it is now that the slot is busy: see `Slot.release_unless_busy`.
+            # The handle is read again after `busy` was set, as `Slot.release_unless_busy` expects.
             {barrier}raw(location, {count}, workspace, slot.handle.{bound}, index)
         finally:
             slot.busy = False
@@ -113,7 +113,7 @@ def shortcut(
     names : dict
         Names as in `Executable.shortcut`, with ``raw``, the raw entry, and ``index``, its last argument.
     bound : str
-        The attribute of the handle that ``raw`` takes.
+        Name of the handle's attribute that ``raw`` takes.
     early : bool
         Whether the launch needs a barrier, because its kernel begins before earlier work on the stream has ended.
     """
@@ -122,10 +122,10 @@ def shortcut(
     layouts = dict(zip(xs + ys, (*inputs, *outputs), strict=True))
     operands = list(layouts)
     compared = [(a, layouts[a]) for a in (operands if given else xs)]
-    # The first array's shape is a part of the key, so it needs no comparison.
+    # The shape of the first array is a part of the shortcut's key, so the function need not compare that shape.
     differ = [f"{a}.shape != {_numbers(layout.shape)}" for a, layout in compared[1:]]
     differ += [f"{a}.strides != {_numbers(layout.strides)} or {a}.dtype is not dtype_{a}" for a, layout in compared]
-    # The class is compared because the host driver's arrays have all the other attributes.
+    # An array of the host driver has the same attributes and would pass the other comparisons, so the class is compared, too.
     differ += [f"{a}.__class__ is not ndarray" for a, _ in compared]
     if device is not None:
         differ = [f"current_device() != {device}", *differ, *(f"{a}.data.device_id != {device}" for a, _ in compared)]
@@ -194,9 +194,9 @@ def _read(arrays: list[str]) -> str:
 
 
 def _overlap(operands: list[str], pair: AliasPair) -> str:
-    """Return the test whether an output overlaps another operand.
+    """Return the code that tests whether an output overlaps another operand.
 
-    The other operand is an input or another output. The test is that of `Plan.check_aliases`.
+    The other operand is an input or another output. The code makes the same test as `Plan.check_aliases`.
     """
     start, begin = f"p{operands[pair.one]}", f"p{operands[pair.other]}"
     exact = "" if pair.same is None else f" and {begin} != {start} + {pair.same}"

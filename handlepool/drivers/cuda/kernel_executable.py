@@ -19,8 +19,8 @@ from handlepool.tensors.layout import Layout
 _functions: dict[tuple[int, str, tuple[tuple[str, str], ...], str], Any] = {}
 """CuPy's functions by device, entry, macros and code.
 
-The process keeps each function. A destructor would call CUDA (guarantee 10), and captured graphs launch the functions. If two
-threads make the same function, the dictionary keeps the first, and the second lives on unused.
+Each function lives as long as the process, because its destructor would call CUDA (guarantee 10) and captured graphs launch it.
+If two threads make the same function at once, the dictionary keeps the first function, and the second lives on unused.
 """
 
 
@@ -100,4 +100,4 @@ class KernelExecutable:
         return fast_launch.shortcut(inputs, outputs, alias_pairs, single, 0, device, names, "stream")
 
     def save(self) -> None:
-        """Return None, because CuPy keeps its compiled code itself."""
+        """Return None, because CuPy itself keeps the compiled code on disk."""

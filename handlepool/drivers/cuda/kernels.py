@@ -2,9 +2,9 @@
 
 A launch has a variant, a geometry and a grid. This module needs no CUDA.
 
-The source is ``common.cu`` with ``kernels.cu``, or with code that is generated for an expression. Axes are merged where all
-operands allow it. Elements are read in packs of up to 16 bytes where strides and extents allow it. Offsets have 64 bits where 32
-do not suffice.
+The CUDA source is ``common.cu``, followed by the files of `SOURCES` or by the code that is generated for an expression. Two axes
+are merged if all operands allow it. Elements are read in packs of up to 16 bytes if strides and extents allow it. Offsets have 64
+bits if 32 bits do not suffice.
 """
 
 import math
@@ -26,18 +26,21 @@ MOST_BLOCKS = 1 << 20
 PLENTY = 1 << 15
 """Number of threads that keep a large GPU busy.
 
-With fewer threads, packs are made smaller. The figure has not been measured.
+If a launch would have fewer threads, its packs are made smaller. The figure has not been measured.
 """
 LARGEST_PACK = 16
 """Largest size of a pack, in bytes."""
 CAPACITIES = (2, 3, 4, 5, 8, 16, 32, 64)
-"""Operand counts that variants are compiled for."""
-EXACT = 5
-"""Largest operand count with a variant of exactly that count."""
-MOST_UNROLLED = 5
-"""Largest number of window rows or columns with an own variant.
+"""Operand counts that variants are compiled for.
 
-All larger windows share one variant.
+A launch uses the variant of the smallest count that is not below the launch's own.
+"""
+EXACT = 5
+"""The maximum operand count with a variant for exactly that count."""
+MOST_UNROLLED = 5
+"""The maximum of rows and columns in windows with their own variant.
+
+All windows with more rows or columns share one variant.
 """
 RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
 """Numbers of merged axes that variants are compiled for.
@@ -45,14 +48,14 @@ RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
 NumPy's arrays have up to 64 axes.
 """
 LANES, SHARES = 32, 8
-"""Outputs of a block, and threads per output, for whole images.
+"""Outputs per block, and threads per output, for windows over whole images.
 
-For contiguous images the two numbers change places.
+If channels are not innermost in memory, the two numbers change places.
 """
 MOST_PIXELS, LARGEST_BLOCK = 16, 1024
 """The maximum of pixels per thread, and of threads per block.
 
-With more pixels an output of a whole image gets more threads.
+If a window over a whole image has more pixels, each output gets more threads.
 """
 MOST_PARTS = 65535
 """CUDA's limit of blocks along the grid's second axis."""
@@ -63,15 +66,15 @@ SOURCES = ("kernels.cu", "network.cu")
 SHARED = 40 << 10
 """Bytes of a block's shared memory for filters and biases.
 
-Every GPU has 48 KiB.
+A block has 48 KiB of shared memory on every GPU.
 """
 ELEMENTS = {"float16": ("unsigned short", "HALF"), "bfloat16": ("unsigned short", "BFLOAT"), "float32": ("float", "FLOAT")}
 
 Macros = dict[str, int | str]
 Axes = list[tuple[int, tuple[int, ...]]]
-"""Extents with a step for each operand, innermost axis first.
+"""For each axis, its extent and the step of each operand.
 
-The order is that of the last operand's axes.
+The axes are in the order of the last operand's memory, the innermost axis first.
 """
 
 
@@ -84,7 +87,7 @@ class Launch:
     entry : str
         The function's name in the source.
     macros : tuple of (str, str)
-        Macros that select its variant.
+        Macros that select the kernel's variant.
     geometry : array
         The kernel's second argument.
     grid : (int, int)
@@ -92,7 +95,7 @@ class Launch:
     threads : int
         Threads per block.
     code : str
-        Code after ``common.cu`` in the source; "" for ``kernels.cu``.
+        Code that follows ``common.cu`` in the source; "" for the files of `SOURCES`.
     """
 
     entry: str
@@ -109,9 +112,9 @@ def _text(name: str) -> str:
 
 
 def source(code: str = "") -> str:
-    """Return the source of a launch with this code.
+    """Return the CUDA source whose code for one launch is ``code``.
 
-    Without code, return the source of all the package's kernels.
+    Without ``code``, return the source of all kernels in `SOURCES`.
     """
     return "\n".join((_text("common.cu"), *([code] if code else map(_text, SOURCES))))
 
@@ -140,9 +143,9 @@ def plan(kernel: Kernel, operands: Sequence[Layout]) -> Launch:
 
 
 def merged(extents: Sequence[int], *steps: Sequence[int]) -> Axes:
-    """Sort axes by the last operand's memory, and merge them.
+    """Sort axes by the last operand's steps, and merge neighbouring axes.
 
-    Two axes are merged where they form a single axis for every operand.
+    Two axes are merged if a single axis can take their place for every operand.
     """
     axes = sorted(
         ((extent, step) for extent, *step in zip(extents, *steps, strict=True) if extent > 1), key=lambda axis: axis[1][-1]
@@ -159,7 +162,7 @@ def merged(extents: Sequence[int], *steps: Sequence[int]) -> Axes:
 def _packed(axes: Axes, most: int) -> int:
     """Return the number of elements of a pack along the innermost axis.
 
-    It is a power of two, up to ``most``, that divides the extent and all outer steps.
+    The number is a power of two, up to ``most``, that divides the extent and all outer steps.
     """
     (extent, inner), *outer = axes
     if any(step != 1 for step in inner):
@@ -168,9 +171,9 @@ def _packed(axes: Axes, most: int) -> int:
 
 
 def _in_packs(axes: Axes, pack: int, rank: int) -> Axes:
-    """Count the innermost axis and the others' steps in packs.
+    """Return the axes with the innermost extent and outer steps in packs.
 
-    Axes of extent 1 are added up to ``rank``.
+    Axes of extent 1 are added until there are ``rank`` axes.
     """
     (extent, inner), *outer = axes
     found = [(extent // pack, inner), *((extent, tuple(step // pack for step in steps)) for extent, steps in outer)]
@@ -178,23 +181,23 @@ def _in_packs(axes: Axes, pack: int, rank: int) -> Axes:
 
 
 def thinned(pack: int, elements: int) -> int:
-    """Return a pack, or a smaller one that keeps enough threads busy."""
+    """Return ``pack``, halved until the elements keep `PLENTY` threads busy."""
     while pack > 1 and elements // pack < PLENTY:
         pack //= 2
     return pack
 
 
 def steps_of(layout: Layout) -> list[int]:
-    """Return strides in elements.
+    """Return a layout's strides in elements.
 
-    The stride of an axis of extent 1 may have any value, so it is returned as 0.
+    An axis of extent 1 may have any stride, so its stride is returned as 0.
     """
     sizes = zip(layout.shape, layout.strides, strict=True)
     return [stride // layout.dtype.itemsize if extent > 1 else 0 for extent, stride in sizes]
 
 
 def fitting(count: int, sizes: Sequence[int]) -> int:
-    """Return the first size that a count fits in."""
+    """Return the first of ``sizes`` that is not below ``count``."""
     return next(size for size in sizes if size >= count)
 
 
@@ -254,9 +257,9 @@ def _concat(kernel: Concat, operands: Sequence[Layout]) -> Launch:
     *xs, y = operands
     itemsize = y.dtype.itemsize
     starts = kernel.firsts(xs, y)
-    # Steps are counted in bytes, so a variant serves all types.
+    # Steps are counted in bytes, so that one variant serves all types.
     each = [merged((*x.shape, itemsize), (*x.strides, 1), (*y.strides, 1)) for x in xs]
-    # A pack must divide the places where the arrays begin, too.
+    # Each array begins at a byte offset in the output, so the pack size must divide these offsets, too.
     pack = math.gcd(*(_packed(axes, LARGEST_PACK) for axes in each), *starts)
     while pack > itemsize and sum(x.size for x in xs) * itemsize // pack < PLENTY:
         pack //= 2
@@ -292,7 +295,7 @@ def _windows(kernel: Windows, x: Layout, y: Layout) -> Launch:
     macros |= {"ROWS": rows, "COLUMNS": columns, "MAXIMUM": int(kernel.kind == "max")}
     count = y.size // int(macros["PACK"])
     most = [extent + 2 * padding for extent, padding in zip(x.shape[2:], kernel.padding, strict=True)]
-    # Every stride beyond this extent leaves the image at once, so larger strides are cut to it.
+    # A stride beyond the padded extent leaves the image in one step. So larger strides are cut to that extent.
     stride = map(min, kernel.stride, most)
     geometry = (*images, count, *y.shape[2:], *kernel.window, *stride, *kernel.padding, int(kernel.counted))
     return launch_of("windows", macros, (x, y), geometry, count, wide=max(most) >= 1 << 30)
@@ -314,9 +317,10 @@ def _depthwise(kernel: Depthwise, operands: Sequence[Layout]) -> Launch:
     (rows, columns), channels, pack = w.shape[2:], images[0], int(macros["PACK"])
     pixels = y.size // y.shape[1]
     most = min(LANES, SHARED // (4 * pack * (rows * columns + 1)))
-    # The groups of channels are as few as possible, and of equal size where possible.
+    # The channels are divided among as few blocks as possible, and equally if possible.
     lanes = -(-channels // -(-channels // most))
-    # If channels are not innermost, neighbours in memory belong to the same channel.
+    # If channels are not innermost, neighbours in memory belong to the same channel. So a block takes fewer channels and more
+    # pixels.
     if not macros["CHANNELS_INNERMOST"]:
         lanes = min(lanes, max(1, THREADS // pixels))
     together = max(1, THREADS // lanes)
@@ -327,10 +331,10 @@ def _depthwise(kernel: Depthwise, operands: Sequence[Layout]) -> Launch:
     most_of = [
         e + 2 * p + (r - 1) * d for e, p, r, d in zip(x.shape[2:], kernel.padding, w.shape[2:], kernel.dilation, strict=True)
     ]
-    # Every step beyond this extent leaves the image at once, so larger steps are cut to it.
+    # A step beyond this extent leaves the image at once. So strides and dilations are cut to this extent.
     stride, dilation = map(min, kernel.stride, most_of), map(min, kernel.dilation, most_of)
     step = steps_of(biases[0])[0] if biases else 0
-    # The step is 0 where a single filter serves all channels.
+    # `own` is the step from one channel's filter to the next. It is 0 if a single filter serves all channels.
     own = steps_of(w)[0]
     geometry = (*images, pixels, *y.shape[2:], *stride, *kernel.padding, *dilation, lanes, together, step, own)
     parts = min(-(-channels // lanes), MOST_PARTS)

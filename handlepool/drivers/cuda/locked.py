@@ -22,18 +22,18 @@ def locked(library: Any, name: str, types: Sequence[Any], again: Callable[..., A
     Parameters
     ----------
     library : ctypes.PyDLL or None
-        CUDA's driver library; without it the value is ``again``.
+        CUDA's driver library. If it is None, `locked` returns ``again``.
     name : str
         Name of the function in the library.
     types : sequence
         Types of the arguments.
     again : callable
-        The runtime's function with the same arguments. It is called after a failure. If no context was current, it makes the
-        context current and repeats the call. Any other failure it raises as an error.
+        The runtime's function with the same arguments. It is called if the driver's function fails. If no context was current, it
+        makes the context current and so succeeds. It raises an error for any other failure.
     """
     if library is None:
         return again
-    # Indexing makes a new function object, so the types and the check below affect no other caller.
+    # Indexing a library makes a new function object, so the types and the check set below affect no other caller.
     function = library[name]
     function.argtypes, function.restype = types, c_int
 
@@ -47,9 +47,9 @@ def locked(library: Any, name: str, types: Sequence[Any], again: Callable[..., A
 
 
 class _Flag(threading.local):
-    """An output buffer of this thread.
+    """Hold an output buffer for each thread.
 
-    Making a buffer takes longer than the call.
+    The buffer is made once, because making a buffer takes longer than the query that fills it.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def capture_query(library: Any) -> Callable[[int], bool]:
 
     def is_capturing(pointer: int) -> bool:
         if query(pointer, flag.place) or flag.value.value:
-            # The runtime raises the error of a failure, and of a capture that was spoiled.
+            # If the query failed or the capture was invalidated, this call of the runtime raises the error.
             return bool(runtime.streamIsCapturing(pointer))
         return False
 

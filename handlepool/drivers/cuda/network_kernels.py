@@ -1,6 +1,6 @@
 """Choose variant, geometry and grid for the kernels of networks.
 
-This needs no CUDA. The source is ``network.cu``, which follows ``kernels.cu``.
+This module needs no CUDA. The source is ``network.cu``, which follows ``kernels.cu``.
 """
 
 import math
@@ -13,36 +13,36 @@ from handlepool.drivers.kernel import Affine, Excite, Layer, NetworkKernel, Norm
 from handlepool.tensors.layout import Layout
 
 MOST_KEPT, MOST_EACH = 32, 8
-"""The maximum of row elements, and of packs, in a thread's registers.
-"""
+"""The maximum of row elements, and of packs, in a thread's registers."""
 LEAST_PACKS = 64
 """The number of packs per row below which packs become smaller.
 
-The rule holds only if a launch has too few threads for the GPU.
+Packs become smaller only if the launch has too few threads for the GPU.
 """
 SECTOR, FEW_LANES = 32, 8
 """Bytes of a memory sector, and a small number of lanes.
 
-A lane is a pack of rows. With at most that many lanes, packs become smaller instead of fewer.
+A lane is a pack across rows. If a launch has too few threads, a block with more than `FEW_LANES` lanes gets fewer lanes, and a
+block with `FEW_LANES` or fewer gets smaller packs.
 """
 PACKS_EACH = 4
-"""Packs of a row for each thread, where there are enough rows."""
+"""Packs of a row per thread, if there are enough rows."""
 WARP = 32
-"""Threads that combine their numbers without a barrier for the block."""
+"""Threads of a warp, which combine their numbers without a block's barrier."""
 SQUEEZED_LANES, SQUEEZED_THREADS = 8, 256
-"""The maximum of channel packs and threads in a summing block."""
+"""The maximum of channel packs and of threads per `Squeeze` block."""
 LAYER_THREADS = 128
-"""Threads of a block that computes a layer."""
+"""Threads of a block that computes a `Layer`."""
 EXCITED_LANES, EXCITED_THREADS, EXCITED_EACH, EXCITED_BLOCKS = 16, 512, 2, 132
-"""For gating: channel packs of a block, threads, packs per thread, blocks.
+"""For `Excite`: channel packs and threads per block, packs per thread, blocks.
 
-The first and the last number are maximums. Each block computes the first layer anew, so more blocks than a GPU has processors
-cost more than they gain.
+The numbers of channel packs and of blocks are maximums. Each block computes the first layer anew, so more blocks than a GPU has
+processors cost more than they gain.
 """
 ROW_RANKS = (1, 2, 3, 4, 8, 16, 32, 64)
 """Numbers of merged axes that variants for rows are compiled for."""
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
-"""Types by their size in bytes."""
+"""C++ types by their size in bytes."""
 
 
 def plan(kernel: NetworkKernel, operands: Sequence[Layout]) -> Launch:
@@ -65,7 +65,7 @@ def plan(kernel: NetworkKernel, operands: Sequence[Layout]) -> Launch:
 
 
 def _bits(value: float) -> int:
-    """Return a float32 as the integer with its bits."""
+    """Return the integer with the same bits as a float32."""
     found: int = struct.unpack("i", struct.pack("f", value))[0]
     return found
 
@@ -89,7 +89,11 @@ def _pack(axes: Axes, others: Axes, itemsize: int) -> int:
 
 
 def _ways(axes: Axes, others: Axes, pack: int) -> list[int]:
-    """Return how each parameter is loaded: see ``load`` in the source."""
+    """Return for each parameter how the kernel loads it for a pack.
+
+    The number is 0 for one element that serves the pack, 1 for a pack of neighbours, and 2 for elements at a step. It is
+    ``WAY`` of ``load`` in ``network.cu``.
+    """
     (_, inner), *outer = axes
     found = []
     for place in range(1, len(inner) - 1):
@@ -101,7 +105,7 @@ def _ways(axes: Axes, others: Axes, pack: int) -> list[int]:
 def _counted(axes: Axes, pack: int, rank: int, packed: bool = True) -> list[int]:
     """Return extents, then the steps of each operand.
 
-    Steps of x and y are in packs, steps of parameters in elements. ``packed`` says that packs lie along the first axis.
+    Steps of x and y are in packs, steps of parameters in elements. ``packed`` is whether packs lie along the first axis.
     """
     extents, steps = [], []
     for place, (extent, (x, *rest, y)) in enumerate(axes):
@@ -116,33 +120,33 @@ def _counted(axes: Axes, pack: int, rank: int, packed: bool = True) -> list[int]
 def _kept(count: int, shares: int, pack: int) -> int:
     """Return the number of packs that a thread keeps in registers.
 
-    Return 0 if they are too many.
+    Return 0 if the packs are too many for the registers.
     """
     each = -(-count // shares)
     return each if each <= MOST_EACH and each * pack <= MOST_KEPT else 0
 
 
 def _threads(rows: int, count: int, pack: int) -> tuple[int, int]:
-    """Return the number of rows of a block, and their threads.
+    """Return the rows per block, and the threads per row.
 
-    A pack is a vector of neighbouring elements of one row.
+    A row has ``count`` packs. A pack is a vector of neighbouring elements of one row.
     """
-    # A row of a single warp needs no barriers.
+    # If a single warp computes a row, that row needs no barriers.
     if rows * WARP >= kernels.PLENTY and count > WARP * PACKS_EACH and _kept(count, WARP, pack):
         return max(1, kernels.THREADS // WARP), WARP
     most = min(_power(count), kernels.LARGEST_BLOCK)
     shares = min(_power(-(-count // PACKS_EACH)), most)
-    # Few rows leave the GPU idle, so each row gets more threads.
+    # Few rows would leave part of the GPU idle, so each row gets more threads.
     while shares < most and rows * shares < kernels.PLENTY:
         shares *= 2
     return max(1, kernels.THREADS // shares), shares
 
 
 def _threads_across(rows: int, count: int, pack: int, itemsize: int) -> tuple[int, int, int]:
-    """Return the pack, packs of rows per block, and threads per row.
+    """Return the pack size, lanes per block, and threads per lane.
 
-    Here packs lie across rows. With few rows, the first two numbers become smaller, as long as neighbouring threads together read
-    a whole sector of memory.
+    A lane is a pack across rows: a vector of elements of neighbouring rows. If there are few rows, pack size and lanes become
+    smaller, as long as neighbouring threads together read a whole sector of memory.
     """
     lanes = min(kernels.LANES, _power(rows // pack))
     while rows // (pack * lanes) * kernels.THREADS < kernels.PLENTY and lanes * pack * itemsize > SECTOR:
@@ -161,7 +165,7 @@ def _threads_across(rows: int, count: int, pack: int, itemsize: int) -> tuple[in
 def _rows(kernel: Normalise, operands: Sequence[Layout]) -> tuple[list[int], list[list[int]], set[int]]:
     """Return extents, steps of each operand, and the axes of a row.
 
-    A group has an axis of its own.
+    If the kernel has groups, the channels become two axes: the groups, and the channels of a group.
     """
     x, *parameters, y = operands
     extents, ends = [*x.shape], [kernels.steps_of(x), kernels.steps_of(y)]
@@ -176,7 +180,7 @@ def _rows(kernel: Normalise, operands: Sequence[Layout]) -> tuple[list[int], lis
     steps = [ends[0], *beside, ends[1]]
     if kernel.groups:
         own = x.shape[1] // kernel.groups
-        # Channels split into two axes, so that a row can take the channels of its own group alone.
+        # The channels are split into two axes, so that a row can take the channels of one group alone.
         extents[1:2] = [kernel.groups, own]
         for each in steps:
             each[1:2] = [each[1] * own, each[1]]
@@ -204,7 +208,7 @@ def _normalise(kernel: Normalise, operands: Sequence[Layout]) -> Launch:
         rows, count = rows // pack, elements
     else:
         pack = along
-        # Small packs give a GPU more threads where there are few elements.
+        # If there are few elements, smaller packs give the GPU more threads.
         while pack > 1 and y.size // pack < kernels.PLENTY and elements // pack < LEAST_PACKS:
             pack //= 2
         count = elements // pack
@@ -262,7 +266,10 @@ def _affine(kernel: Affine, operands: Sequence[Layout]) -> Launch:
 
 
 def _optional(kernel: Normalise | Affine) -> list[tuple[bool, int]]:
-    """Return presence and place of the weight and the bias."""
+    """Return for weight and bias whether it exists, and its place.
+
+    The place is its index among the parameters.
+    """
     first = 2 if isinstance(kernel, Affine) else 0
     return [(kernel.weighted, first), (kernel.biased, first + kernel.weighted)]
 
@@ -279,7 +286,8 @@ def _gather(
 ) -> Launch:
     """Return the launch of a copy that pads or reorders.
 
-    Along each axis, ``before`` is the padding before the input, and ``within`` the input's extent, or 0 without padding.
+    Along each axis, ``before`` is the padding before the input. ``within`` is the input's extent, or 0 for an axis without
+    padding.
     """
     itemsize = y.dtype.itemsize
     padded = sorted((axis for axis, inside in enumerate(within) if inside), key=lambda axis: steps[1][axis])
@@ -290,8 +298,9 @@ def _gather(
     rank = kernels.fitting(len(axes) + len(rest), kernels.RANKS)
     edges = [(0, 0)] * len(axes) + [(before[axis], within[axis]) for axis in padded]
     both = [(extent, each, edge) for (extent, each), edge in zip([*axes, *rest], edges, strict=True)]
-    # Neighbours in memory are for neighbouring threads. Packs lie along the first axis of step 1.
-    both.sort(key=lambda axis: axis[1][1])
+    # The output's innermost axis comes first, so that neighbouring threads write neighbours in memory. Packs lie along the first
+    # axis. An axis of one place comes last, because its step is 0 and no pack fits into it.
+    both.sort(key=lambda axis: (axis[0] == 1, axis[1][1]))
     more = rank - len(both)
     first, last = zip(*[edge for _, _, edge in both], strict=True)
     macros: Macros = {"ELEMENT": WORDS[itemsize], "PACK": pack, "RANK": rank, mode.upper(): 1}
@@ -329,13 +338,13 @@ def _resample(kernel: Resample, x: Layout, y: Layout) -> Launch:
 
 
 def _lanes(channels: int, most: int) -> tuple[int, int]:
-    """Return the blocks for all channels, and the packs of each."""
+    """Return the blocks for all channel packs, and the packs per block."""
     tiles = -(-channels // most)
     return tiles, -(-channels // tiles)
 
 
 def _squeeze(kernel: Squeeze, x: Layout, y: Layout) -> Launch:
-    # Packs stay large, because pixels give the threads enough to do.
+    # Each thread sums many pixels, so packs stay large even if there are few channels.
     macros, images = kernels.images_of(x, x, kernels.PLENTY * kernels.LARGEST_PACK)
     tiles, lanes = _lanes(images[0], SQUEEZED_LANES)
     each = -(-math.prod(x.shape[2:]) // kernel.parts)

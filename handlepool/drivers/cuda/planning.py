@@ -1,7 +1,7 @@
 """Plan with cuDNN for a present or a described device.
 
-This module needs libcudnn, and neither CuPy nor a GPU. Where there is no GPU, cuDNN still loads CUDA's driver library by name. It
-uses the library only to load the kernels that it compiles.
+This module needs libcudnn, and neither CuPy nor a GPU. Even without a GPU, cuDNN loads CUDA's driver library by name. cuDNN uses
+that library here only to load kernels that it has compiled.
 """
 
 import json
@@ -30,7 +30,7 @@ class Planned:
     graph : cudnn.pygraph
         The graph, or the lowered graph where the plan was read from a file.
     workspace_size : int
-        Bytes of scratch for the graph, and for the copies of operands behind it.
+        Bytes of scratch: first for the graph, then for the copies of operands.
     copies_at : int
         Offset in bytes of the copies in the scratch.
     engine : str
@@ -46,10 +46,11 @@ class Planned:
     size : int
         Bytes of scratch for the graph alone.
     saved : SavedPlan or None
-        The saved plan that the graph was read from. cuDNN writes a plan that it has read incompletely, so the original is kept.
+        The saved plan that the graph was read from. If cuDNN reads a plan and writes it again, the result is incomplete, so the
+        original is kept.
     early : bool or None
-        Whether its launches begin before earlier work on the stream has ended (`handlepool.drivers.cuda.early`). None means
-        unknown, and counts as yes.
+        Whether the plan's launches begin before earlier work on the stream has ended (`handlepool.drivers.cuda.early`). None
+        means unknown, and counts as yes.
     """
 
     graph: Any
@@ -69,7 +70,8 @@ class Planned:
 
         Returns None for a plan of the frontend's own engines.
         """
-        # cuDNN cannot write a plan that it has read, and the frontend's own engines have no plan of cuDNN's.
+        # cuDNN would write a plan incompletely that it has read itself, so the original is returned. A graph on one of the
+        # frontend's own engines has no plan of cuDNN, so None is returned.
         if self.saved is not None or self.graph.selected_engine is not None:
             return self.saved
         data = bytes(self.graph.serialize(as_bytes=True))
@@ -110,9 +112,12 @@ def plan(
         If cuDNN has no suitable plan. The text has cuDNN's message.
     """
     if len(operands) > MOST_OPERANDS:
-        raise ArgumentError(f"a graph of {len(operands)} real tensors; a launch takes at most {MOST_OPERANDS}. Split the graph")
+        raise ArgumentError(
+            f"the graph has {len(operands)} real tensors, and a launch takes at most {MOST_OPERANDS}. Split the graph"
+        )
     notes = []
-    # Products of 16-bit numbers are exact on tensor cores, and cuDNN multiplies matrices of them nowhere else.
+    # Without TF32, a float32 graph must not use tensor cores. A graph of 16-bit numbers may use them, because their products are
+    # exact on tensor cores, and cuDNN multiplies 16-bit matrices only on tensor cores.
     if not allow_tf32 and any(tensor.data_type == cudnn.data_type.FLOAT for tensor in operands):
         notes.append(cudnn.numerical_note.TENSOR_CORE)
     if deterministic:
@@ -131,7 +136,8 @@ def plan(
         graph.build_plans()
     except (cudnn.cudnnGraphNotSupportedError, ValueError, RuntimeError, NotImplementedError) as error:
         raise GraphNotSupportedError(f"cuDNN {cudnn.backend_version()} answered: {error}") from error
-    engine = str(graph.get_plan_name_at_index(graph._plan_index))  # noqa: SLF001 - the frontend tells it nowhere else
+    # The frontend has no public name for the index of the built plan.
+    engine = str(graph.get_plan_name_at_index(graph._plan_index))  # noqa: SLF001
     uids = [int(tensor.get_uid()) for tensor in operands]
     raw, index = _raw_entry(graph, uids)
     size = int(graph.get_workspace_size())
@@ -141,9 +147,10 @@ def plan(
 def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedPlan, **device: object) -> Planned:
     """Restore a plan from `Planned.save`, maybe in another process.
 
-    Operands and scratch are compared with the graph. Operations are not compared, because cuDNN describes the operations of a
-    loaded plan only in bytes of its own format. The lowered graph beneath ``pygraph`` reads the plan. ``pygraph.deserialize``
-    would also take plans of the frontend's own engines, which name modules to import and bring code along.
+    The function compares the plan's operands with the graph, and its scratch with ``saved``. It cannot compare operations,
+    because cuDNN describes the operations of a loaded plan only in bytes of its own format. The lowered graph beneath ``pygraph``
+    reads the plan. ``pygraph.deserialize`` would also take plans of the frontend's own engines, and such plans name modules to
+    import and contain code.
 
     Parameters
     ----------
@@ -151,9 +158,8 @@ def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedP
         As in `plan`, of a graph that is not planned.
     saved : SavedPlan
     **device
-        ``handle``, as an integer, if the device is present. Otherwise ``device_property``. A plan that was built with a handle
-        may differ, and need other scratch, if it is read with the properties of the same device (a third of 200 plans, cuDNN
-        9.19).
+        ``handle``, as an integer, if the device is present. Otherwise ``device_property``. If a plan was built with a handle and
+        is read with the properties of the same device, it may differ and need other scratch (a third of 200 plans, cuDNN 9.19).
 
     Raises
     ------
@@ -168,14 +174,14 @@ def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedP
             found = lowered.query_tensor_attributes_of_uid(int(tensor.get_uid()))
             geometry = list(found.get_dim()), list(found.get_stride()), found.get_data_type()
             if geometry != (list(tensor.dim), list(tensor.stride), tensor.data_type):
-                raise ValueError(f"its {tensor.name} is {geometry}")
+                raise ValueError(f"the saved plan has other sizes, strides or type for {tensor.name}: {geometry}")
         size = int(lowered.get_workspace_size())
         if size != saved.workspace_size:
-            raise ValueError(f"it needs {size} bytes of scratch, not {saved.workspace_size}")
+            raise ValueError(f"the saved plan needs {size} bytes of scratch, and its file says {saved.workspace_size}")
         uids = [int(tensor.get_uid()) for tensor in operands]
         raw = _raw(lowered, uids)
         if raw is None:
-            raise ValueError("its operands are in another order")
+            raise ValueError("the saved plan has the operands in another order")
     except Exception as error:
         # The saved data may be anything, so cuDNN or the frontend may raise any error.
         raise GraphNotSupportedError(f"the saved bytes are no plan of this graph: {error}") from error
@@ -183,7 +189,7 @@ def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedP
 
 
 def _scratch(size: int, copies: Sequence[OperandCopy]) -> tuple[int, int]:
-    """Return the bytes of scratch with copies, and the copies' offset."""
+    """Return the bytes of graph and copies, and the copies' offset."""
     copies_at = -(-size // ALIGNMENT) * ALIGNMENT
     return copies_at + scratch_of(copies) if copies else size, copies_at
 
@@ -191,7 +197,7 @@ def _scratch(size: int, copies: Sequence[OperandCopy]) -> tuple[int, int]:
 def _raw_entry(graph: cudnn.pygraph, uids: list[int]) -> tuple[Callable[..., None] | None, int]:
     """Find the entry beneath ``pygraph.execute``, and its plan index.
 
-    The entry takes a fifth of the time of ``execute``. Returns None for the entry where there is none.
+    A launch by this raw entry takes a fifth of the time of ``execute``. If there is no such entry, return None in its place.
     """
     try:
         lowered, index = graph._lowered_graph, graph._plans[graph._plan_index].cpp_index  # noqa: SLF001
@@ -204,8 +210,8 @@ def _raw_entry(graph: cudnn.pygraph, uids: list[int]) -> tuple[Callable[..., Non
 def _raw(lowered: Any, uids: list[int]) -> Callable[..., None] | None:
     """Return the raw entry of a lowered graph.
 
-    Returns None where this frontend has no such entry, or where the operands' uids do not ascend. The
-    entry takes an array of pointers in ascending order of uid. The operands are put into that order.
+    The entry takes an array of pointers in ascending order of uid. So the operands' uids must ascend. If they do not, or if this
+    frontend has no such entry, return None.
     """
     try:
         # No public name leads to these attributes. A test checks that they exist.
@@ -225,7 +231,8 @@ def plan_environment(device: Mapping[str, Any]) -> str:
     The device is described like `handlepool.tensors.device_properties.DeviceProperties.kind`.
     """
     found = {"cudnn": cudnn.backend_version(), "frontend": cudnn.__version__, "device": dict(device)}
-    # With "0", cuDNN proposes no plans with TF32, and refuses saved plans with TF32. The other plans are slower.
+    # With NVIDIA_TF32_OVERRIDE=0, cuDNN proposes no plans with TF32, and refuses saved plans with TF32. So the setting is a
+    # condition of plans.
     if override := os.environ.get("NVIDIA_TF32_OVERRIDE"):
         found["NVIDIA_TF32_OVERRIDE"] = override
     return json.dumps(found, sort_keys=True)
@@ -275,15 +282,15 @@ class DescribedDevice:
         except GraphNotSupportedError as error:
             if any(words in str(error) for words in _WITHOUT_A_GPU):
                 raise GraphNotSupportedError(
-                    f"cuDNN compiles a kernel for this graph, and hands it to CUDA's driver library, which loads none without a "
-                    f"GPU: leave it to its first use on {self.properties.name}. {error}"
+                    f"cuDNN compiles a kernel for this graph, and CUDA's driver library cannot load the kernel without a GPU: "
+                    f"let the first use on {self.properties.name} plan the graph. {error}"
                 ) from error
             raise
         return DescribedExecutable(planned, name, titles, self.properties.name)
 
     def zeros(self, *_: object) -> NoReturn:
-        """Raise, because the kernel is our own and is not planned ahead."""
-        raise GraphNotSupportedError("zeros are written by a kernel that is not planned ahead")
+        """Raise, because no kernel of this package is planned ahead."""
+        raise GraphNotSupportedError("a kernel of this package writes the zeros, and such kernels cannot be planned ahead")
 
     def plan_environment(self) -> str:
         """Return the same as `CudaDriver.plan_environment` on the device itself."""
@@ -294,7 +301,7 @@ class DescribedDevice:
 class DescribedExecutable:
     """Hold a built graph of a described device.
 
-    It is like `handlepool.drivers.executable.Executable`, and has no device to be launched on.
+    The object is like `handlepool.drivers.executable.Executable`, but it has no device to be launched on.
     """
 
     def __init__(self, planned: Planned, name: str, titles: Sequence[str], device: str) -> None:
@@ -308,7 +315,8 @@ class DescribedExecutable:
     def launch(self, *_: object) -> NoReturn:
         """Raise, because the device is only described."""
         raise DriverNotAvailableError(
-            f"{self.name} was built for a described {self._device}; it can be launched only where that device is"
+            f"{self.name} was planned for the description of {self._device}, so it cannot be launched here; launch it in a "
+            f"process with that device"
         )
 
     def shortcut(self, *_: object) -> None:

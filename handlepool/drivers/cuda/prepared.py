@@ -1,7 +1,7 @@
-"""Write out the copies of a prepared call for the cuda driver.
+"""Generate the code of a prepared call's copies for the cuda driver.
 
-The copies have the program's addresses and sizes in their text. A loop over arrays, with a function call for each copy, would
-cost as much as the copies themselves.
+The code contains the program's addresses and sizes as numbers. A loop over arrays, with a function call for each copy, would cost
+as much as the copies themselves.
 """
 
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def prepared(
             return f"copy({target}, {source})"
         addresses = [str(array.data.ptr) if name == own else f"{name}.data.ptr" for name in (target, source)]
         given = f"{', '.join(addresses)}, {array.nbytes}"
-        # The first copy frees Python's lock: see `locked`.
+        # The first copy frees Python's lock, and the later copies keep it. See `handlepool.drivers.cuda.locked`.
         return f"move({given}, pointer)" if next(moves) else f"first({given}, {runtime.memcpyDefault}, pointer)"
 
     # The stream keeps this order: the inputs are copied before the launch, and the outputs after the launch.
@@ -104,13 +104,14 @@ def prepared(
         made="".join(f"y{at}, " for at in range(len(copies.outputs))),
     )
     exec(compile(text, "<a prepared call>", "exec"), space)
-    # A namespace that holds its own function would be a cycle, and only the collector would end the program.
+    # The function refers to its namespace. If the namespace also held the function, only the garbage collector could end this
+    # cycle, and with it the program.
     made: Run = space.pop("run")
     return made
 
 
 def _allocation(copies: Copies) -> str:
-    """Return the text that allocates the results. Small results share a block."""
+    """Return the code that allocates the results. Small results share a block."""
     reaches = [reach(each.shape, steps, each.dtype.itemsize) for each, steps in zip(copies.outputs, copies.steps, strict=True)]
     offsets = [*accumulate((-(-each // BLOCK) * BLOCK for each in reaches), initial=0)]
     together = len(reaches) > 1 and offsets[-1] <= MOST_TOGETHER

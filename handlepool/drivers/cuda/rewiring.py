@@ -19,7 +19,7 @@ host time at a launch. An empty node in place of a kernel would not help.
 """
 
 
-# The bindings return a field's zero as an integer or as a byte.
+# cuda-bindings returns a field that is zero as an integer or as a byte.
 _NONE = 0, b"\0"
 
 
@@ -44,13 +44,13 @@ class Rewiring:
 
         The second node of a plain edge waits for the end of the first.
 
-        A kernel behind a programmatic edge begins early, and must wait inside. With cuDNN 9.19, convolutions with a residual gave
-        wrong values behind one such edge, and in each replay behind two such edges.
+        A kernel behind a programmatic edge begins early, and must itself wait for its predecessor. In cuDNN 9.19, convolutions
+        with a residual wait too late. They gave wrong values behind one such edge, and in each replay behind two such edges.
 
         Raises
         ------
         CaptureError
-            If CUDA refuses. It removes no edge of a graph that allocates memory, for example.
+            If CUDA refuses to remove an edge, as in a graph that allocates memory.
         """
         edges = self._with_data(graph)
         early = [each for each in edges if not _is_plain(each[2])]
@@ -62,8 +62,8 @@ class Rewiring:
         status, *_ = with_edge_data(self._bindings, "cuGraphRemoveDependencies")(graph, ones, others, data, len(ones))
         if status:
             raise CaptureError(
-                "a captured kernel begins before the previous kernel ends, and CUDA refused to change that "
-                f"({status.name}), as in a graph that allocates memory. Allocate before the recording, or from a pool "
+                "a captured kernel begins before the previous kernel ends, and CUDA refused to change this edge "
+                f"({status.name}), for example because the graph allocates memory. Allocate before the recording, or from a pool "
                 "that keeps freed memory"
             )
         self._change("cuGraphAddDependencies", graph, ones, others)
@@ -93,12 +93,12 @@ class Rewiring:
 
     def _is_host(self, kind: object, address: object) -> bool:
         kinds = self._bindings.CUmemorytype
-        # Unified addresses do not tell where the memory is, so CUDA is asked about the address.
+        # A copy with unified addresses does not say where its memory is. So CUDA is asked about the address.
         if kind != kinds.CU_MEMORYTYPE_UNIFIED:
             return bool(kind == kinds.CU_MEMORYTYPE_HOST)
         attribute = self._bindings.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         status, found = self._bindings.cuPointerGetAttribute(attribute, address)
-        # CUDA does not know pageable host memory, and reports an error for it.
+        # For pageable host memory, which CUDA does not know, the query returns an error. So an error means host memory.
         return bool(status) or int(found) == int(kinds.CU_MEMORYTYPE_HOST)
 
     def _of_kind(self, graph: int, name: str) -> list[Any]:
@@ -113,19 +113,19 @@ class Rewiring:
         Raises
         ------
         CaptureError
-            For a graph that cannot be copied, because it allocates memory.
+            If CUDA cannot copy the graph, for example because the graph allocates memory.
         """
         status, copied = self._bindings.cuGraphClone(graph)
         if status == self._bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError(f"CUDA driver error: {status.name}")
         if status:
-            raise CaptureError(f"CUDA cannot copy the graph ({status.name}), for example because it allocates memory")
+            raise CaptureError(f"CUDA cannot copy the graph ({status.name}), for example because the graph allocates memory")
         return int(copied)
 
     def rewire(self, copied: int, add: Sequence[Edge], remove: Sequence[Edge]) -> None:
-        """Add edges to a copy and remove edges from it.
+        """Add edges to a copied graph, and remove edges from it.
 
-        The edges are given by the nodes of the original.
+        ``add`` and ``remove`` name the edges by the nodes of the original graph.
         """
         found: dict[int, Any] = {}
         for node in {node for edge in (*add, *remove) for node in edge}:
@@ -138,8 +138,9 @@ class Rewiring:
     def mark(self, copied: int, groups: Sequence[Sequence[int]], events: Sequence[int]) -> None:
         """Record two events before a copy's nodes, and an event per group.
 
-        A group is given by nodes of the original, and its event is recorded after them. Work that follows a group runs after its
-        event. Beside the nodes, events would be branches of the graph, and each branch costs many times the time of a node.
+        A group is given by nodes of the original, and its event is recorded after them. The nodes behind a group then depend on
+        the group's event node. Without such dependencies, each event node would be a branch of its own in the graph, and a branch
+        costs many times the time of a node.
         """
         edges = self.edges(copied)
         roots = [self._bindings.CUgraphNode(node) for node in ends(self.nodes(copied), edges)[0]]
@@ -170,10 +171,10 @@ class Rewiring:
         return [*map(int, self._answer(self._bindings.cuGraphGetNodes(graph, count))[0])] if count else []
 
     def gather(self, copied: int, first: Sequence[int], last: Sequence[int], kernel: int) -> None:
-        """Add a one-thread kernel before all of a copy, and another after.
+        """Add a one-thread kernel before all nodes, and another after.
 
-        ``first`` and ``last`` are the roots and the leaves, given by the nodes of the original. The kernel is a ``CUfunction``
-        without arguments.
+        ``first`` and ``last`` are the roots and leaves of ``copied``, given by nodes of the original. ``kernel`` is a
+        ``CUfunction`` without arguments.
         """
         find = self._bindings.cuGraphNodeFindInClone
         roots, leaves = ([self._answer(find(node, copied))[0] for node in nodes] for nodes in (first, last))
@@ -186,12 +187,12 @@ class Rewiring:
         self._answer(self._bindings.cuGraphAddKernelNode(copied, leaves, len(leaves), parameters))
 
     def _change(self, name: str, graph: int, ones: list[Any], others: list[Any]) -> None:
-        # Without data the edges are plain.
+        # Edges that are added without edge data are plain.
         self._answer(with_edge_data(self._bindings, name)(graph, ones, others, None, len(ones)))
 
     def _answer(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
         status, *values = result
-        # Callers handle missing memory apart from other errors.
+        # Callers handle a lack of memory apart from other errors, so it gets an exception of its own.
         if status == self._bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError(f"CUDA driver error: {status.name}")
         if status:

@@ -1,10 +1,10 @@
 """Watch uses of CuPy state that streams share (guarantee 16).
 
-Streams of a thread or a device share the state, so concurrent branches must not use it.
+All streams of a thread share the plans of ``cupy.fft``, and each plan has a single work area. All streams of a device share the
+generator behind ``cupy.random``, which has a single state. So concurrent branches must use neither.
 
-A plan of ``cupy.fft`` is kept for a thread and has a single work area. The generator behind ``cupy.random`` is kept for a device
-and has a single state. All users of either object get it by one function of CuPy's. That function is replaced while a pool
-watches.
+CuPy's code gets the plans by one function, and the generator by another. While a pool watches, `Watchers` replaces both
+functions.
 """
 
 import os
@@ -18,9 +18,9 @@ _PASSED = (
     ("cupy.fft", "cupy.fft._fft", "get_plan_cache"),
     ("cupy.random", "cupy.random._generator", "get_random_state"),
 )
-"""Reported names, and the functions that their users call.
+"""The name of each shared state, and the function that returns it.
 
-A function is given by the module that looks it up, and its name there.
+The function is given by the module in which CuPy looks it up, and by its name there.
 """
 
 
@@ -28,7 +28,8 @@ class Watchers:
     """Keep the watching pools, and the replaced functions of CuPy.
 
     The lock guards both. The first watcher replaces the functions, and the last watcher restores them. CuPy's modules are
-    imported under the lock, where the collector may run a finalizer, so the same thread may take the lock again.
+    imported under the lock. An import may run the garbage collector, and so a finalizer that takes the lock in the same thread.
+    The lock is therefore reentrant.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class Watchers:
         for name, module_name, attribute in _PASSED:
             module = import_module(module_name)
             function = getattr(module, attribute, None)
-            # If this version of CuPy has the function under another name, its uses are not watched.
+            # If this version of CuPy has the function under another name, the function's calls are not watched.
             if function is not None:
                 self._replaced.append((module, attribute, function))
                 setattr(module, attribute, self._reporting(name, function))
@@ -72,7 +73,7 @@ class Watchers:
     def after_fork(self) -> None:
         """Replace the lock in a forked child.
 
-        Another thread of the parent may have held the lock.
+        Another thread of the parent may have held the lock at the fork, and that thread does not exist in the child.
         """
         self.lock = threading.RLock()
 

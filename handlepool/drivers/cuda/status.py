@@ -6,7 +6,7 @@ from cuda.bindings import driver as cu
 
 
 class CudaDriverError(RuntimeError):
-    """A status of the CUDA driver."""
+    """Report a call of the CUDA driver that failed with a status."""
 
     def __init__(self, status: cu.CUresult) -> None:
         super().__init__(f"CUDA driver error: {status.name}")
@@ -14,7 +14,7 @@ class CudaDriverError(RuntimeError):
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """Return the first value of a call, or raise its status."""
+    """Return the first value of a call's result, or raise `CudaDriverError`."""
     status, *values = result
     if status != cu.CUresult.CUDA_SUCCESS:
         raise CudaDriverError(status)
@@ -22,6 +22,6 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 def check_all(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return all values of a call, or raise its status."""
+    """Return all values of a call's result, or raise `CudaDriverError`."""
     check(result)
     return result[1:]

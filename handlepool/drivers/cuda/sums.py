@@ -16,9 +16,9 @@ from handlepool.drivers.cuda.early import immortal
 from handlepool.drivers.event_pool import Events
 
 _ARRAYS = 8
-"""Arrays that a page-locked block has room for.
+"""The number of arrays whose sums fit into the smallest page-locked block.
 
-For more arrays, the size of the block is a multiple.
+For more arrays, the block is several times as large.
 """
 _BLOCK = 8 * MOST_BLOCKS * _ARRAYS
 _BLOCKS = 16
@@ -31,7 +31,7 @@ Kernels live as long as the process, because a destructor would call CUDA (guara
 _under_way: deque["CudaSums"] = deque()
 """Sums that streams may still write.
 
-The caller may drop its sums before they are written. Appends and pops are atomic.
+The queue keeps them alive, because the caller may drop its sums before they are written. Appends and pops are atomic.
 """
 
 
@@ -66,7 +66,7 @@ class CudaSums:
             self._parts += [(first + across * each, across) for each in range(down)]
             first += across * down
         _forget_written()
-        # The event tells when the host may read, and when the page-locked memory may be reused.
+        # When the event has passed, the host may read the sums, and the page-locked memory may be reused.
         self._event: Any = events.acquire()
         _under_way.append(self)
         for argument, (across, down) in launches:
@@ -87,9 +87,9 @@ class CudaSums:
             self._passed()
 
     def _passed(self) -> None:
-        # The swap leaves the event to a single thread.
+        # The swap gives the event to one thread only, which releases it.
         event, self._event = self._event, None
-        # Another thread may have put the event back in between.
+        # If another thread was quicker, it has taken the event, and None is left.
         if event is not None:
             self._events.release(event)
 
@@ -102,7 +102,7 @@ class CudaSums:
 def prepare() -> None:
     """Load the current device's kernel, and allocate page-locked memory.
 
-    Both may wait for all work of the device.
+    Either step may wait for all work of the device.
     """
     _function()
 

@@ -16,9 +16,9 @@ from handlepool.drivers.streams import Handle
 class IdleStreams:
     """Keep, for each context, the streams that are not capturing.
 
-    A new stream costs as much as the rest of a throwaway capture. The streams live as long as the process. Their number is the
-    largest number of threads that planned at the same time. There is no lock: appends and pops of a list are atomic, so each
-    stream has a single user at a time.
+    To create a stream costs as much as the rest of a throwaway capture, so streams are kept and used again. They live as long as
+    the process. There are as many as threads that ever planned at the same time. The class needs no lock, because appends and
+    pops of a list are atomic.
     """
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class ThrowawayCapture:
     """Bind a handle to a capturing stream, and discard its graph.
 
     When the frontend reads a plan with a handle, it warms the plan up: it captures a launch, and allocates and frees a megabyte,
-    which synchronises the device. If the handle's stream is being captured, the frontend skips the warm-up. This capture is
-    relaxed, so it forbids no call to the thread that reads the plan.
+    which synchronises the device. If the handle's stream is being captured, the frontend skips the warm-up. The throwaway capture
+    has the mode *relaxed*, so the thread that reads the plan may still make any call of CUDA.
 
     Parameters
     ----------
     bind_handle : callable
         `CudaDriver.bind_handle`.
     handle : cudnn.Handle
-        Bound to its former stream again at the end.
+        The handle. At the end, it is bound to its former stream again.
     ask : bool
         Whether to find out if a kernel of the graph begins early.
 
@@ -81,13 +81,13 @@ class ThrowawayCapture:
 
     def __exit__(self, *_: object) -> None:
         try:
-            # The very same object is restored, because a slot compares its handle's pointer by identity.
+            # The same integer object is restored, because a slot compares its pointer with the handle's pointer by identity.
             self._bind_handle(self._handle, self._before or 0)
         finally:
             try:
                 graph = runtime.streamEndCapture(self.stream)
             except runtime.CUDARuntimeError:
-                # The capture was invalidated, or did not begin.
+                # The capture was invalidated or did not begin, so the stream is not kept.
                 runtime.streamDestroy(self.stream)
             else:
                 _streams.release(self.stream)

@@ -1,4 +1,4 @@
 """A driver without a GPU: NumPy arrays on simulated devices.
 
-It has streams, events and captures.
+The driver has streams, events and captures, like a GPU.
 """

@@ -1,9 +1,9 @@
-"""Arrays of the host driver, as CuPy's arrays on a GPU.
+"""Arrays of the host driver, which act as CuPy's arrays do.
 
 Work on such an array is queued on the current stream, as with CuPy. A reader on the host waits for the work that writes the
-array. So the class does not derive from NumPy's, and has neither a readable buffer of its own nor ``__array_interface__``.
-Through these, `np.asarray`, `memoryview`, ``tolist`` or SciPy would read memory that queued work has yet to write. NumPy's
-functions reach the array through NumPy's protocols, and `handlepool.drivers.host.array_functions` handles them.
+array. So the class does not derive from NumPy's class, exposes no memory that could be read without a wait, and has no
+``__array_interface__``. Otherwise `np.asarray`, `memoryview`, ``tolist`` or SciPy would read memory that queued work has yet to
+write. NumPy's functions reach the array through NumPy's protocols, and `handlepool.drivers.host.array_functions` handles them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from handlepool.errors import ArrayTypeError
 Raw = np.ndarray[Any, Any]
 
 KINDS = "biufc"
-"""Kinds of NumPy types that GPU memory may hold."""
+"""The characters ``dtype.kind`` of the NumPy types that GPU memory may hold."""
 
 
 def check_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -27,9 +27,9 @@ def check_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
     Objects and strings are such types.
     """
-    # The types of ml_dtypes have other kinds, and a GPU holds them, so only NumPy's own types are refused by kind.
+    # A GPU also holds the types of ml_dtypes, whose kinds are not in `KINDS`. So only NumPy's own types are refused by kind.
     if dtype.hasobject or (dtype.kind not in KINDS and dtype.type.__module__.partition(".")[0] == "numpy"):
-        raise ArrayTypeError(f"no array of {dtype} can be in device memory; it takes numbers")
+        raise ArrayTypeError(f"an array of type {dtype} cannot be in device memory; pass an array of numbers")
     return dtype
 
 
@@ -38,7 +38,7 @@ class Owner(Protocol):
 
     @property
     def block(self) -> "Memory":
-        """The memory."""
+        """The piece of memory that the owner keeps alive."""
 
 
 class Memory(Protocol):
@@ -48,7 +48,7 @@ class Memory(Protocol):
 
 
 class Work(Protocol):
-    """The operations on arrays; each driver has one such object."""
+    """The operations on arrays; each driver has one object of this type."""
 
     strict: bool
 
@@ -56,48 +56,47 @@ class Work(Protocol):
         """Queue a universal function."""
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Queue a NumPy function, or run it after its inputs are ready."""
+        """Queue a NumPy function, or wait for its inputs and run it."""
 
     def run_now(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: object
     ) -> Any:
-        """Run a function of NumPy arrays after the arrays' pending work."""
+        """Wait for work on the arrays, and run a function now."""
 
     def queue(self, function: Callable[..., object], writes: "Sequence[HostArray]", reads: Sequence[Any], label: str) -> None:
         """Queue a function of raw arrays on the current stream."""
 
     def finish(self, reads: "Sequence[HostArray]", writes: "Sequence[HostArray]", label: str) -> None:
-        """Wait on the host for work that conflicts with host accesses.
+        """Wait for queued work that must run before the host's accesses.
 
-        The host reads ``reads`` and writes ``writes``.
+        The host will read ``reads`` and write ``writes``.
         """
 
     def home(self, array: "HostArray", label: str) -> AbstractContextManager[object]:
-        """Make an array's device current, for a copy to the host."""
+        """Make an array's device current in a ``with`` block."""
 
     def read_unordered(self, array: "HostArray") -> Raw | None:
-        """Return a copy of an array's elements for display, or None.
+        """Return a copy of an array's elements for display.
 
-        None means that the elements are not available.
+        Return None if the elements cannot be read now.
         """
 
     def like(self, shape: Sequence[int], dtype: npt.DTypeLike, pattern: Raw | None = None) -> "HostArray":
         """Return a new array on the current device.
 
-        If ``pattern`` has the same shape, the axes get its order in memory.
+        If ``pattern`` has the same shape, the new array gets the order of its axes in memory.
         """
 
 
 class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array in the host driver's memory, with CuPy's names.
 
-    `conv2d` and the other functions make such arrays, and so do the driver's ``asarray`` and ``empty``. Work on the array is
-    queued on the current stream. That holds for NumPy's universal functions, reductions, indexing, copies, `numpy.concatenate`,
-    `numpy.where`, `numpy.einsum`, `numpy.matmul` and `numpy.pad`. Any other NumPy function waits for the array, and runs at
-    once.
+    `conv2d` and the other functions make such arrays, and so do the driver's ``asarray`` and ``empty``. NumPy's universal
+    functions, reductions, indexing, copies, `numpy.concatenate`, `numpy.where`, `numpy.einsum`, `numpy.matmul` and `numpy.pad` of
+    such an array are queued on the current stream. Any other NumPy function waits for the array, and runs at once.
 
-    Conversions to Python numbers and plain NumPy arrays wait: ``float(y)``, ``y.get()``, ``numpy.asarray(y)``, ``y.tolist()``.
-    While a stream is captured they are errors, since the work has not run.
+    A conversion to a Python number or to a plain NumPy array waits: ``float(y)``, ``y.get()``, ``numpy.asarray(y)``,
+    ``y.tolist()``. While the current stream is captured, such a conversion is an error, because captured work has not run.
 
     Attributes
     ----------
@@ -116,7 +115,8 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     dtype: np.dtype[Any]
 
     def __init__(self, raw: Raw, owner: Owner | None, work: Work) -> None:
-        # The raw array does not keep the owner alive, so that queued work may hold it.
+        # Queued work holds the raw array. The raw array does not keep the owner alive, so the block can return to its arena
+        # before that work has run, as on a GPU.
         _put_raw(self, raw)
         _put_owner(self, owner)
         _put_work(self, work)
@@ -130,7 +130,9 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         if name == "shape":
             raw = self._raw.reshape(value)
             if raw.size and not np.may_share_memory(raw, self._raw):
-                raise AttributeError(f"an array of strides {self.strides} takes the shape {value} only as a copy: use reshape")
+                raise AttributeError(
+                    f"an array of strides {self.strides} cannot get the shape {value} without a copy: use reshape"
+                )
             HostArray.__init__(self, raw, self._owner, self._work)
         else:
             object.__setattr__(self, name, value)
@@ -142,17 +144,18 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     flags = property(lambda self: self._raw.flags)
     T = property(lambda self: view_of(self, self._raw.T))
     mT = property(lambda self: view_of(self, self._raw.swapaxes(-1, -2)))
-    # Indexing each element gives views for any strides, unlike a flattened copy.
+    # The iterator gives a view of each element, whatever the strides are. A flattened array may be a copy, so its elements would
+    # be no views.
     flat = property(lambda self: (self[index] for index in np.ndindex(*self.shape)))
 
     @property
     def device(self) -> "int":
-        """The ordinal of its device; 0 for memory of no driver."""
+        """The ordinal of the array's device; 0 for memory of no driver."""
         return 0 if self._owner is None else self._owner.block.device
 
     @property
     def data(self) -> "Pointer":
-        """The memory, with its address as ``ptr``."""
+        """The array's memory, as an object with the address ``ptr``."""
         return Pointer(address_of(self))
 
     @property
@@ -174,7 +177,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     @imag.setter
     def imag(self, values: object) -> None:
         if self.dtype.kind != "c":
-            raise TypeError("an array of real numbers has no imaginary part to set")
+            raise TypeError("an array of real numbers has no imaginary part to set; convert the array to a complex type first")
         self.imag[...] = values
 
     # NumPy's protocols
@@ -188,21 +191,24 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         self, function: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not all(issubclass(kind, (HostArray, np.ndarray)) for kind in types):
-            # The other library's array may know how to handle both types.
+            # The class of another library's array may handle host arrays, so NumPy asks that class next.
             return NotImplemented
         return self._work.function(function, args, kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Raw:
         if self._work.strict:
             raise ArrayTypeError(
-                f"a host array is not made a NumPy array by itself, as CuPy's is not: ask for a copy with .get(), or make "
-                f"NumPy's array one of the driver's with {ASARRAY}"
+                f"a host array does not become a NumPy array by itself, just as CuPy's arrays do not: make a copy with .get(), "
+                f"or make the NumPy array an array of the driver with {ASARRAY}"
             )
         if copy is False:
-            raise ValueError("a NumPy array of a host array is a copy, which copy=False does not allow")
+            raise ValueError(
+                "a host array becomes a NumPy array only by a copy, and copy=False forbids copies: pass copy=None or True"
+            )
         values = self._values("a conversion to a NumPy array")
         values = values if dtype is None else values.astype(dtype, copy=False)
-        # Without an explicit copy, a write to the result would not reach the array, so the result is read-only.
+        # The result is a copy, so a write to it would not reach this array. If the caller did not ask for a copy, the result is
+        # read-only.
         values.flags.writeable = bool(copy)
         return values
 
@@ -217,9 +223,9 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __buffer__(self, flags: int) -> memoryview:
         # Bit 0 is PyBUF_WRITABLE.
         if flags & 1:
-            raise BufferError("a host array's memory is not written by a buffer: assign to the array")
+            raise BufferError("a host array has no writable buffer: assign to the array's elements")
         if self._work.strict:
-            raise ArrayTypeError("a host array has no buffer, as CuPy's has none: ask for a copy with .get()")
+            raise ArrayTypeError("a host array has no buffer, just as CuPy's arrays have none: make a copy with .get()")
         return memoryview(self._values("an export of its buffer")).toreadonly()  # type: ignore[arg-type]
 
     # To the host
@@ -237,12 +243,12 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         Parameters
         ----------
         stream : stream, optional
-            Accepted for CuPy's sake; the call waits for the array's writers on all streams.
+            Ignored: CuPy has this argument. The call waits for all work that writes the array, on any stream.
         order : {"C", "F", "A"}
         out : numpy.ndarray, optional
-            Gets the values.
+            The array to copy the values into.
         blocking : bool
-            Accepted for CuPy's sake; the copy is always complete.
+            Ignored: CuPy has this argument. The copy is complete when the call returns.
 
         Returns
         -------
@@ -257,7 +263,10 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     def set(self, values: npt.ArrayLike, stream: object = None) -> None:
         """Copy values of the same shape and type into this array."""
         if np.shape(values) != self.shape or np.asarray(values).dtype != self.dtype:
-            raise ArrayTypeError(f"set was given {np.asarray(values).dtype} {np.shape(values)} for {self.dtype} {self.shape}")
+            raise ArrayTypeError(
+                f"set was given values of type {np.asarray(values).dtype} and shape {np.shape(values)} for an array of type "
+                f"{self.dtype} and shape {self.shape}; type and shape must be the same"
+            )
         self._work.queue(np.copyto, [self], [np.array(values)], "set")
 
     def item(self, *index: Any) -> Any:
@@ -269,12 +278,12 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._values("tolist()").tolist()
 
     def tobytes(self, order: Literal["K", "A", "C", "F"] = "C") -> bytes:
-        """Return the elements' bytes."""
+        """Return the bytes of all elements."""
         return self._values("tobytes()").tobytes(order)
 
     def _number(self, label: str) -> Any:
         if self.size != 1:
-            raise TypeError(f"only an array of one element is a number; this one has shape {self.shape}")
+            raise TypeError(f"an array of shape {self.shape} is no number; only an array of one element is a number")
         return self._values(label).reshape(())[()]
 
     def __float__(self) -> float:
@@ -288,7 +297,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __index__(self) -> int:
         if self._work.strict:
-            raise TypeError("a host array is no index by itself, as CuPy's is not: use int(y)")
+            raise TypeError("a host array is no index by itself, just as CuPy's arrays are not: use int(y)")
         return int(self._values("an index").__index__())
 
     def __bool__(self) -> bool:
@@ -315,8 +324,8 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         try:
             values = self._work.read_unordered(self)
         except Exception:
-            # A debugger may ask for a repr at any time, so this method never raises. It checks no order, and leaves failures of
-            # queued work to the next wait.
+            # A debugger may ask for a repr at any time, so a repr raises no error. Without the values, the repr shows shape and
+            # type.
             values = None
         if values is None:
             return f"<HostArray of shape {self.shape}, {self.dtype}>"
@@ -326,7 +335,8 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __pow__(self, exponent: object) -> Any:
         if self.dtype == bool and type(exponent) is int and exponent == 2:
-            # NumPy's operator squares booleans to int8, and `numpy.power` does not.
+            # NumPy's operator ``**`` computes the square of booleans as int8 by `numpy.square`. `numpy.power`, which the base
+            # class would call, does not.
             return np.square(self)
         return super().__pow__(exponent)
 
@@ -359,7 +369,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.copy()
 
     def __reduce__(self) -> Any:
-        """Pickle the values as a NumPy array, since no driver travels along."""
+        """Pickle a NumPy array, because a driver cannot be pickled."""
         return np.array, (self.get(order="A"),)
 
     def copy(self, order: str = "C") -> "HostArray":
@@ -372,24 +382,24 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         if not copy and dtype == self.dtype:
             return self
         if not np.can_cast(self.dtype, dtype, casting):
-            raise TypeError(f"{self.dtype} is not cast to {dtype} by the rule {casting!r}")
+            raise TypeError(f"an array of type {self.dtype} cannot be cast to {dtype} with casting={casting!r}")
         made = self._work.like(self.shape, dtype, self._raw if order == "K" else None)
         self._work.queue(lambda to, values: np.copyto(to, values, "unsafe"), [made], [self], "astype")
         return made
 
     def view(self, dtype: Any = None) -> "HostArray":
-        """Return the same memory, optionally as another type."""
+        """Return an array over the same memory, optionally of another type."""
         return view_of(self, self._raw.view() if dtype is None else self._raw.view(check_type(np.dtype(dtype))))
 
     def reshape(self, *shape: Any, order: Any = "C") -> "HostArray":
         """Return the elements in another shape.
 
-        The result shares the memory if possible, else it is a copy.
+        If possible, the result shares the memory of this array. If not, the result is a copy.
         """
         return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order)  # type: ignore[return-value]
 
     def transpose(self, *axes: Any) -> "HostArray":
-        """Return the same memory with the axes in another order."""
+        """Return an array over the same memory, with reordered axes."""
         given = axes[0] if len(axes) == 1 and (axes[0] is None or not np.isscalar(axes[0])) else axes or None
         return np.transpose(self, given)  # type: ignore[return-value]
 
@@ -403,7 +413,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def sort(self, axis: int = -1, kind: Any = None) -> None:
         """Sort in place."""
-        # Sorting an empty part refuses an invalid axis now, before the work runs.
+        # To sort an empty part raises for an invalid axis now, in the caller's line. The queued work would raise later.
         self._raw[:0].copy().sort(axis, kind)
         self._work.queue(lambda raw: raw.sort(axis, kind), [self], [], "sort")
 
@@ -426,18 +436,18 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return made
 
     def scatter_add(self, index: Any, values: Any) -> None:
-        """Add values at an index.
+        """Add ``values`` to the elements at ``index``.
 
-        An element gets a value as often as the index names it.
+        If the index names an element several times, each of the values for it is added.
         """
         np.add.at(self, index, values)
 
     def scatter_max(self, index: Any, values: Any) -> None:
-        """Keep the larger of the elements at an index and values."""
+        """Set each element at ``index`` to its maximum with ``values``."""
         np.maximum.at(self, index, values)
 
     def scatter_min(self, index: Any, values: Any) -> None:
-        """Keep the smaller of the elements at an index and values."""
+        """Set each element at ``index`` to its minimum with ``values``."""
         np.minimum.at(self, index, values)
 
     def tofile(self, file: Any, sep: str = "", format: str = "%s") -> None:
@@ -449,7 +459,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         self.get(order="A").dump(file)
 
     def dumps(self) -> bytes:
-        """Pickle the values."""
+        """Return the pickled values; see `numpy.ndarray.dumps`."""
         return self.get(order="A").dumps()
 
     def dot(self, other: Any, out: Any = None) -> Any:
@@ -457,7 +467,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return np.dot(self, other, out=out)
 
 
-# The slots are set through their descriptors, because `__setattr__` refuses shape, strides and dtype.
+# `HostArray.__setattr__` refuses shape, strides and dtype, so `HostArray.__init__` sets the slots through these descriptors.
 _put_raw, _put_owner, _put_work, _put_shape, _put_strides, _put_dtype = (
     getattr(HostArray, name).__set__ for name in ("_raw", "_owner", "_work", "shape", "strides", "dtype")
 )
@@ -506,14 +516,14 @@ for _name in ("conj", "conjugate"):
 Array = HostArray | Raw
 """Arrays that the driver accepts: its own arrays and NumPy's.
 
-NumPy's arrays take part in no stream order.
+Streams do not order the accesses to NumPy's arrays.
 """
 
 
 def owner_of(array: object) -> Any:
     """Return the owner of an array's memory.
 
-    Returns None for an array that the driver did not make.
+    If the driver did not make the array, return None.
     """
     return array._owner if isinstance(array, HostArray) else None
 
@@ -529,9 +539,9 @@ def view_of(array: HostArray, raw: Raw) -> HostArray:
 
 
 def raw_view(array: Array) -> tuple[Raw, Any]:
-    """Return the elements as a NumPy array, and the driver's block.
+    """Return the elements as a NumPy array, and their block.
 
-    The NumPy array does not keep the owner alive. The block is None for memory of no driver.
+    The NumPy array does not keep the owner of the memory alive. The block is None for memory of no driver.
     """
     if not isinstance(array, HostArray):
         return array, None
@@ -548,7 +558,8 @@ def address_of(array: Array) -> int:
 class _Keeper:
     def __init__(self, array: HostArray) -> None:
         self.array = array
-        # The type string is opaque bytes, because ml_dtypes have none that NumPy understands. `keeping` restores the type.
+        # NumPy understands no type string for the types of ml_dtypes. So the string says opaque bytes, and `keeping` restores the
+        # type.
         self.__array_interface__ = {
             "version": 3,
             "shape": array.shape,
@@ -561,7 +572,7 @@ class _Keeper:
 def keeping(array: HostArray) -> Raw:
     """Return a NumPy array over the same memory.
 
-    It keeps the host array alive.
+    The NumPy array keeps the host array alive.
     """
     if not array.size:
         return np.empty(array.shape, array.dtype)

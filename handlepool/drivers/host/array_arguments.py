@@ -1,8 +1,8 @@
 """Find host arrays among NumPy's arguments, and the shapes of results.
 
-The shape and type of a result are found without its values. The function is tried on arrays of the same types with one element
-(`ones`), or on arrays of the same shapes without memory (`dummy`). The tables at the end say how NumPy's functions take their
-arguments.
+To learn the shape and type of a result without its values, a rule tries the function. It passes arrays of the same types with one
+element (`ones`), or arrays of the same shapes without memory (`dummy`). The tables at the end say how NumPy's functions take
+their arguments.
 """
 
 import inspect
@@ -31,7 +31,7 @@ def walk(value: object) -> Iterator[Any]:
 def converted(value: Any) -> Any:
     """Replace array-like objects in arguments with NumPy arrays.
 
-    The conversion happens once, so that all readers see the same memory.
+    The caller converts the arguments once, so that all later code reads the same memory.
     """
     if isinstance(value, (HostArray, np.ndarray, np.generic)):
         return value
@@ -53,7 +53,7 @@ def operands(value: object) -> list[Any]:
 def raws(value: object, views: dict[int, Raw] | None = None) -> Any:
     """Replace host arrays in arguments with NumPy arrays.
 
-    They are the raw arrays, or the views given by id.
+    These are the host arrays' raw arrays, or ``views[id(array)]`` if ``views`` is given.
     """
     if isinstance(value, HostArray):
         return raw_view(value)[0] if views is None else views[id(value)]
@@ -66,9 +66,9 @@ def raws(value: object, views: dict[int, Raw] | None = None) -> Any:
 
 
 def ones(value: object) -> Any:
-    """Return a small argument of the same type.
+    """Return ``value`` with each array reduced to one element or none.
 
-    A function that looks at types alone treats both in the same way.
+    The result has the same types, so a trial of a function on it tells the type of the function's result.
     """
     if isinstance(value, (HostArray, np.ndarray)):
         return np.ones([min(extent, 1) for extent in value.shape], value.dtype)
@@ -78,12 +78,12 @@ def ones(value: object) -> Any:
 
 
 def dummy(value: object) -> Any:
-    """Return an argument without memory.
+    """Return ``value`` with stand-ins for its host arrays.
 
-    Host arrays keep their shapes and types, and all elements are zero.
+    A stand-in has the shape and type of the host array, zeros as elements, and the memory of one element.
     """
     if isinstance(value, HostArray):
-        # A broadcast zero has strides of 0, so any shape takes the memory of one element.
+        # A broadcast zero has strides of 0, so an array of any shape needs the memory of one element.
         return np.broadcast_to(np.zeros((), value.dtype), value.shape)
     if isinstance(value, (list, tuple)):
         return type(value)(map(dummy, value))
@@ -91,9 +91,9 @@ def dummy(value: object) -> Any:
 
 
 def contracted(function: Callable[..., Any], a: object, b: object) -> Raw:
-    """Return the shape and type of `numpy.dot` or `numpy.matmul`.
+    """Return an array with the shape and type of `numpy.dot` or `numpy.matmul`.
 
-    The contraction runs over one element, so the call does not compute the sums.
+    The axes that are summed over are cut to one element, so the trial costs little.
     """
     a, b = np.asarray(a), np.asarray(b)
     with np.errstate(all="ignore"):
@@ -101,7 +101,9 @@ def contracted(function: Callable[..., Any], a: object, b: object) -> Raw:
             return np.asarray(function(a, b))
         axis = max(b.ndim - 2, 0)
         if a.shape[-1] != b.shape[axis]:
-            raise ValueError(f"a product of arrays of shape {a.shape} and {b.shape}: {a.shape[-1]} is not {b.shape[axis]}")
+            raise ValueError(
+                f"arrays of shape {a.shape} and {b.shape} have no product, because {a.shape[-1]} is not {b.shape[axis]}"
+            )
         return np.asarray(function(a[..., :1], b[(slice(None),) * axis + (slice(0, 1),)]))
 
 
@@ -136,7 +138,9 @@ def einsum_shape(args: tuple[Any, ...]) -> list[int]:
             if extents.setdefault(label, extent) == 1:
                 extents[label] = extent
             elif extent not in (1, extents[label]):
-                raise ValueError(f"einsum: the axes {label!r} are of extents {extents[label]} and {extent}")
+                raise ValueError(
+                    f"einsum: axes with the label {label!r} have the extents {extents[label]} and {extent}; they must be equal"
+                )
     if result is None:
         result = [*spread, *sorted(label for label in counts if counts[label] == 1 and label not in spread)]
     else:
@@ -145,7 +149,7 @@ def einsum_shape(args: tuple[Any, ...]) -> list[int]:
 
 
 def tried(out: object) -> dict[str, Raw]:
-    """Return a small ``out=``, on which a function tests its type."""
+    """Return a small ``out=`` of the same type, for a trial."""
     return {"out": ones(out)} if isinstance(out, HostArray) else {}
 
 
@@ -161,9 +165,9 @@ def is_basic(index: object) -> bool:
 
 
 def is_mask(index: object) -> bool:
-    """Return whether values of the index decide the result's shape.
+    """Return whether an index has a host array of truth values.
 
-    These values are not known before the work that writes them has run.
+    The values of such a mask decide the result's shape. They are not known before the work that writes the mask has run.
     """
     return any(isinstance(entry, HostArray) and entry.dtype == bool for entry in walk(index))
 
@@ -171,7 +175,7 @@ def is_mask(index: object) -> bool:
 def taken(index: object) -> Any:
     """Return an index with copies of its NumPy arrays and lists.
 
-    CuPy also copies such arrays and lists to the device at once.
+    Later changes of such an array or list then have no effect, as with CuPy, which copies them to the device at once.
     """
     if isinstance(index, tuple):
         return tuple(map(taken, index))
@@ -180,13 +184,13 @@ def taken(index: object) -> Any:
 
 @cache
 def signature(function: object) -> inspect.Signature:
-    """Return the parameters of one of NumPy's functions."""
-    # Functions written in C have no signature in some versions of NumPy.
+    """Return the signature of a NumPy function."""
+    # In some versions of NumPy, functions written in C report no signature. `BUILT_IN` has their signatures.
     return inspect.signature(BUILT_IN.get(function, function))
 
 
 def named(names: str, place: object = np) -> list[Any]:
-    """Return the functions of some names that this NumPy has."""
+    """Return the functions with these names that this NumPy version has."""
     return [found for name in names.split() if (found := getattr(place, name, None)) is not None]
 
 
@@ -195,9 +199,9 @@ ARRAYS = frozenset({
     "append", "min", "max", "a_min", "a_max", "nan", "posinf", "neginf", "rtol", "atol", "where", "initial", "mean", "kwargs",
     "constant_values", "fill_value", "prototype",
 })  # fmt: skip
-"""Parameters whose values are read when the work runs.
+"""Names of parameters whose values are read when the queued work runs.
 
-The values of all other parameters decide a shape, so the call waits for them.
+The values of any other parameter may decide a shape, so the call waits for arrays in such a parameter.
 """
 
 OPERANDS = ARRAYS - {"indices", "nan", "posinf", "neginf", "initial", "kwargs", "constant_values", "fill_value"}
@@ -207,27 +211,27 @@ SEVERAL = {"arys", "args", "arrays", "tup"}
 """Parameters in `ARRAYS` that are lists of arrays."""
 
 INDEXING = {getitem: "an index", setitem: "an assignment"}
-"""Names of indexing in messages."""
+"""Names in messages for `getitem` and `setitem`."""
 
 COPIED = frozenset(["set", "copyto", *INDEXING.values()])
-"""Names of work whose NumPy arrays CuPy copies every time."""
+"""Names of work for which CuPy copies NumPy arrays at each call."""
 
 BARE = {getitem, setitem, np.copyto, np.einsum}
-"""Functions whose rules take the arguments unchanged."""
+"""Functions whose rules get the caller's arguments unchanged."""
 
 IN_PLACE = {*named("put place putmask fill_diagonal put_along_axis")}
 """Functions that write to their first argument."""
 
 TAKE_PLAIN = {getitem, *named("take put compress array asarray asanyarray ascontiguousarray asfortranarray")}
-"""Functions that take NumPy's arrays even where CuPy is strict.
+"""Functions that take NumPy's arrays even in strict mode.
 
-They use the arrays as an index, or copy them to the device.
+CuPy takes them as well: these functions use the arrays as an index, or copy them to the device.
 """
 
 COMPARISONS = {np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal}
 """Functions that take NumPy's arrays without axes even in strict mode.
 
-NumPy itself makes such arrays of scalars.
+NumPy itself turns a scalar operand of a comparison into such an array.
 """
 
 BUILT_IN: dict[Any, Any] = {
@@ -237,7 +241,7 @@ BUILT_IN: dict[Any, Any] = {
     np.copyto: lambda dst, src, casting="same_kind", where=True: None,
     np.empty_like: lambda prototype, /, dtype=None, order="K", subok=True, shape=None, *, device=None: None,
 }
-"""Parameters of functions that are not written in Python.
+"""For functions written in C: a function with the same parameters.
 
-Not every NumPy version reports their signatures.
+Not every version of NumPy reports the signatures of functions written in C.
 """

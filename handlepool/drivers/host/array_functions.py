@@ -1,7 +1,7 @@
 """Rules for NumPy's functions on host arrays.
 
-A rule queues a function whose result has a known shape, or makes a view. Other functions wait: see
-`handlepool.drivers.host.array_work`.
+A rule queues a function whose result has a known shape, or makes a view at once. A function without a rule waits for its
+arguments: see `handlepool.drivers.host.array_work`.
 """
 
 from collections.abc import Callable
@@ -48,12 +48,13 @@ def _metadata(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ..
 def _structural(
     work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: HostArray | None
 ) -> Any:
-    """Queue a function whose trial costs as much as its result.
+    """Queue a function whose result's shape follows from the arguments' shapes.
 
-    The rule tries the function on arrays without memory to learn the shape and type of the result.
+    To learn the shape and type of the result, the rule tries the function on arrays without memory (`dummy`). The trial costs as
+    much as the function.
     """
     if any(callable(value) and not isinstance(value, (type, np.dtype)) for value in walk((args, kwargs))):
-        # `pad` may get a function of the user's, which must run on real values.
+        # The user may pass a function to `numpy.pad`. That function must run on the real values, so the rule waits for them.
         return work.run_now(function, args, kwargs, function.__name__, ())
     with np.errstate(all="ignore"):
         small, options = dummy(args), {name: dummy(value) for name, value in kwargs.items()}
@@ -99,7 +100,7 @@ def _einsum(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...]
     out = kwargs.pop("out", None)
     work.check_lists("einsum", args[1:] if isinstance(args[0], str) else args[: len(args) // 2 * 2 : 2])
     small = [ones(value) for value in args]
-    # The trial also refuses wrong subscripts.
+    # The trial raises for wrong subscripts at once, and not when the work runs.
     found = function(*small, **kwargs, **tried(out))
     if out is None and any(isinstance(value, np.ndarray) and np.may_share_memory(found, value) for value in small):
         return work.viewed(np.einsum, args, kwargs)
@@ -111,7 +112,7 @@ def _copied(work: ArrayWork, function: object, args: tuple[Any, ...], kwargs: di
     given = signature(function).bind(*args, **kwargs).arguments
     pattern = np.empty_like(raw_view(given["a"])[0], order=given.get("order", "K"))
     made = work.like(pattern.shape, pattern.dtype, pattern)
-    # The copy is queued, so it reads the values of the array at its turn and not at the call.
+    # The copy is queued. It reads the values that the array has when the copy runs, not the values at this call.
     work.queue(np.copyto, [made], [given["a"]], "copy")
     return made
 
@@ -123,7 +124,7 @@ def _filled(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...]
     pattern = np.empty_like(like, **{key: given[key] for key in ("dtype", "order", "shape") if key in given})
     made = work.like(pattern.shape, pattern.dtype, pattern)
     if name != "empty_like":
-        # Both trial calls raise for a value that does not fit, before the work is queued.
+        # If the value does not fit, one of these trials raises before the work is queued.
         np.copyto(np.empty((), made.dtype), np.ravel(ones(value))[0], "unsafe")
         np.broadcast_to(dummy(value), made.shape)
         taken = raws(value)
@@ -151,7 +152,8 @@ def _gets(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], 
     if is_basic(index):
         entries = index if isinstance(index, tuple) else (index,)
         if not any(entry is Ellipsis for entry in entries):
-            # Without an ellipsis NumPy would read the element and return a number.
+            # For an index of numbers alone, NumPy would read an element and return a number. With an ellipsis, NumPy returns a
+            # view.
             entries = (*entries, ...)
         return view_of(array, raw_view(array)[0][entries])
     if is_mask(index):
@@ -162,7 +164,7 @@ def _gets(work: ArrayWork, function: Callable[..., Any], args: tuple[Any, ...], 
 
 def _sets(work: ArrayWork, function: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
     array, index, values = args
-    # At an index array CuPy takes a list, so only basic indices are checked.
+    # CuPy takes a list of values if the index has arrays, so lists are refused only for basic indices.
     if is_basic(index):
         work.check_lists(INDEXING[setitem], (values,))
     index = taken(index)
@@ -170,7 +172,7 @@ def _sets(work: ArrayWork, function: object, args: tuple[Any, ...], kwargs: dict
         # A Python number that does not fit the type raises here, before the work is queued.
         values = np.array(values, None if np.ndim(values) else array.dtype)
     first = np.ravel(ones(values))[:1]
-    # The assignment raises here if the types do not go together.
+    # If the values cannot be cast to the array's type, this trial raises before the work is queued.
     np.empty(first.shape, array.dtype)[:] = first
     if not is_mask(index):
         _check_fit(values, np.shape(dummy(array)[dummy(index)]))
@@ -185,13 +187,13 @@ def _sets(work: ArrayWork, function: object, args: tuple[Any, ...], kwargs: dict
 def _check_fit(values: object, shape: tuple[int, ...]) -> None:
     """Raise for values that cannot be broadcast to a shape.
 
-    Leading axes of extent 1 do not matter.
+    Leading axes of extent 1 in ``values`` are ignored, as in NumPy's assignments.
     """
     given = np.shape(raws(values))
     while len(given) > len(shape) and given[0] == 1:
         given = given[1:]
     if len(given) > len(shape) or any(a not in (1, b) for a, b in zip(given[::-1], shape[::-1], strict=False)):
-        raise ValueError(f"values of shape {given} do not fit into a place of shape {shape}")
+        raise ValueError(f"values of shape {given} cannot be broadcast to the shape {shape} of the place that is written")
 
 
 RULES: dict[Any, Rule] = {getitem: _gets, setitem: _sets, np.copyto: _copyto, np.copy: _copied, np.einsum: _einsum}

@@ -1,9 +1,9 @@
 """Queue NumPy's functions on host arrays, or run them at once.
 
-A function is queued on the current stream if the shapes of its arguments determine the shape of its result. These are universal
-functions, reductions, indexing, and the functions with a rule in `handlepool.drivers.host.array_functions`. The work is queued
-with its reads and writes. Views are made at once. Any other NumPy function waits on the host for the work that writes its
-arguments, and then runs at once.
+A function is queued on the current stream if the shapes of its arguments determine the shape of its result. Such functions are
+universal functions, reductions, indexing, and the functions with a rule in `handlepool.drivers.host.array_functions`. The queued
+work lists the arrays that it reads and writes. A function that returns a view makes the view at once. Any other NumPy function
+waits on the host for the work that writes its arguments, and then runs at once.
 """
 
 import os
@@ -62,9 +62,9 @@ from handlepool.tensors.inference import dense_strides
 from handlepool.tensors.layout import Piece, piece
 
 Rule = Callable[["ArrayWork", Any, tuple[Any, ...], dict[str, Any], Any], Any]
-"""A rule for a function.
+"""A rule for a function: ``rule(work, function, args, kwargs, out)``.
 
-Its arguments are the work object, the function, the function's arguments, and the value of ``out=``.
+``work`` is the `ArrayWork` that queues. The other arguments are the NumPy function, its arguments, and the value of ``out=``.
 """
 
 
@@ -78,7 +78,7 @@ class ArrayWork:
     strict : bool
         Whether to refuse the uses that CuPy refuses.
     rules : mapping
-        By function, the rule that queues the function.
+        The rule that queues or runs a NumPy function, by function.
     """
 
     def __init__(self, streams: StreamTable, memory: Memory, strict: bool, rules: "Mapping[Any, Rule]") -> None:
@@ -87,7 +87,7 @@ class ArrayWork:
         self._streams = streams
         self._memory = memory
         self._process = os.getpid()
-        # An open fork sets this listener, which learns of queued work.
+        # An open fork sets this function. It is called before work is queued: see `Driver.before_untracked_access`.
         self.before: BeforeUntracked | None = None
 
     # Memory
@@ -95,7 +95,7 @@ class ArrayWork:
     def like(self, shape: Sequence[int], dtype: npt.DTypeLike, pattern: Raw | None = None) -> HostArray:
         """Return a new array on the current device.
 
-        If ``pattern`` has the same shape, the axes get its order in memory.
+        If ``pattern`` has the same shape, the new array gets the order of its axes in memory.
         """
         dtype = check_type(np.dtype(dtype))
         order = None
@@ -107,10 +107,10 @@ class ArrayWork:
         return self._memory.empty(shape, strides, dtype)
 
     def like_all(self, result: object, known: dict[int, Any], copies: Sequence[Raw] = ()) -> Any:
-        """Replace NumPy's arrays in a result with new driver arrays.
+        """Replace the NumPy arrays in ``result`` with new arrays of the driver.
 
-        ``known`` maps the ids of arrays to arrays that are used instead. A result that shares memory with some of the copies
-        becomes read-only: with NumPy, a write to that result would reach the argument.
+        ``known`` maps the id of a NumPy array to the array that takes its place. If a result shares memory with one of
+        ``copies``, the new array is read-only. With NumPy alone, a write to that result would also change the argument.
         """
         if id(result) in known:
             return known[id(result)]
@@ -139,7 +139,8 @@ class ArrayWork:
             raise ValueError(f"{label} would write to a read-only array; pass a writable array")
         raws = [raw for raw, _ in (*written, *read)]
         touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
-        # A replay reads the values at replay time, so the checker does not watch NumPy's arrays during a capture.
+        # If the work is captured, each replay reads the values that NumPy's arrays have by then. So the host may change them, and
+        # the race checker does not watch them.
         if self._streams.scheduler.order is not None:
             touched += plain_reads(reads) if queue.capture is None else []
         elif self.before is not None:
@@ -149,12 +150,14 @@ class ArrayWork:
         self._streams.give(queue, lambda: function(*raws), touched, label)
 
     def finish(self, reads: Sequence[HostArray], writes: Sequence[HostArray], label: str) -> None:
-        """Wait on the host for work that conflicts with host accesses.
+        """Wait for queued work that must run before the host's accesses.
+
+        The host will read ``reads`` and write ``writes``.
 
         Raises
         ------
         CaptureError
-            While the current stream is captured: nothing that was recorded has run.
+            If the current stream is captured, because captured work has not run.
         """
         queue = self._queue_for([*reads, *writes], label)
         self._refuse_capture(queue, label)
@@ -163,22 +166,23 @@ class ArrayWork:
             *accesses([raw_view(array) for array in reads], writes=False),
             *accesses([raw_view(array) for array in writes], writes=True),
         ]
-        # CuPy's copies to the host run in the order of the current stream, so the checker sees the access there.
+        # CuPy copies to the host in the order of the current stream. So the race checker counts the host's access as work of the
+        # current stream.
         if scheduler.order is not None and touched:
             self._streams.give(queue, _nothing, touched, label)
             self._streams.wait_on_host(queue.tail, f"{queue!r}, whose values {label} needs")
-        # These waits raise earlier failures. The checker does not learn of these waits, because CuPy waits for the current stream
-        # alone.
+        # These waits raise the failures of earlier work. The race checker does not count them as waits, because CuPy would wait
+        # for the current stream alone.
         for operation in scheduler.conflicting(touched) or [NOTHING]:
             scheduler.wait(operation, f"{operation.label!r}, whose result {label} needs")
 
     def home(self, array: HostArray, label: str) -> AbstractContextManager[object]:
-        """Make an array's device current, as CuPy does for host copies.
+        """Make an array's device current in a ``with`` block, as CuPy does.
 
         Raises
         ------
         CaptureError
-            While the current stream is captured.
+            If the current stream is captured.
         """
         if array.device == self._streams.thread.device or owner_of(array) is None:
             return nullcontext()
@@ -190,17 +194,17 @@ class ArrayWork:
             what = f"{label} at {place_of_call()}, which waits for the values of a host array,"
             queue.capture.spoil(what)
             raise CaptureError(
-                f"{what} while {queue!r} is captured, and captured work has not run. Call there only the functions that "
-                "docs/host-arrays.md lists as queued, and ask for values after the replay"
+                f"{what} is impossible while {queue!r} is captured, because captured work has not run. Under a capture, call "
+                "only functions that docs/host-arrays.md lists as queued, and ask for values after the replay"
             )
 
     def read_unordered(self, array: HostArray) -> Raw | None:
         """Return a copy of an array's elements for display, or None.
 
-        None means that the current stream is captured. The call changes nothing else: failures of queued work are left to the
-        next wait, and no order of accesses is checked.
+        Return None if the current stream is captured. The call has no other effect: it raises no failure of queued work, and it
+        does not count as an access or a wait for the race checker.
         """
-        # A forked child has no worker that would run the work, so the copy would never come.
+        # In a forked child no worker runs the queued work, so a wait for that work would never end.
         if os.getpid() != self._process or self._streams.current_queue().capture is not None:
             return None
         raw, block = raw_view(array)
@@ -211,10 +215,10 @@ class ArrayWork:
     def check(self, array: HostArray, label: str) -> None:
         """Raise for an array of another driver.
 
-        A wait in this driver does not cover work of another driver.
+        A wait in this driver does not wait for work of another driver.
         """
         if work_of(array) is not self:
-            raise ArrayTypeError(f"{label} was given an array of another host driver: pass a copy, {ASARRAY}(y.get())")
+            raise ArrayTypeError(f"{label} was given an array y of another host driver: pass a copy, {ASARRAY}(y.get())")
 
     def _queue_for(self, arrays: Iterable[Any], label: str) -> Queue:
         if os.getpid() != self._process:
@@ -228,24 +232,24 @@ class ArrayWork:
                 self.check(array, label)
                 if array.device != device and owner_of(array) is not None:
                     raise DeviceMismatchError(
-                        f"{label}: an array of device {array.device} is used while device {device} is current: make its device "
-                        f"current, or copy it"
+                        f"{label}: an array of device {array.device} is used while device {device} is current: make the array's "
+                        f"device current, or copy the array"
                     )
         return self._streams.current_queue()
 
     # NumPy's protocols
 
     def ufunc(self, ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Queue a universal function, or a method of it."""
+        """Queue a universal function, or a method of such a function."""
         if any(hasattr(x, "__array_ufunc__") and not isinstance(x, (HostArray, np.ndarray, np.generic)) for x in inputs):
-            # The other library's array may know how to handle both types.
+            # The class of another library's array may handle host arrays, so NumPy asks that class next.
             return NotImplemented
         kwargs = dict(kwargs)
         outs = kwargs.pop("out", None)
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
         self._check(
-            # NumPy turns a scalar operand of a comparison into an array without axes, so such an array must pass the strict
-            # check.
+            # NumPy turns a scalar operand of a comparison into an array without axes. So the strict check must not see such an
+            # array.
             name,
             [x for x in (*inputs, *(outs or ())) if not (ufunc in COMPARISONS and isinstance(x, np.ndarray) and not x.ndim)],
         )
@@ -278,7 +282,7 @@ class ArrayWork:
         return self.run_now(function, inputs, kwargs, name, outs or ())
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Queue a NumPy function, or run it after its inputs are ready."""
+        """Queue a NumPy function, or wait for its inputs and run it."""
         name = INDEXING.get(function) or function.__name__
         if function not in TAKE_PLAIN:
             self._check(name, (*args[2 if function is setitem else 0 :], *kwargs.values()))
@@ -292,9 +296,10 @@ class ArrayWork:
         )
 
     def _settled(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return arguments in the form that a rule takes.
+        """Return arguments in the form that a rule takes, and ``out``.
 
-        They have no ``out``. Arrays that decide a shape are replaced with copies of their values.
+        The arguments have no ``out``. If the values of an array decide a shape, a NumPy copy of the values takes the array's
+        place.
         """
         bound = signature(function).bind(*args, **kwargs)
         out = bound.arguments.pop("out", None)
@@ -319,18 +324,19 @@ class ArrayWork:
             if self.strict and holds_values(argument) and not isinstance(argument, HostArray):
                 raise ArrayTypeError(
                     f"{name} was given a {kind_of(argument)} together with a host array, which CuPy refuses: convert the "
-                    f"first with {ASARRAY}, or the host array with .get()"
+                    f"former with {ASARRAY}, or the host array with .get()"
                 )
 
     def check_lists(self, name: str, values: Iterable[Any]) -> None:
         """Refuse lists in the place of an array, as CuPy does.
 
-        NumPy would make arrays of them.
+        NumPy would make an array of such a list.
         """
         for value in values if self.strict else ():
             if isinstance(value, Collection) and not (holds_values(value) or isinstance(value, (np.generic, str, bytes))):
                 raise ArrayTypeError(
-                    f"{name} was given a {kind_of(value)} together with a host array, which CuPy refuses: pass {ASARRAY} of it"
+                    f"{name} was given a {kind_of(value)} together with a host array, which CuPy refuses: convert the values "
+                    f"with {ASARRAY}"
                 )
 
     # Queued
@@ -345,9 +351,9 @@ class ArrayWork:
         name: str,
         takes_out: bool = True,
     ) -> HostArray:
-        """Queue a function whose result has a pattern's shape and type.
+        """Queue a function whose result has the shape and type of ``pattern``.
 
-        A function that takes ``out=`` gets an array of the type of ``out``, since many functions add up in that type.
+        If the function takes ``out=``, it gets an array of the type of ``out``, because many functions add up in that type.
         """
         takes_out = takes_out and out is not None
         if out is not None and not isinstance(out, HostArray):
@@ -357,11 +363,13 @@ class ArrayWork:
         elif pattern.shape != out.shape:
             raise ValueError(f"{name} makes an array of shape {pattern.shape}, which out= of shape {out.shape} cannot hold")
         elif not np.can_cast(pattern.dtype, out.dtype, rule := kwargs.get("casting", "same_kind")):
-            raise TypeError(f"{name} makes {pattern.dtype}, which out= of {out.dtype} does not take by the rule {rule!r}")
+            raise TypeError(
+                f"{name} makes an array of type {pattern.dtype}, which out= of type {out.dtype} cannot hold with casting={rule!r}"
+            )
         arguments = (raws(args), raws(kwargs))
 
         def run(to: Raw, *_: Raw) -> None:
-            # The function writes to memory of its own, because ``out`` may overlap its inputs.
+            # ``to`` may overlap the function's inputs. So the function writes to a new array, which is then copied.
             own = {"out": np.empty_like(to)} if takes_out else {}
             with np.errstate(all="ignore"):
                 np.copyto(to, function(*arguments[0], **arguments[1], **own), "unsafe")
@@ -379,7 +387,7 @@ class ArrayWork:
         with np.errstate(all="ignore"):
             if outs is None:
                 found = ufunc(*probes, **tried)
-                # The results are contiguous for any layout of the operands, as CuPy's are.
+                # CuPy's results are contiguous for any layout of the operands, so these results are contiguous, too.
                 made = [self.like(shape, kind.dtype, None) for kind in (found if isinstance(found, tuple) else (found,))]
                 outs = tuple(made)
             else:
@@ -390,7 +398,7 @@ class ArrayWork:
         arguments, options = raws(inputs), raws(kwargs)
 
         def run(*views: Raw) -> None:
-            # A GPU gives no warnings for floating-point errors.
+            # A GPU gives no warnings for floating-point errors, so NumPy's warnings are off.
             with np.errstate(all="ignore"):
                 ufunc(*arguments, out=views[: ufunc.nout], **options)
 
@@ -410,7 +418,8 @@ class ArrayWork:
             kind = np.asarray(function(ones(array), **small))
             if wanted := tried(out):
                 function(ones(array), **small, **wanted)
-        # The rank of the trial result tells whether axes are kept, so that keepdims= may have any value that NumPy takes.
+        # If the trial result has all axes, the function keeps axes. So this method need not read keepdims=, which may have any
+        # value that NumPy takes.
         keep = kind.ndim == raw.ndim
         shape = tuple(1 if place in gone else extent for place, extent in enumerate(raw.shape) if keep or place not in gone)
         pattern = np.broadcast_to(np.empty((), kind.dtype), shape)
@@ -419,7 +428,7 @@ class ArrayWork:
     # Not queued
 
     def viewed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return views if the function gives views, else queued copies."""
+        """Return views if the function makes views; queue the function if not."""
         found = function(*raws(args), **raws(kwargs))
         # NumPy returns a scalar for an element of an array without axes.
         if isinstance(found, np.generic):
@@ -436,10 +445,10 @@ class ArrayWork:
     def run_now(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: object
     ) -> Any:
-        """Run a function of NumPy arrays after the arrays' pending work.
+        """Wait for work on the arrays, and run a function now.
 
-        The function gets the memory of the arrays that it writes, and copies of all other arrays. So an array that it keeps, or
-        passes on, sees no later write.
+        The function gets the memory of the arrays that it writes, and copies of all other arrays. So if it keeps an argument or
+        passes an argument on, later work does not change the values of that argument.
         """
         written = hosts(writes)
         sources = hosts((args, kwargs, written))
@@ -454,9 +463,9 @@ class ArrayWork:
 
 
 def _view(result: Any, sources: list[tuple[Any, Raw]]) -> Any:
-    """Return a result as a view of the array with its memory.
+    """Return ``result`` as a view of the source that shares its memory.
 
-    Returns None if no source owns the memory.
+    If no source shares its memory, return None.
     """
     for source, raw in sources:
         if result is raw:
@@ -470,7 +479,8 @@ def _out(function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     try:
         return signature(function).bind(*args, **kwargs).arguments.get("out")
     except (TypeError, ValueError):
-        # The function has no signature, or refuses the arguments itself.
+        # The function has no signature, or its signature does not fit the arguments. In the second case the function itself will
+        # raise.
         return kwargs.get("out")
 
 

@@ -1,9 +1,9 @@
 """Record stream captures, and the calls that invalidate them (G9).
 
-As on the hardware, a capture is a graph and not a list. It begins on one stream. A stream that waits for an event of the
-capture joins it. If no stream of the capture waited for a joined stream before the end, the end raises an error. A call that a
-GPU forbids during a capture (see `Captures.forbid`) spoils the capture here as well: the call raises, and the capture's end
-raises.
+As on a GPU, a capture is a graph and not a list. A capture begins on one stream. A stream that waits for an event of the capture
+joins the capture. Before the end, the first stream must wait for the work of each joined stream, or the end raises an error. A
+call that a GPU forbids during a capture (see `Captures.forbid`) spoils the capture here as well: the call raises, and the
+capture's end raises.
 """
 
 import itertools
@@ -41,7 +41,7 @@ class Node:
         self.accesses = accesses
         self.after = after
         self.lane = lane
-        """Key of the node's lane; its nodes run in sequence."""
+        """Key of the node's lane, whose nodes run one after another."""
 
 
 class Capture:
@@ -61,9 +61,9 @@ class Capture:
         self.ended = False
 
     def lane_behind(self, nodes: "Sequence[Node]") -> object:
-        """Return the lane for a node that depends on these nodes.
+        """Return the lane for a new node that depends on ``nodes``.
 
-        It is the lane of one of these nodes that is still the last node of its lane. Without such a node it is a new lane.
+        If a node of ``nodes`` is still the last node of its lane, the new node continues that lane. If not, it gets a new lane.
         """
         return next((node.lane for node in nodes if self.last[node.lane] is node), None) or object()
 
@@ -87,7 +87,10 @@ class Capture:
 
 
 class Mark:
-    """The state of an event that was recorded in a capture."""
+    """The moment of an event that was recorded in a capture.
+
+    ``nodes`` are the nodes that the event's stream depended on.
+    """
 
     __slots__ = ("capture", "nodes")
 
@@ -99,21 +102,21 @@ class Mark:
 class HostGraph:
     """A recorded graph, with CuPy's `Graph` interface.
 
-    `launch` queues it on a stream.
+    `launch` queues the graph on a stream.
     """
 
     def __init__(self, table: "StreamTable", nodes: Sequence[Node]) -> None:
         self.nodes = tuple(nodes)
         self.last: QueuedOperation = NOTHING
-        """The end of the last launch: a graph never runs beside itself."""
+        """The end of the last launch. The next launch waits for it."""
         self.lanes: dict[object, int] = {}
-        """The component of the checker's clocks for each lane."""
+        """The component of the race checker's clocks, by lane."""
         self._table = table
 
     def launch(self, stream: "Stream | None" = None) -> None:
         """Queue the graph on a stream, by default the current stream.
 
-        Nodes without an edge between them have no order.
+        Only the graph's edges order its nodes.
         """
         self._table.launch(self, stream)
 
@@ -134,25 +137,25 @@ class Captures:
     def refuse_plain(self, queue: "Queue", what: str) -> None:
         """Raise if a captured launch would write memory of no driver.
 
-        A reader of such memory cannot wait for a replay.
+        A reader of such memory cannot wait for a replay. ``what`` names the write.
         """
         if queue.capture is not None:
-            what = f"{what}, which is NumPy's memory or another library's on the host,"
+            what = f"{what}, in NumPy's or another library's memory on the host,"
             queue.capture.spoil(what)
             raise CaptureError(
-                f"{what} while {queue!r} is captured: nothing there waits for a replay. Pass an array of the driver's, as "
-                f"{ASARRAY} makes one"
+                f"{what} cannot be captured on {queue!r}, because a reader of that memory cannot wait for a replay. Pass an "
+                f"array of the driver, made by {ASARRAY}"
             )
 
     def forbid(self, call: str) -> None:
         """Spoil the captures that a call harms, and raise.
 
-        As on a GPU, the call harms captures in global mode of any thread and captures in thread-local mode of this thread. It
-        harms none if this thread has exchanged its own mode for *relaxed*.
+        As on a GPU, the call harms captures in global mode of any thread and captures in thread-local mode of this thread. If
+        this thread has exchanged its own mode for *relaxed*, the call harms no capture.
         """
         if not self.active or self._thread.relaxed:
             return
-        # The token identifies a thread for good, whereas `threading.get_ident` is reused after a thread has ended.
+        # No other thread ever has the same token. `threading.get_ident` would reuse the number of a thread that has ended.
         own = self._thread.token
         harmed = [
             capture
@@ -164,28 +167,31 @@ class Captures:
             for capture in harmed:
                 capture.spoil(f"{call} in thread {caller!r} without relaxed()")
             raise ContractError(
-                f"{call} in thread {caller!r} harms {harmed[0]!r}: such calls belong inside `with driver.relaxed():`"
+                f"{call} in thread {caller!r} harms {harmed[0]!r}; make such a call inside `with driver.relaxed():`"
             )
 
     def refuse(self, queue: "Queue", what: str) -> None:
-        """Raise and spoil the capture, for a call it cannot take.
+        """Raise if a stream is capturing, and spoil its capture.
 
-        If the stream is not capturing, the method does nothing.
+        ``what`` names the call that a capture cannot take.
         """
         capture = queue.capture
         if capture is not None:
             capture.spoil(what)
-            raise CaptureError(f"{what} on {queue!r}, which takes part in {capture!r}: that invalidates the capture")
+            raise CaptureError(
+                f"{what} on {queue!r} invalidated {capture!r}, in which this stream takes part; make such a call before the "
+                "capture or after it"
+            )
 
     def begin(self, queue: "Queue", mode: str) -> None:
         """Begin a capture on a stream."""
         if mode not in MODES:
-            raise ArgumentError(f"capture mode {mode!r} is none of {', '.join(MODES)}")
+            raise ArgumentError(f"mode={mode!r}; the mode of a capture must be one of {', '.join(MODES)}")
         if queue.synchronous:
             raise CaptureError("the legacy default stream cannot be captured: use another stream")
         with self._lock:
             if queue.capture is not None:
-                raise CaptureError(f"{queue!r} takes part in {queue.capture!r} already")
+                raise CaptureError(f"{queue!r} takes part in {queue.capture!r} already; end that capture first")
             capture = Capture(next(self._ids), mode, self._thread.token, queue)
             queue.capture, queue.frontier = capture, ()
             self.active = (*self.active, capture)
@@ -196,32 +202,33 @@ class Captures:
         Raises
         ------
         CaptureError
-            If there is none, if it was invalidated, or if a stream that joined it was not waited for.
+            If no capture began on the stream, if the capture was invalidated, or if the stream did not wait for all work of the
+            streams that joined.
         """
         with self._lock:
             capture = queue.capture
             if capture is None:
-                raise CaptureError(f"{queue!r} is not capturing")
+                raise CaptureError(f"{queue!r} is not capturing, so it has no capture to end")
             if capture.origin is not queue:
-                raise CaptureError(f"{capture!r} must be ended there, not on {queue!r}")
+                raise CaptureError(f"{capture!r} must be ended on that stream, and not on {queue!r}")
             # As on a GPU, only the thread that began a capture may end it, unless the capture is relaxed.
             if capture.mode != "relaxed" and capture.thread is not self._thread.token:
-                capture.spoil(f"an end_capture in thread {threading.current_thread().name!r}")
+                capture.spoil(f"an end_capture in thread {threading.current_thread().name!r}, which did not begin the capture")
                 capture.check()
-            # Only nodes that the first stream depends on belong to the graph. Any other node is work that a joined stream has
-            # left over.
+            # The graph may have only nodes that the first stream depends on. Any other node is work of a joined stream that the
+            # first stream did not wait for.
             joined = _ancestors(queue.frontier)
             for member in capture.members:
                 member.capture, member.frontier = None, ()
             capture.ended = True
-            # Readers take the tuple without the lock, so it is replaced and never changed.
+            # Other threads read `active` without the lock, so the tuple is replaced and never changed.
             self.active = tuple(other for other in self.active if other is not capture)
         capture.check()
         lost = [node.label or "an operation" for node in capture.nodes if node not in joined]
         if lost:
             raise CaptureError(
-                f"{capture!r} ended while work of a joined stream was not waited for: {', '.join(lost)}. Record an event "
-                "there, and let the first stream wait for it"
+                f"{capture!r} ended while this work of another stream was not waited for: {', '.join(lost)}. Record an event "
+                "behind that work, and let the capture's first stream wait for the event"
             )
         return capture.nodes
 
@@ -248,7 +255,8 @@ class Captures:
             lanes: dict[object, object] = {}
             for node in nodes:
                 after = tuple(copies[earlier] for earlier in node.after) or queue.frontier
-                # The copies get new lanes, because nodes without an order must not share a lane.
+                # The copies get new lanes. A graph may be embedded twice without an order, and nodes without an order must not
+                # share a lane.
                 lane = lanes.setdefault(node.lane, object())
                 copies[node] = capture.add(Node(node.function, node.label, node.accesses, after, lane))
             # An empty graph adds no node, so the stream's next operation still depends on the earlier frontier.
@@ -261,23 +269,26 @@ class Captures:
             return self._of(queue).frontier
 
     def set_dependencies(self, queue: "Queue", nodes: Sequence[Node]) -> None:
-        """Make the stream's next operation depend on these nodes alone."""
+        """Make the stream's next operation depend on ``nodes`` alone."""
         with self._lock:
             capture = self._of(queue).capture
             for node in nodes:
                 if capture is None or capture.last.get(node.lane) is None:
-                    raise ContractError(f"{queue!r} cannot depend on a node outside of {capture!r}")
+                    raise ContractError(f"{queue!r} cannot depend on a node outside of {capture!r}; pass nodes of this capture")
             queue.frontier = tuple(dict.fromkeys(nodes))
 
     @staticmethod
     def _of(queue: "Queue") -> "Queue":
         if queue.capture is None:
-            raise CaptureError(f"{queue!r} is not capturing")
+            raise CaptureError(f"{queue!r} is not capturing, so its next operation has no dependencies")
         queue.capture.check()
         return queue
 
     def mark(self, queue: "Queue") -> Mark | None:
-        """Return the mark of an event recorded now; None if not capturing."""
+        """Return a mark for an event that the stream records now.
+
+        If the stream is not capturing, return None.
+        """
         with self._lock:
             capture = queue.capture
             if capture is None:
@@ -286,15 +297,17 @@ class Captures:
             return Mark(capture, queue.frontier)
 
     def join(self, queue: "Queue", mark: Mark) -> None:
-        """Let a stream join the capture of an event it waits for."""
+        """Let a waiting stream join the capture of the event's mark."""
         with self._lock:
             capture = mark.capture
             if capture.ended:
-                raise CaptureError(f"{queue!r} waits for an event of {capture!r}, which has ended: record the event anew")
+                raise CaptureError(
+                    f"{queue!r} waits for an event that was recorded in {capture!r}, which has ended; record the event again"
+                )
             capture.check()
             other = queue.capture
             if queue.synchronous:
-                reason = "the legacy default stream's wait for an event of it"
+                reason = "a wait of the legacy default stream for an event of the capture"
             elif other is not None and other is not capture:
                 reason = f"a wait that would merge {capture!r} and {other!r}"
                 # The wait would merge two captures, so both become invalid.
@@ -308,12 +321,12 @@ class Captures:
                 queue.capture, queue.frontier = capture, mark.nodes
                 capture.members.append(queue)
             else:
-                # The stream keeps its own dependencies and adds the dependencies of the event, each once.
+                # The stream keeps its own dependencies, and gets the event's dependencies in addition, each once.
                 queue.frontier = tuple(dict.fromkeys(queue.frontier + mark.nodes))
 
 
 def _ancestors(nodes: Sequence[Node]) -> set[Node]:
-    """Return the nodes and all nodes that they depend on."""
+    """Return ``nodes`` and all nodes that they depend on."""
     found: set[Node] = set()
     left = list(nodes)
     while left:
@@ -327,7 +340,7 @@ def _ancestors(nodes: Sequence[Node]) -> set[Node]:
 def rewired(nodes: Sequence[Node], add: Sequence[tuple[Node, Node]], remove: Sequence[tuple[Node, Node]]) -> list[Node]:
     """Return copies of nodes with changed edges, in topological order.
 
-    The lanes follow from the new edges: two nodes that lost their order no longer share a lane.
+    The copies' lanes follow from the new edges, so two nodes that have lost their order share no lane.
 
     Raises
     ------
@@ -346,12 +359,13 @@ def rewired(nodes: Sequence[Node], add: Sequence[tuple[Node, Node]], remove: Seq
     try:
         sequence = [*order.static_order()]
     except CycleError as error:
-        raise ContractError(f"edges of {len(nodes)} nodes lead in a circle: {error}") from error
+        raise ContractError(f"the edges between {len(nodes)} nodes lead in a circle, so no order is possible: {error}") from error
     copies: dict[Node, Node] = {}
     last: dict[object, Node] = {}
     for node in sequence:
         behind = tuple(copies[earlier] for earlier in after[node])
-        # A lane continues only from its last node. A second branch from the same node therefore starts a new lane.
+        # A node continues a lane only behind the lane's last node. So if two nodes depend on the same node, the second node
+        # starts a new lane.
         lane = next((earlier.lane for earlier in behind if last[earlier.lane] is earlier), None) or object()
         copies[node] = last[lane] = Node(node.function, node.label, node.accesses, behind, lane)
     return [*copies.values()]

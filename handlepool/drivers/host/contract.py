@@ -1,7 +1,7 @@
-"""Check the rules for handles that cuDNN leaves unchecked (G1, G2, G3).
+"""Check the rules for handles that cuDNN leaves unchecked.
 
-The checks cover the thread, the device and the stream of each use. The module also counts the driver's calls, so that a test
-can tell the cost of a hit (G2), and makes the k-th call fail.
+The checks cover the thread, the device and the stream of each use (guarantees 1 to 3). The module also counts the driver's calls,
+so that a test can tell how many calls a hit makes. And it can make the k-th call fail.
 """
 
 import threading
@@ -21,9 +21,9 @@ class HostHandle:
     Attributes
     ----------
     backend_handle : int or None
-        None once it was destroyed.
+        None after the handle was destroyed.
     stream : int or None
-        The pointer that it is bound to: the very object passed to `HostDriver.bind_handle`.
+        The pointer of the stream that the handle is bound to: the same integer object that `HostDriver.bind_handle` got.
     device : int
     """
 
@@ -50,7 +50,7 @@ class HostHandle:
 class HandleUse:
     """A context manager around a call with a handle.
 
-    It checks the rules that cuDNN leaves to its callers.
+    The context manager checks the rules that cuDNN leaves to its callers.
     """
 
     __slots__ = ("_call", "_checks", "_handle", "_streams")
@@ -65,11 +65,12 @@ class HandleUse:
         handle = self._handle
         if self._checks:
             caller = threading.current_thread().name
-            # A lock that is taken proves that two threads use the handle, so this thread must not wait for it.
+            # If the lock is taken, two threads use the handle at once. That is the error, so this thread does not wait for the
+            # lock.
             if not handle.in_use.acquire(blocking=False):
                 raise ContractError(
                     f"{self._call}: {handle!r} is in a call of thread {handle.user!r} while thread {caller!r} uses it: a handle "
-                    "must never be used by two threads at once. Give each thread its own."
+                    "must never be used by two threads at once. Give each thread a handle of its own"
                 )
             handle.user = caller
         try:
@@ -87,7 +88,7 @@ class HandleUse:
     def _check(self) -> None:
         handle = self._handle
         if handle.backend_handle is None:
-            raise ContractError(f"{self._call}: {handle!r} was destroyed")
+            raise ContractError(f"{self._call}: {handle!r} was destroyed; use another handle")
         device = self._streams.thread.device
         if self._checks and handle.device != device:
             raise ContractError(
@@ -95,24 +96,27 @@ class HandleUse:
             )
 
     def bound_queue(self) -> Queue:
-        """Return the stream that the handle is bound to.
+        """Return the queue of the stream that the handle is bound to.
 
-        It must equal the stream that the handle names.
+        The method raises if the attribute ``stream`` names another stream.
         """
         handle = self._handle
         bound = handle.queue
-        # Code may have set ``stream`` by itself, which does not bind a handle of cuDNN.
+        # A caller may have set the attribute ``stream``. A handle of cuDNN is not bound by that, so it is an error here.
         if handle.stream != handle.bound:
             raise ContractError(
-                f"{self._call}: {handle!r} names another stream than bind_handle bound it to, {bound!r}: bind it by bind_handle"
+                f"{self._call}: {handle!r} names another stream than the stream that bind_handle bound it to, {bound!r}; bind a "
+                "handle by bind_handle"
             )
         if bound.default:
-            # The pointer of the per-thread stream names the stream of the calling thread.
+            # The pointer of a default stream names the stream of the current device, and of the calling thread for the per-thread
+            # default stream.
             return self._streams.resolve(bound.pointer)
-        # A new stream may have the pointer of the destroyed stream, so the queue and not the pointer decides.
+        # A new stream may have the pointer of a destroyed stream. So the queue tells whether the stream lives, and the pointer
+        # does not.
         if not bound.alive:
             raise ContractError(
-                f"{self._call}: {handle!r}, and that is {bound!r}: bind it again, even if a new stream has the same pointer"
+                f"{self._call}: {handle!r}, and that is {bound!r}; bind the handle again, even if a new stream has this pointer"
             )
         return bound
 
@@ -129,7 +133,7 @@ class Relaxed:
         self._thread = thread
 
     def __enter__(self) -> None:
-        # A counter allows nested uses on one thread.
+        # The mode is a counter, so that one thread can nest `with` blocks.
         self._thread.relaxed += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -150,7 +154,10 @@ class CallLog:
             self._fault(method)
 
     def fail_by(self, fault: Callable[[str], None]) -> None:
-        """Call a function before every later call; its error propagates."""
+        """Call ``fault`` before every later call of the driver.
+
+        If ``fault`` raises an error, the driver's call raises it.
+        """
         self._fault = fault
 
     def fail_at(self, k: int, method: str | None, error: BaseException | None, spared: Container[str]) -> None:

@@ -1,10 +1,11 @@
 """Compute convolutions by unfolding.
 
-The first step gathers each output's inputs into columns. The second step multiplies the columns by the filters. The columns lie
-in memory of the caller's, and a scheduler may run other work between the two steps.
+The first step gathers, for each element of the output, the inputs that it depends on into columns. The second step multiplies the
+columns by the filters. The caller passes the memory for the columns, and a scheduler may run other work between the two steps.
 
-All three convolutions use the same two steps. For the gradient of the image, the loss takes the image's place. For the gradient
-of the filters, the loss takes the filters' place. Work whose columns would not fit into that memory is cut into `Tile`s.
+The convolution and its two gradients use the same two steps. For the gradient of the image, the loss takes the image's place. For
+the gradient of the filters, the loss takes the filters' place. If the columns do not fit into the caller's memory, the work is
+cut into `Tile`s.
 """
 
 import math
@@ -21,9 +22,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A part of the work: some images, groups and rows.
+    """A part of the work: ranges of images, groups and rows.
 
-    Rows are extents of the first spatial axis.
+    A row is a position along the first spatial axis.
     """
 
     images: slice
@@ -35,7 +36,7 @@ class Tile:
 class Unfolding:
     """A map from positions and filter taps to elements of ``source``.
 
-    Each position of ``domain`` has one element under each tap of the filter, or none.
+    Each position of ``domain`` has at most one element of ``source`` under each tap of the filter.
 
     Parameters
     ----------
@@ -48,8 +49,8 @@ class Unfolding:
     taps : tuple of int
         Spatial extents of the filter.
     transposed : bool
-        True for the gradient of the image: positions are the image's, and elements are the loss's. Otherwise positions are the
-        result's, and elements are the image's.
+        True for the gradient of the image. Then positions belong to the image, and elements to the loss. If False, positions
+        belong to the result, and elements to the image.
     """
 
     geometry: Convolution
@@ -75,7 +76,7 @@ class Unfolding:
     def tiles(self, elements: int) -> list[Tile]:
         """Cut the work into tiles of at most ``elements`` column elements.
 
-        A tile has at least one row, even if that takes more.
+        A tile has at least one row, even if one row has more elements.
         """
         images, rows = self.source[0], self.domain[0]
         per_group = self.elements_per_row * rows
@@ -101,7 +102,7 @@ class Unfolding:
         every: tuple[Any, ...] = (slice(None),) * 3
         for tap in product(*map(range, self.taps)):
             target = columns[every + tap]
-            # Positions without an element under this tap lie in the padding, which is zero.
+            # A position without an element under this tap reads the padding, which is zero.
             target[...] = 0
             met = [self._meet(axis, tap[axis], *bounds[axis]) for axis in range(spatial)]
             if all(met):
@@ -109,20 +110,21 @@ class Unfolding:
                 target[every + there] = part[every + here]
 
     def _meet(self, axis: int, tap: int, low: int, high: int) -> tuple[slice, slice] | None:
-        """Return the positions under a tap, and their elements, as slices.
+        """Return the positions with an element under a tap, and the elements.
 
-        The positions count from ``low`` and end before ``high``. Returns None if no position has an element.
+        Both are slices. Only positions from ``low`` to before ``high`` count, and the first slice counts from ``low``. Return
+        None if no position has an element.
         """
         geometry, extent = self.geometry, self.source[axis + 2]
         step = geometry.stride[axis]
         offset = tap * geometry.dilation[axis] - geometry.before[axis]
-        # Here position = element * step + offset.
+        # If transposed, position = element * step + offset.
         if self.transposed:
             first, stop = max(0, _ceil(low - offset, step)), min(extent, _ceil(high - offset, step))
             start = first * step + offset - low
             pair = slice(start, start + (stop - first - 1) * step + 1, step), slice(first, stop)
         else:
-            # Here element = position * step + offset.
+            # If not transposed, element = position * step + offset.
             first, stop = max(low, _ceil(-offset, step)), min(high, _ceil(extent - offset, step))
             start = first * step + offset
             pair = slice(first - low, stop - low), slice(start, start + (stop - first - 1) * step + 1, step)
@@ -132,7 +134,7 @@ class Unfolding:
 def filter_matrix(weight: Array, unfolding: Unfolding, dtype: np.dtype[Any]) -> Array:
     """Return the filters as (groups, rows, columns per position).
 
-    The matrix is ready to multiply the columns of `Unfolding.gather`.
+    `multiply` multiplies this matrix by the columns of `Unfolding.gather`.
     """
     groups, taps = unfolding.groups, math.prod(unfolding.taps)
     weight = flip(weight, unfolding.geometry)
@@ -144,7 +146,7 @@ def filter_matrix(weight: Array, unfolding: Unfolding, dtype: np.dtype[Any]) -> 
 
 
 def multiply(matrix: Array, columns: Array, output: Array, tile: Tile) -> None:
-    """Write the tile's part of ``output`` from filters and columns.
+    """Multiply filters by columns, and write the tile's part of ``output``.
 
     ``output`` has the shape (N, channels, …).
     """
@@ -156,7 +158,7 @@ def multiply(matrix: Array, columns: Array, output: Array, tile: Tile) -> None:
 
 
 def accumulate(loss: Array, columns: Array, total: Array, tile: Tile) -> None:
-    """Add the tile's part to ``total``, from the loss.
+    """Multiply the loss by columns, and add the product to ``total``.
 
     ``total`` has the shape (groups, filters per group, columns per position).
     """
@@ -170,7 +172,7 @@ def accumulate(loss: Array, columns: Array, total: Array, tile: Tile) -> None:
 
 
 def flip(weight: Array, geometry: Convolution) -> Array:
-    """Return the filters as a correlation takes them."""
+    """Return the filters, flipped if the geometry says so."""
     return np.flip(weight, tuple(range(2, weight.ndim))) if geometry.flipped else weight
 
 
@@ -179,9 +181,9 @@ def _ceil(numerator: int, denominator: int) -> int:
 
 
 def _cut(count: int, most: int) -> list[slice]:
-    """Cut a range into few parts of nearly equal size.
+    """Cut a range into as few parts as possible.
 
-    The number of parts is the smallest possible.
+    A part has at most ``most`` elements. The parts have nearly equal sizes.
     """
     parts = _ceil(count, min(count, most))
     edges = [count * part // parts for part in range(parts + 1)]

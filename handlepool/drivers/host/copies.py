@@ -27,11 +27,11 @@ def enqueue(
     reads: Sequence[Array],
     label: str,
 ) -> None:
-    """Queue a function that gets the raw memory of arrays."""
+    """Queue a function of the raw arrays of ``writes`` and ``reads``."""
     written = [raw_view(array) for array in writes]
     read = [raw_view(array) for array in reads]
     raw = [view for view, _ in (*written, *read)]
-    # The scheduler keeps memory from reuse until its accesses have run, and the race checker compares them.
+    # The driver frees memory only after its queued accesses have run, and the race checker compares the accesses.
     touched = [*accesses(written, writes=True), *accesses(read, writes=False)]
     # A listener may remove itself during the loop, so the loop runs over a copy.
     for report in streams.watchers[:]:
@@ -51,19 +51,23 @@ class CopyWork:
         enqueue(self._streams, queue, np.copyto, (target,), (source,), label)
 
     def between(self, target: Array, source: Array) -> None:
-        """Copy on the current stream, also from or to NumPy's memory."""
+        """Copy ``source`` to ``target`` on the current stream.
+
+        Either array may be NumPy's.
+        """
         queue = self._streams.current_queue()
         if isinstance(source, np.ndarray) and not isinstance(source, HostArray) and queue.capture is None:
             # The caller may overwrite NumPy's memory as soon as this call returns, so the work reads a copy of its values.
             source = np.array(source, order="K")
         self.queue(queue, target, source, "copy")
-        # A reader of NumPy's memory has no stream to wait for, so this call waits for the copy.
+        # Code that reads NumPy's memory cannot wait for a stream, so this call returns after the copy.
         if raw_view(target)[1] is None and queue.capture is None:
             self._streams.wait_on_host(queue.tail, "a copy to NumPy's memory")
 
     def to_device(self, values: Any) -> HostArray:
         """Return a copy on the current device, in the same layout."""
-        # Values of NumPy are copied now, because the caller may overwrite them. Our arrays are ordered by their streams.
+        # The caller may overwrite NumPy's values, so they are copied now. Streams order the accesses to an array of this driver,
+        # so that array is read later.
         ours = isinstance(values, HostArray) and work_of(values) is self._work
         source = values if ours else np.array(values, order="K")
 
@@ -76,21 +80,21 @@ class CopyWork:
         return copy() if ours or watched is None else watched[0](source, copy)
 
     def from_host(self, target: Array, values: np.ndarray[Any, Any], queue: Queue) -> object:
-        """Queue a copy of NumPy's values; return the array that is read."""
-        # The caller may overwrite its array before the work runs, so the work reads a copy.
+        """Queue a copy of NumPy's values; return the work's source."""
+        # The caller may overwrite ``values`` before the work runs, so the work reads a copy of ``values``.
         read = np.array(values)
         self.queue(queue, target, read, "copy from the host")
         return read
 
     def onto_host(self, array: Array, queue: Queue) -> np.ndarray[Any, Any]:
         """Queue a copy into a new NumPy array, and return it."""
-        # The caller synchronises before it reads, so the array may be handed out before the copy has run.
+        # The array is returned before the copy has run. The caller must synchronise before it reads the array.
         host = np.empty_like(raw_view(array)[0])
         self.queue(queue, host, array, "copy to the host")
         return host
 
     def to_host(self, array: Array) -> np.ndarray[Any, Any]:
-        """Return a copy after all work on the device's current stream."""
+        """Wait for the current stream of the array's device; return a copy."""
         home: AbstractContextManager[object] = nullcontext()
         if isinstance(array, HostArray):
             self._work.check(array, "asnumpy")
@@ -99,15 +103,15 @@ class CopyWork:
             self._streams.synchronize(self._streams.current_queue())
         raw, block = raw_view(array)
         order = self._streams.scheduler.order
-        # NumPy's arrays have no block, so the checker has nothing to compare.
+        # An array of NumPy has no block, so the race checker has no earlier accesses to compare with.
         if order is not None and block is not None:
             order.host_reads(block, raw, "copy to the host")
         return np.array(raw, order="K")
 
     def unordered(self, array: DeviceArray) -> np.ndarray[Any, Any] | None:
-        """Return a copy outside of all order, or None in a capture.
+        """Return a copy for comparison, or None if the stream is capturing.
 
-        The race checker does not see it.
+        The race checker does not see the read.
         """
         if isinstance(array, HostArray):
             return self._work.read_unordered(array)
@@ -122,7 +126,7 @@ class CopyWork:
         views = [raw_view(array) for array in arrays]
         sums = HostSums(partial(self._streams.wait_on_host, purpose="checksums"))
         raw = [view for view, _ in views]
-        # Freed memory waits for these reads, but the checker ignores their order.
+        # Memory is freed only after these reads have run. The race checker does not check their order.
         reads = [Access(block, view, False, checked=False) for view, block in views if block is not None]
         self._streams.give(queue, lambda: sums.compute(*raw), reads, "checksums")
         sums.queued(queue.tail)
@@ -130,10 +134,13 @@ class CopyWork:
 
 
 def check_run(target: Array, source: Array, call: str) -> None:
-    """Refuse operands that a GPU would copy wrongly.
+    """Refuse arrays that `Driver.copy_run` would copy wrongly on a GPU.
 
-    A GPU copies the same number of bytes regardless of types and strides.
+    A GPU copies the bytes as one run, and does not look at types and strides.
     """
     one, other = ((array.shape, array.dtype) for array in (target, source))
     if one != other or not one_run(target.shape, target.strides, source.strides, target.dtype.itemsize):
-        raise ContractError(f"{call}: {shown(target)} of strides {target.strides}, {shown(source)} of {source.strides}")
+        raise ContractError(
+            f"{call} was given {shown(target)} of strides {target.strides} and {shown(source)} of {source.strides}; it needs two "
+            "arrays of one shape and type whose elements are a single run of bytes in the same order"
+        )

@@ -1,13 +1,13 @@
 """The driver without a GPU: NumPy arrays on simulated devices.
 
-`HostDriver` builds on one module per noun:
+`HostDriver` builds on these modules:
 
 - `scheduler`: the order in which operations run.
 - `streams`, `captures` and `graphs`: streams, events and programs.
 - `memory`, `array` and `copies`: scratch, arenas, arrays and their copies.
 - `contract`: handles, checks, counts and faults.
 - `executable` over `evaluator`: graphs.
-- `testing`: controls that tests need beside the protocol.
+- `testing`: controls for tests, which are no part of the protocol.
 """
 
 import itertools
@@ -56,8 +56,8 @@ class HostDriver(Controls):
     devices : int
         Number of simulated devices, each with its own memory and streams.
     scheduler : {"threads", "adversarial"}
-        "threads" overlaps streams for real. "adversarial" has no threads and runs queued work in an order that the seed
-        picks, mostly when a thread waits for it. So a missing wait gives wrong results in every run.
+        "threads" overlaps streams for real. "adversarial" has no threads. It runs queued work in an order that the seed picks,
+        and mostly as late as a thread waits for the work. So a missing wait gives wrong results in every run.
     seed : int
         Seed of the adversarial scheduler.
     memory : int, optional
@@ -69,16 +69,17 @@ class HostDriver(Controls):
         `handlepool.drivers.host.race_checker`. For tests: the check costs several times as much as the work. A pool with
         ``check=True`` turns it on for its driver.
     strict : bool
-        Whether arrays refuse the uses that CuPy's arrays refuse: implicit conversion to NumPy, and NumPy operands beside them.
+        Whether arrays refuse the uses that CuPy's arrays refuse: an implicit conversion to NumPy, and an operation with a NumPy
+        array.
 
     Notes
     -----
-    The legacy default stream (pointer 0) alone is synchronous with the host. There is no implicit order between it and any other
-    stream, as between it and non-blocking streams on a GPU.
+    The legacy default stream (pointer 0) alone is synchronous with the host. As with non-blocking streams on a GPU, no implicit
+    order exists between the legacy default stream and any other stream.
 
-    The next call that waits for a stream or event raises a failure of queued work.
+    If queued work fails, the next call that waits for a stream or an event raises the failure.
 
-    The finalizer of a stream spoils no capture. `Captures.forbid` describes the calls that do.
+    The finalizer of a stream spoils no capture. `Captures.forbid` describes the calls that spoil a capture.
     """
 
     name = "host"
@@ -103,11 +104,11 @@ class HostDriver(Controls):
             memory, _ = limit()
         if devices < 1 or memory < 0:
             raise ArgumentError(
-                f"a host driver has at least one device and no negative memory: {shown(devices)}, {shown(memory)}"
+                f"devices={shown(devices)} and memory={shown(memory)}; a host driver needs 1 device or more, and 0 bytes or more"
             )
         runner = schedulers.make(scheduler, seed)
         if runner is None:
-            raise ArgumentError(f"scheduler {shown(scheduler)} is neither 'threads' nor 'adversarial'")
+            raise ArgumentError(f"scheduler={shown(scheduler)}; it must be 'threads' or 'adversarial'")
         if check_order:
             runner.watch()
         streams = StreamTable(devices, runner)
@@ -132,7 +133,7 @@ class HostDriver(Controls):
     def current_stream(self, device: int = -1) -> Stream:
         """Return this thread's current stream of a device.
 
-        The default is the current device. The call returns the same object while that stream is in use.
+        The default is the current device. As long as the stream stays current, the call returns the same object.
         """
         self._note("current_stream")
         thread = self._thread
@@ -169,7 +170,7 @@ class HostDriver(Controls):
     def create_stream(self) -> Stream:
         """Return a new stream of the current device.
 
-        It takes the address of the stream that was destroyed last.
+        The new stream gets the address of the stream that was destroyed last.
         """
         self._note("create_stream")
         self._forbid("create_stream")
@@ -191,7 +192,8 @@ class HostDriver(Controls):
     def pop_stream(self, stream: Any, previous: Any) -> None:
         self._note("pop_stream")
         stream.__exit__(None, None, None)
-        # `__exit__` restores the stream that was entered before, and `use` may have made another stream current.
+        # `__exit__` restores the stream that was last entered. If the caller made `previous` current by `use`, `previous` must be
+        # made current again.
         previous.use()
 
     def owns_stream(self, stream: object) -> bool:
@@ -205,7 +207,7 @@ class HostDriver(Controls):
     def stream_id(self, pointer: int) -> int:
         """Return the stream's id, which no other stream ever has.
 
-        Asking for the id of a capturing stream invalidates the capture.
+        If the stream is capturing, the call invalidates the capture and raises.
         """
         self._note("stream_id")
         queue = self._streams.resolve(pointer)
@@ -226,7 +228,10 @@ class HostDriver(Controls):
         queue = self._streams.resolve(pointer)
         # A default stream's pointer names a queue of every device.
         if queue.default:
-            raise ContractError(f"stream_device({pointer}): a default stream belongs to the current device, whichever that is")
+            raise ContractError(
+                f"stream_device({pointer}): every device has this default stream, so its pointer names no device; call "
+                "current_device"
+            )
         return queue.device
 
     def synchronize_stream(self, pointer: int) -> None:
@@ -261,7 +266,7 @@ class HostDriver(Controls):
         operation = self._streams.operation_of(event, "event_done")
         done = self._streams.is_done(operation)
         if done and failures:
-            # The wait returns at once. It raises failures of queued work, which `is_done` leaves alone.
+            # The operation is done, so this wait returns at once. It raises failures of queued work, and `is_done` does not.
             self._streams.wait_on_host(operation, repr(event))
         return done
 
@@ -288,7 +293,10 @@ class HostDriver(Controls):
         with HandleUse(self._streams, handle, "bind_handle", self.checks):
             queue = self._streams.resolve(pointer)
             if queue.device != handle.device:
-                raise ContractError(f"bind_handle: {handle!r} cannot be bound to {queue!r}, which is of another device")
+                raise ContractError(
+                    f"bind_handle: {handle!r} cannot be bound to {queue!r}, which is of another device; use a handle of the "
+                    "stream's device"
+                )
             handle.bind(queue, pointer)
 
     def destroy_handle(self, handle: Any) -> None:
@@ -303,9 +311,9 @@ class HostDriver(Controls):
     # When something is wrong
 
     def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
-        """Return the error of `lose_context` if a call failed for it.
+        """Return the error that `lose_context` set if ``error`` comes from that error.
 
-        With ``ask``, return the error even if no call has failed yet.
+        With ``ask``, return the error of `lose_context` in any case, or None if the context is not lost.
         """
         lost = self.lost
         return lost if ask or (lost is not None and any(each is lost for each in causes(error))) else None
@@ -325,12 +333,12 @@ class HostDriver(Controls):
     def watch_shared_state(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
         """Check the order of accesses on all streams from now on.
 
-        NumPy shares no state between streams other than memory.
+        Streams share memory and no other state of NumPy, so ``report`` is never called.
         """
         if not check:
             return lambda: None
         self._streams.scheduler.watch()
-        # The first call empties the list, so that a second close has no effect.
+        # The first call of the returned function empties the list, so that a second call has no effect.
         ends = [self._streams.scheduler.unwatch]
         return lambda: ends.pop()() if ends else None
 
@@ -343,7 +351,7 @@ class HostDriver(Controls):
         return self._memory.current.allocate(nbytes)
 
     def free(self, pointer: int) -> None:
-        """Free scratch memory after queued work that uses it has run."""
+        """Free scratch memory when the queued work that uses it has run."""
         self._note("free")
         self._forbid("free")
         self._memory.current.free(pointer)
@@ -356,14 +364,14 @@ class HostDriver(Controls):
     def release_cached(self) -> None:
         """Free the arenas' unused blocks on the current device.
 
-        The call waits for queued work that uses them.
+        The call waits for queued work that uses these blocks.
         """
         self._note("release_cached")
         self._forbid("release_cached")
         self._memory.current.release_cached()
 
     def scratch_array(self, pointer: int, nbytes: int, owner: object) -> HostArray:
-        """Return a uint8 array over scratch memory; keeps ``owner`` alive."""
+        """Return a uint8 array over scratch memory that keeps ``owner`` alive."""
         self._note("scratch_array")
         return self._memory.scratch_array(pointer, nbytes, owner)
 
@@ -376,7 +384,7 @@ class HostDriver(Controls):
     def region_allocator(self, stream: Any, keep: Callable[[object], None], of: Callable[[int], Any]) -> RegionAllocator:
         """Return an allocator for the branches of a region.
 
-        The region was forked from ``stream``, on the current device.
+        ``stream`` is the stream that the region was forked from. The stream belongs to the current device.
         """
         self._note("region_allocator")
         return RegionAllocator(self._streams, stream, keep, of)
@@ -437,7 +445,7 @@ class HostDriver(Controls):
     def asarray(self, values: Any) -> HostArray:
         """Return a copy on the current device, in the same layout.
 
-        The current stream makes the copy from the values at the time of the call.
+        The current stream makes the copy. The copy has the values at the time of this call, even if ``values`` changes later.
         """
         self._note("asarray")
         return self._copies.to_device(values)
@@ -492,7 +500,7 @@ class HostDriver(Controls):
     def array_device(self, array: Array) -> int:
         """Return the ordinal of an array's device.
 
-        For an array that this driver did not make, it is the current device.
+        For an array that this driver did not make, the result is the current device.
         """
         self._note("array_device")
         if isinstance(array, HostArray):
@@ -516,7 +524,7 @@ class HostDriver(Controls):
     ) -> HostArray:
         self._note("part")
         begin, end = span(address, shape, strides, dtype.itemsize)
-        # The elements of an array do not keep its owner alive. The array object does.
+        # The NumPy array below does not keep the owner of the memory alive. The `HostArray` that `view_of` makes does.
         memory = bytes_at(begin, end, None)
         raw: Any = np.ndarray(tuple(shape), dtype, memory, address - begin, tuple(strides))
         return view_of(array, raw)
@@ -529,9 +537,11 @@ class HostDriver(Controls):
         """Wrap host memory of another library in an array of no device."""
         self._note("adopt")
         if view.device_id != HOST:
-            raise ArrayTypeError("it is in a GPU's memory, and the host driver takes arrays in the host's")
+            raise ArrayTypeError(
+                "it is in a GPU's memory, and the host driver takes arrays in host memory; copy the array to the host first"
+            )
         if not view.ptr and view.size:
-            raise ArrayTypeError("it has no memory")
+            raise ArrayTypeError("it has elements, but its address is 0; pass an array with memory")
         return HostArray(view.as_numpy(), None, self._work)
 
     def array_over(self, view: View) -> HostArray:
@@ -540,21 +550,21 @@ class HostDriver(Controls):
         return self.adopt(view)
 
     def launch_buffer(self) -> tuple[()]:
-        """Return nothing: a launch here needs no storage of the slot's."""
+        """Return nothing, because a launch of the host driver needs no buffer."""
         return ()
 
     def new_graph(self, **settings: Any) -> Any:
-        """Return an empty `cudnn.pygraph`, which is read and never built.
+        """Return an empty `cudnn.pygraph`.
 
-        See `handlepool.tensors.frontend.new_graph`.
+        The host driver reads the graph, and never lets cuDNN build it. See `handlepool.tensors.frontend.new_graph`.
         """
         self._note("new_graph")
         return frontend.new_graph(**settings)
 
     def plan_environment(self) -> str:
-        """Return the driver's name alone.
+        """Return the driver's name, as JSON.
 
-        A plan of this driver depends on its graph alone.
+        A plan of this driver depends on no other condition.
         """
         self._note("plan_environment")
         return json.dumps({"driver": self.name})
@@ -566,7 +576,7 @@ class HostDriver(Controls):
 
         Of the settings for cuDNN, only ``workspace_limit`` has an effect here.
         """
-        # Only graphs need this module, so other users do not pay for its import.
+        # Only graphs need `evaluator`, so a program without graphs does not pay for this import.
         from handlepool.drivers.host import evaluator
 
         self._note("compile")
@@ -579,12 +589,12 @@ class HostDriver(Controls):
         saved: SavedPlan | None = settings.get("saved")
         if saved is not None:
             if saved != executable.save():
-                raise GraphNotSupportedError(f"the saved bytes of {name} are no plan of it")
+                raise GraphNotSupportedError(f"the saved bytes are no plan of the graph {name}; plan the graph again")
             executable.untried = True
         return executable
 
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> HostExecutable:
-        # Only kernels need this module, so other users do not pay for its import.
+        # Only kernels need `kernels`, so a program without kernels does not pay for this import.
         from handlepool.drivers.host import kernels
 
         self._note("kernel")

@@ -17,9 +17,9 @@ def _rounded(name: str) -> Callable[[Array], Array]:
 
 
 def _by_element(function: Callable[[float], float]) -> Callable[[Any], Array]:
-    """Return a function of arrays from a function of numbers."""
+    """Return a function of arrays that calls ``function`` for each element."""
 
-    # NumPy has no error function, and the package does not depend on SciPy.
+    # NumPy has no error function, and the package does not depend on SciPy. So the functions of `math` serve.
     def computed(x: Any) -> Array:
         values = np.asarray(x)
         return np.fromiter(map(function, values.ravel().tolist()), np.float32, values.size).reshape(values.shape)
@@ -74,13 +74,13 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "logical_not": np.logical_not,
     "where": np.where,
 }
-"""Operations except ``constant``, over float32 and truth values."""
+"""The NumPy function of each operation except ``constant``."""
 
 
 def computation(kernel: Elementwise) -> Callable[[Sequence[Array], Array], None]:
     """Return a function that evaluates an expression into an array.
 
-    The output may be an input.
+    The output array may be one of the inputs.
     """
     expression = kernel.expression
     numbers = [_number(bits) for bits in kernel.numbers]

@@ -1,10 +1,11 @@
 """Evaluate the frontend's graph nodes with NumPy, as a list of steps.
 
-The steps run on the host's streams. The given workspace holds all tensors that are not operands: intermediate tensors, each in
-a region of its own, and the unfolded input of the running convolution. A plan has no memory of its own, so it may run on many
+The steps run on the host's streams. The workspace of a launch holds all tensors that are not operands: intermediate tensors, each
+in a region of its own, and the unfolded input of the running convolution. A plan has no memory of its own, so it may run on many
 streams at once. Two streams that share a workspace corrupt each other's results, as on a GPU.
 
-The steps compute in float32, or in float64 if an operand has that type. A result is rounded when it is written.
+The steps compute in float32, or in float64 if an operand has the type float64. A step rounds its result when it writes the
+result.
 """
 
 import math
@@ -33,7 +34,7 @@ ALIGNMENT = 256
 COLUMN_BYTES = 128 << 20
 """The maximum number of bytes that a convolution unfolds at once.
 
-The bound holds even without a workspace limit.
+This maximum also holds if there is no workspace limit.
 """
 
 REDUCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -47,9 +48,9 @@ REDUCTIONS: Mapping[str, Callable[..., Any]] = {
     "NORM1": lambda x, **over: np.sum(np.abs(x), **over),
     "NORM2": lambda x, **over: np.sqrt(np.sum(x * x, **over)),
 }
-"""Functions by the name in `cudnn.reduction_mode`.
+"""NumPy functions, by the name of the mode in `cudnn.reduction_mode`.
 
-Each takes a floating array, ``axis`` and ``keepdims``.
+Each function takes a floating array, ``axis`` and ``keepdims``.
 """
 
 Body = Callable[[Sequence[Array], Array], None]
@@ -57,7 +58,7 @@ Body = Callable[[Sequence[Array], Array], None]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationStep:
-    """One queued piece of work.
+    """A piece of work that a launch queues as one operation.
 
     `reads` and `writes` are indices of operands.
     """
@@ -72,7 +73,7 @@ class EvaluationStep:
 
         The arrays have the operands' shapes, and the workspace is uint8.
         """
-        # A GPU does not warn of an overflow or a division by zero.
+        # A GPU does not warn of an overflow or a division by zero, so NumPy's warnings are off.
         with np.errstate(all="ignore"):
             self.body(arrays, workspace)
 
@@ -81,7 +82,7 @@ class EvaluationStep:
 class Evaluation:
     """A planned graph.
 
-    `steps` run in order, and other work may run between them.
+    `steps` run in order, and work of other streams may run between two steps.
     """
 
     engine: str
@@ -100,7 +101,10 @@ class _TensorPlace:
 
     shape: Shape
     dtype: np.dtype[Any]
-    """dtype of workspace tensors and constants; operands carry their own."""
+    """The dtype of a workspace tensor or a constant.
+
+    An operand has the dtype of its array instead.
+    """
     operand: int | None = None
     offset: int = 0
     constant: float | None = None
@@ -134,20 +138,20 @@ def plan(
     Parameters
     ----------
     graph : cudnn.pygraph
-        `handlepool.tensors.inference.infer` has marked its real outputs.
+        The graph. `handlepool.tensors.inference.infer` has marked its real outputs.
     operands : sequence of graph tensor
         The graph's real tensors in the order in which the arrays will come: inputs, then outputs.
     shapes : mapping, optional
         The result of `infer`.
     workspace_limit : int, optional
-        Bytes. Convolutions are cut into parts to fit.
+        Bytes. If a convolution does not fit in them, it is cut into parts.
     exact : bool
         Whether to compute in float64 for operands of any type.
 
     Raises
     ------
     GraphNotSupportedError
-        For a node that cannot be evaluated here, or a limit that not even the smallest parts fit.
+        For a node that the host driver cannot evaluate, or if even the smallest parts exceed the limit.
     ArgumentError
         For a real tensor that is not among ``operands``.
     """
@@ -167,9 +171,9 @@ class _Planner:
         double = exact or any(getattr(tensor.data_type, "name", "") == "DOUBLE" for tensor in operands)
         self.dtype = np.dtype(np.float64 if double else np.float32)
         self.places: dict[int, _TensorPlace] = {}
-        # This is the end of the regions handed out so far.
+        # The offset in the workspace at which the next region begins.
         self.end = 0
-        # This is the size of the workspace.
+        # The bytes of the workspace.
         self.size = 0
         self.steps: list[EvaluationStep] = []
         self.engines: set[str] = set()
@@ -197,7 +201,7 @@ class _Planner:
                     "driver"
                 )
             self.place(node)
-            # The sums over all tiles need a region that lasts from the first tile to the last.
+            # The sums over all tiles of a filter gradient need a region that no other work uses from the first tile to the last.
             if node.node_type.name == "CONV_WGRAD":
                 totals[id(node)] = self.region(self.shapes[node.outputs["DW"].uid])
         self.totals = totals
@@ -243,14 +247,14 @@ class _Planner:
     def columns(self, node: FrontendNode, unfolding: Unfolding) -> tuple[_TensorPlace, list[Any]]:
         """Return the region of a convolution's columns, and its tiles.
 
-        All convolutions share the region, and the tiles fit in it.
+        All convolutions of the graph share the region. The columns of each tile fit in the region.
         """
         least = unfolding.elements_per_row * self.dtype.itemsize
-        # The columns follow the regions of all nodes and use the rest of the allowed workspace.
+        # The columns lie behind the regions of all nodes, and may use the rest of the workspace limit.
         room = COLUMN_BYTES if self.limit is None else min(COLUMN_BYTES, self.limit - self.end)
         if self.limit is not None and self.end + least > self.limit:
             raise GraphNotSupportedError(
-                f"{title(node)}: needs at least {self.end + least} bytes of workspace ({self.end} for intermediate "
+                f"{title(node)}: the node needs at least {self.end + least} bytes of workspace ({self.end} for intermediate "
                 f"tensors, {least} to unfold one row of one image), and the limit is {self.limit}; raise workspace_limit"
             )
         tiles = unfolding.tiles(room // self.dtype.itemsize)
@@ -371,7 +375,7 @@ class _Planner:
 
         def compute(arrays: Sequence[Array], workspace: Array) -> None:
             inputs = [np.asarray(source.view(arrays, workspace), self.dtype) for source in sources]
-            # A scalar input gets axes, so that NumPy broadcasts it along all of them.
+            # A scalar input gets as many axes as the output, so that NumPy broadcasts the scalar along all axes.
             inputs = [x if x.ndim == rank else x.reshape((1,) * rank) for x in inputs]
             output.view(arrays, workspace)[...] = operation(params, *inputs)
 
@@ -393,7 +397,7 @@ class _Planner:
         more += [name for name, tensor in node.outputs.items() if name != "O" and tensor is not None]
         if more:
             raise GraphNotSupportedError(
-                f"{title(node)}: the host driver has no {', '.join(more)}; run the graph on the cuda driver"
+                f"{title(node)}: the host driver does not support {', '.join(more)}; run the graph on the cuda driver"
             )
         self.engines.add("host_attention")
         q, k, v, output = self.ports(node, "q", "k", "v", "O")
@@ -447,21 +451,21 @@ class _Planner:
     def order(self, node: FrontendNode, tensor: FrontendTensor) -> Shape:
         """Return the order of a tensor's axes in memory.
 
-        A reshape that is a view keeps that order.
+        A reshape that is a view takes the elements in the order of memory. So the tensor must be dense and its strides known.
         """
         shape, strides = self.shapes[tensor.uid], tuple(tensor.stride)
         if tensor.is_virtual and not tensor.stride_assigned:
             raise GraphNotSupportedError(
-                f"{title(node)}: is a view of memory, and cuDNN chooses the strides of {tensor.name!r}; call set_stride "
-                "on that tensor, or give reshape_mode=cudnn.reshape_mode.LOGICAL"
+                f"{title(node)}: this reshape is a view of memory, and cuDNN chooses the strides of {tensor.name!r}; call "
+                "set_stride on that tensor, or pass reshape_mode=cudnn.reshape_mode.LOGICAL"
             )
         order = axis_order(shape, strides)
         dense = dense_strides(shape, order)
         # The stride of an axis of extent 1 is never used, so it may have any value.
         if any(extent > 1 and step != tight for extent, step, tight in zip(shape, strides, dense, strict=True)):
             raise GraphNotSupportedError(
-                f"{title(node)}: is a view of memory, and {tensor.name!r}, of shape {shape} with strides {strides}, lies there "
-                f"with gaps; give reshape_mode=cudnn.reshape_mode.LOGICAL"
+                f"{title(node)}: this reshape is a view of memory, and {tensor.name!r}, of shape {shape} with strides {strides}, "
+                f"has gaps; pass reshape_mode=cudnn.reshape_mode.LOGICAL"
             )
         return order
 
@@ -488,7 +492,7 @@ class _Planner:
     def move(self, node: FrontendNode, move: Callable[..., None]) -> None:
         """Add a step that only copies elements.
 
-        The copy converts an element to the output's type and nothing else.
+        The copy may convert the elements to the output's type. It computes nothing else.
         """
         self.engines.add("host_copy")
         sources = [self.places[tensor.uid] for tensor in node.inputs.values()]

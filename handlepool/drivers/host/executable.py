@@ -1,7 +1,7 @@
-"""A graph on the host: a list of steps for a stream.
+"""Launch a graph on the host as a list of steps.
 
 Each step of the evaluator's plan is one operation of the handle's stream. Work of another stream can run between two steps, as
-between two kernels. So a workspace that two streams share corrupts results here as it does on a GPU (G5).
+between two kernels. So if two streams share a workspace, results become wrong here as on a GPU (guarantee 5).
 """
 
 import math
@@ -47,14 +47,14 @@ class HostExecutable:
         self.name, self.titles = name, titles
         self._copies = copies
         self._copied = [copy.operand for copy in copies]
-        # The scratch of the copies follows the plan's workspace, aligned as the plan's regions are.
+        # The scratch of the operand copies follows the plan's workspace, at an aligned offset.
         self._copies_at = -(-plan.workspace_size // ALIGNMENT) * ALIGNMENT
         self.workspace_size: int = self._copies_at + scratch_of(copies) if copies else plan.workspace_size
         self.engine: str = plan.engine
         self.device = device
         self._steps = tuple(plan.steps)
-        # The geometry has the shapes and the strides, in elements, that the graph declares. The arrays of a launch may have
-        # other strides.
+        # For each operand, the shape and the strides, in elements, that the graph declares. An array of a launch may have other
+        # strides.
         self._geometry = geometry
         self._streams = streams
         self._memory = memory
@@ -76,7 +76,7 @@ class HostExecutable:
 
         See `handlepool.drivers.executable.Executable.launch`.
         """
-        # The checks come before the call is noted, so that a rejected launch does not count.
+        # The checks come before `_note` counts the launch, so that a refused launch does not count.
         self._check_operands(self.name, self.device, operands, self.titles.__getitem__, self._copied)
         if check is not None:
             check([address_of(array) for array in operands])
@@ -84,7 +84,7 @@ class HostExecutable:
         use = HandleUse(self._streams, handle, "launch", self._checks)
         with use:
             if self._checks and handle.device != self.device:
-                raise ContractError(f"{self!r} was launched with {handle!r}")
+                raise ContractError(f"{self!r} was launched with {handle!r}; use a handle of the executable's device")
             # Several steps may write the same operand, so the set holds each index once.
             written = {index for step in self._steps for index in step.writes}
             for index in written:
@@ -99,7 +99,8 @@ class HostExecutable:
             views = [raw_view(array) for array in operands]
             plain = next((self.titles[index] for index in written if views[index][1] is None), None)
             if plain is not None:
-                # A reader of plain memory cannot wait for a replay, so a capture refuses the launch.
+                # ``plain`` is an output in memory that no driver owns. A reader of that memory cannot wait for a replay, so a
+                # capture refuses the launch.
                 self._streams.captures.refuse_plain(queue, f"a write of {self.name} to {plain}")
             block, space = self._workspace(workspace)
             copied = {copy.operand: self._scratch(space, copy, views[copy.operand][0].dtype) for copy in self._copies}
@@ -107,10 +108,12 @@ class HostExecutable:
             arrays = [_declared(array, *geometry) for array, geometry in zip(memory, self._geometry, strict=True)]
 
             def give(run: Callable[[], object], reads: Sequence[int], writes: Sequence[int], name: str) -> None:
-                # Every step counts as a write of the whole workspace, so the checker finds two streams that share it.
+                # Every step counts as a write to the whole workspace, so the race checker finds two streams that share a
+                # workspace.
                 touched = accesses([(space, block), *(views[index] for index in writes)], writes=True)
                 touched += accesses([views[index] for index in reads], writes=False)
-                # A replay reads the values at replay time, so the checker does not watch NumPy's arrays during a capture.
+                # If the launch is captured, each replay reads the values that NumPy's arrays have by then. So the host may change
+                # them, and the race checker does not watch them.
                 if checked and queue.capture is None:
                     touched += plain_reads(operands[index] for index in reads)
                 self._streams.give(queue, run, touched, name)
@@ -125,7 +128,8 @@ class HostExecutable:
                         if output:
                             give(partial(np.copyto, theirs, ours), (), place, "copy of an output")
                             continue
-                        # Padding around the copied elements must read as zero, because the workspace holds old data.
+                        # The graph reads the padding around the copied elements as zeros. The workspace holds old data, so it is
+                        # cleared first.
                         if copy.zeros:
                             give(partial(scratch.fill, 0), (), (), "zeros around a copy")
                         give(partial(np.copyto, ours, theirs), place, (), "copy of an operand")
@@ -136,7 +140,7 @@ class HostExecutable:
                 give(partial(step.run, arrays, space), reads, writes, step.name)
             copy_all(True)
         self.untried = False
-        # A reader of NumPy's memory has no stream to wait for, so this call waits for the work.
+        # Code that reads NumPy's memory cannot wait for a stream, so this call returns after the work.
         if plain is not None:
             self._streams.wait_on_host(queue.tail, f"{self.name}, which writes NumPy's memory")
 
@@ -144,12 +148,12 @@ class HostExecutable:
         return [index for step in self._steps for index in step.reads]
 
     def shortcut(self, *_: object) -> None:
-        """Return None: the host driver has no shortcut."""
+        """Return None, because the host driver has no faster launch than `launch`."""
 
     def save(self) -> SavedPlan:
         """Return the plan's geometry.
 
-        Planning takes no time here, so the geometry only serves to tell whether a plan belongs to its graph.
+        Planning takes no time on the host, so a saved plan need only tell whether it belongs to a graph.
         """
         return SavedPlan(self.engine, self.workspace_size, self.candidates, repr(self._geometry).encode())
 
@@ -162,7 +166,7 @@ class HostExecutable:
         if not needed:
             return None, np.empty(0, np.uint8)
         if not pointer:
-            raise ContractError(f"launch of {self!r} with a null workspace: it needs {needed} bytes")
+            raise ContractError(f"launch of {self!r} with a null workspace; the graph needs {needed} bytes")
         if pointer % ALIGNMENT:
             raise ContractError(f"launch of {self!r} with a workspace at {pointer:#x}, which is not aligned to {ALIGNMENT} bytes")
         block, offset = self._memory.current.find(pointer, needed, f"workspace of {self!r}")
@@ -170,19 +174,19 @@ class HostExecutable:
 
 
 def _declared(array: Raw, shape: tuple[int, ...], strides: tuple[int, ...]) -> Raw:
-    """Return the array's memory as the graph declares it.
+    """Return the array's memory with the shape and strides of the graph.
 
-    A GPU uses the declared shape and strides as well.
+    A GPU also uses the shape and strides that the graph declares, and not the array's own.
     """
     if array.size < math.prod(shape):
-        raise ContractError(f"an array of shape {array.shape} was launched where the graph declares {shape}")
+        raise ContractError(f"a launch got an array of shape {array.shape} for an operand that the graph declares as {shape}")
     return _strided(array, shape, [step * array.itemsize for step in strides])
 
 
 def _strided(array: Raw, shape: Sequence[int], strides: Sequence[int] | None) -> Raw:
     """Return the array's memory with another shape and strides.
 
-    The view begins at the first element. Without strides it is dense.
+    The view begins at the array's first element. If ``strides`` is None, the view is dense.
     """
     if strides is None:
         strides = [step * array.itemsize for step in dense_strides(shape)]

@@ -1,7 +1,4 @@
-"""Graphs and memory that the host driver needs for recording.
-
-A graph is launched on a stream, which a pointer names. A recording has memory of its own.
-"""
+"""Recorded graphs of the host driver, and the memory of a recording."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +15,7 @@ from handlepool.errors import ContractError
 
 
 class RecordedGraph:
-    """A `HostGraph` as `handlepool.drivers.captures.RecordedGraph`."""
+    """Wrap a `HostGraph`; see `handlepool.drivers.captures.RecordedGraph`."""
 
     def __init__(self, graph: HostGraph, table: StreamTable, note: Callable[[str], None]) -> None:
         self.graph = graph
@@ -32,15 +29,15 @@ class RecordedGraph:
         return [(earlier, node) for node in self.graph.nodes for earlier in node.after]
 
     def allocations(self) -> Sequence[Any]:
-        """Return nothing: an allocation under a capture happens at once."""
+        """Return no nodes, because an allocation under a capture happens at once."""
         return ()
 
     def host_copies(self) -> Sequence[int]:
-        """Return nothing: a thread that watches its host data refuses such copies."""
+        """Return no copies, because `Driver.watch_host_data` reports them earlier."""
         return ()
 
     def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
-        """Return a graph of the same nodes with changed edges."""
+        """Return a graph of the same nodes with edges added and removed."""
         self._note("arrange_graph")
         if not add and not remove:
             return self
@@ -49,58 +46,58 @@ class RecordedGraph:
     def marked(
         self, add: Sequence[tuple[Any, Any]], remove: Sequence[tuple[Any, Any]], groups: Sequence[Sequence[Any]]
     ) -> "MarkedGraph":
-        """Return a graph as `arranged`, with a time mark per group.
+        """Return a graph like `arranged`, with a time mark per group.
 
-        A mark takes the time when all nodes of its group have ended.
+        A mark is a node that takes the time when all nodes of its group have ended.
         """
         self._note("mark_graph")
         moments: dict[int, float] = {}
         first, *marks = [Node(partial(_take, moments, place), "a mark", (), (), object()) for place in range(len(groups) + 1)]
         later = {node for _, node in add}
-        # The first mark must precede every node, so each root of the graph depends on it.
+        # The first mark must run before every node, so each root of the graph depends on it.
         more = [(first, node) for node in self.graph.nodes if not node.after and node not in later]
         more += [(node, mark) for mark, group in zip(marks, groups, strict=True) for node in (*group, first)]
         nodes = rewired([first, *self.graph.nodes, *marks], [*add, *more], remove)
         return MarkedGraph(HostGraph(self._table, nodes), self._table, self._note, moments)
 
     def instantiate(self) -> None:
-        """Do nothing but check captures: there is no device to prepare."""
+        """Check for harmed captures; the host has no device to prepare."""
         self._note("instantiate_graph")
         self._table.captures.forbid("instantiate_graph")
 
     def launch(self, pointer: int) -> None:
         """Queue the graph on a stream."""
         self._note("launch_graph")
-        # No device object exists that could fail by itself, so this check raises.
+        # CUDA would fail for a destroyed graph. The host has no CUDA object, so this method checks it.
         if self._destroyed:
-            raise ContractError(f"a graph of {self.nodes} nodes is launched after it was destroyed")
+            raise ContractError(f"a graph of {self.nodes} nodes is launched after it was destroyed; record another graph")
         self._table.launch_on(self.graph, self._table.resolve(pointer))
 
     def upload(self, pointer: int) -> None:
-        """Do nothing but check the pointer: there is no device."""
+        """Check the stream's pointer; the host has no device to upload to."""
         self._note("upload_graph")
         self._table.resolve(pointer)
 
     def destroy(self) -> None:
-        """Refuse later launches."""
+        """Mark the graph as destroyed, so that later launches raise."""
         self._note("destroy_graph")
         self._table.captures.forbid("destroy_graph")
         self._destroyed = True
 
 
 class MarkedGraph(RecordedGraph):
-    """A graph as `handlepool.drivers.captures.MarkedGraph`."""
+    """See `handlepool.drivers.captures.MarkedGraph`."""
 
     def __init__(self, graph: HostGraph, table: StreamTable, note: Callable[[str], None], moments: dict[int, float]) -> None:
         super().__init__(graph, table, note)
         self._moments = moments
 
     def times(self) -> list[float]:
-        """Return each group's time from the beginning to its end, in microseconds."""
+        """Return the microseconds from the launch's start to each group's end."""
         return [(self._moments[place] - self._moments[0]) * 1e6 for place in range(1, len(self._moments))]
 
     def cost(self) -> float:
-        """Return zero: no node waits for a mark."""
+        """Return zero, because no node of the graph waits for a mark."""
         return 0.0
 
 
@@ -124,10 +121,10 @@ class RecordingMemory:
     def take(self, device: DeviceMemory, key: object, nbytes: int) -> Owner:
         """Return a free block of the recording, or a new block.
 
-        Unlike other allocations of device memory, a new block here harms no capture.
+        The allocation harms no capture, because `_fresh` makes it in relaxed mode.
         """
         size = DeviceMemory.rounded(nbytes)
-        # Under a reuse policy, streams known to the policy get each other's memory, so they share an arena.
+        # Under a reuse policy, all streams that the policy knows may reuse each other's memory, so they share an arena.
         arena = self._arenas.setdefault((device, None if self._may_have and self._known(key) else key), FreedBlocks())
         # Without a policy the arena works as a stack, as CuPy's arenas do: the block freed last comes first.
         if self._may_have is None:
@@ -162,7 +159,7 @@ class RecordingMemory:
 
     def _fresh(self, device: DeviceMemory, size: int) -> Block:
         thread = self._table.thread
-        # An allocation of device memory harms captures outside relaxed mode.
+        # Outside of relaxed mode, an allocation of device memory would harm captures.
         thread.relaxed += 1
         try:
             block = device.fresh(size)
@@ -178,7 +175,7 @@ class RecordingMemory:
         return sum(arena.in_order() for arena in self._arenas.values())
 
     def holds(self, value: object) -> bool:
-        """Return whether a value is an array or owner in this memory."""
+        """Return whether an array or a block's owner is in this memory."""
         owner = owner_of(value) if isinstance(value, HostArray) else value
         return isinstance(owner, Owner) and owner.block in self._blocks
 
@@ -189,7 +186,7 @@ class RecordingMemory:
     def release(self) -> bool:
         """Free the blocks that no array uses.
 
-        Returns whether all blocks are free now.
+        Return whether all blocks have been freed.
         """
         self._table.captures.forbid("release of a recording's memory")
         for (device, _), arena in self._arenas.items():

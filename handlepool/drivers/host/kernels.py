@@ -66,7 +66,7 @@ def _windows(kernel: Windows) -> Callable[[Sequence[Array], Array], None]:
         before = ((0, 0),) * (x.ndim - 2)
         padded = np.pad(padded, before + tuple((padding, padding) for padding in kernel.padding), constant_values=outside)
         axes = zip(counts, kernel.stride, kernel.window, padded.shape[-2:], strict=True)
-        # The last window may reach past the padding, so the array grows until the window fits.
+        # The last window may exceed the padded image, so the image is extended until that window fits.
         more = tuple((0, max(0, (count - 1) * stride + window - extent)) for count, stride, window, extent in axes)
         padded = np.pad(padded, before + more, constant_values=beyond)
         rows, columns = kernel.stride
@@ -77,7 +77,7 @@ def _windows(kernel: Windows) -> Callable[[Sequence[Array], Array], None]:
         if kernel.kind == "max":
             y[...] = slid(x, -np.inf, -np.inf).max((-2, -1))
             return
-        # The divisor of an average counts the elements in each window, and the padding where `kernel.counted` says so.
+        # The divisor of a mean is the number of pixels in each window. Padded pixels count only if `kernel.counted` is true.
         inside = np.ones(x.shape[-2:], np.float32)
         y[...] = slid(x, 0, 0).sum((-2, -1)) / slid(inside, kernel.counted, 0).sum((-2, -1))
 

@@ -12,9 +12,9 @@ from handlepool.errors import ArgumentError
 
 VARIABLE = "HANDLEPOOL_HOST_MEMORY"
 SHARE = 2
-"""Divisor: each device may use 1/SHARE of the free memory.
+"""A device has the machine's free memory divided by this number.
 
-The memory is measured when the driver is made.
+The free memory is measured when the driver is made.
 """
 UNKNOWN = 1 << 30
 """Bytes per device on machines that do not report their free memory."""
@@ -24,12 +24,12 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 
 
 def limit() -> tuple[int, str]:
-    """Return the bytes of each simulated device, and the reason.
+    """Return the bytes of each simulated device, and their origin in words.
 
     Raises
     ------
     ArgumentError
-        For a setting that is no size.
+        If ``HANDLEPOOL_HOST_MEMORY`` is no size.
     """
     setting = os.environ.get(VARIABLE)
     if setting:
@@ -58,9 +58,9 @@ def parse(text: str) -> int:
 
 
 def _free() -> int | None:
-    """Read the bytes that the machine or its container has free.
+    """Return the bytes that the machine or its container has free.
 
-    The bytes can be used without swapping. Returns None if the machine does not report them.
+    So many bytes can be used without swapping. Return None if the machine does not report them.
     """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -71,5 +71,5 @@ def _free() -> int | None:
         allowed, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
         return max(0, min(free, allowed - used))
     except (OSError, ValueError):
-        # The container has no limit; its file may then hold the word "max".
+        # The container has no memory limit: the file is missing, or holds the word "max".
         return free

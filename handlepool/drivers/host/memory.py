@@ -1,8 +1,9 @@
 """Device memory of the host driver: blocks, scratch and array arenas.
 
-Each device has a budget. Arenas are keyed by the *pointer* of the stream that was current at the allocation, as in CuPy's pool.
-When the last array of a block has gone, the next allocation under that pointer reuses the block at once. The arena checks
-neither the thread that freed the block nor the work still queued on it. A pool has to prevent this hazard (G8).
+Each device has a budget of bytes. As in CuPy's pool, the *pointer* of the stream that was current at an allocation selects the
+arena. When the last array over a block has ended, the next allocation under the same pointer reuses the block at once. The arena
+does not check which thread freed the block, and whether queued work still uses the block. `HandlePool` has to prevent this hazard
+(guarantee 8).
 """
 
 import threading
@@ -29,7 +30,7 @@ ALIGNMENT = 256
 POISON = 0xFF
 """Value of each byte that was allocated and not yet written.
 
-It reads as NaN in floating-point numbers and as -1 in integers.
+A floating-point number of such bytes is NaN, and a signed integer is -1.
 """
 
 
@@ -48,7 +49,7 @@ class Block:
         self.nbytes = nbytes
         self.freed = False
         self.generation = 0
-        """Number of earlier owners; a new owner counts as a write."""
+        """Number of earlier owners; to the race checker, a new owner writes."""
         self.past: list[Past] = []
         """Accesses to the block, while their order is checked."""
 
@@ -58,13 +59,16 @@ class Block:
     def check_live(self, label: str) -> None:
         """Raise if the block was freed."""
         if self.freed:
-            raise ContractError(f"{label or 'an operation'} ran and touches {self!r}, which was freed before")
+            raise ContractError(
+                f"{label or 'an operation'} ran and touches {self!r}, which was freed before; free memory after its last use"
+            )
 
 
 class HostValues:
     """Values in NumPy's own memory that queued work reads.
 
-    The object exists only while the order of accesses is checked. The values must stay unchanged until the work has run.
+    The values must stay unchanged until the work has run. The driver makes such an object only while the order of accesses is
+    checked.
     """
 
     def __init__(self, values: Raw) -> None:
@@ -73,7 +77,7 @@ class HostValues:
         self.generation = 0
         self.past: list[Past] = []
         self._values = values
-        # A checksum is enough to notice a later write, and needs no copy of the values.
+        # To compare this checksum later is enough to notice a write, and needs no copy of the values.
         self._sum = crc32(values.tobytes())
         self._where = place_of_call()
 
@@ -84,15 +88,15 @@ class HostValues:
         """Raise if the host has written the values since the submission."""
         if self._sum != crc32(self._values.tobytes()):
             raise ContractError(
-                f"not ordered: {label!r}, given at {self._where}, reads {self!r}, and the host wrote there before the "
-                f"work ran. Write after the stream has run the work, or pass a copy, as {ASARRAY} makes one"
+                f"not ordered: {label!r}, queued at {self._where}, reads {self!r}, and the host wrote there before the "
+                f"work ran. Write to the array after the stream has run the work, or pass a copy, made by {ASARRAY}"
             )
 
 
 class Owner:
-    """The owner of a block, kept alive by the arrays over it.
+    """The owner of a block.
 
-    The end of the owner releases the block to its arena.
+    The arrays over the block keep the owner alive. When the owner ends, the block returns to its arena.
     """
 
     __slots__ = ("__weakref__", "_bin", "block")
@@ -107,7 +111,7 @@ class Owner:
 
 
 class Lease:
-    """A lease on a block; scratch arrays and their views keep it.
+    """A lease on a block of scratch, kept by its arrays.
 
     Attributes
     ----------
@@ -124,27 +128,27 @@ class Lease:
 
     @property
     def block(self) -> Block:
-        """The block; each use of the arrays asks for it."""
+        """The block. Each use of the arrays reads this property."""
         if self.ended:
             raise ContractError(
-                f"a workspace is used after {self.ended}: from then on its memory may be given to another caller. "
-                f"Make an array, as with numpy.zeros_like, for values that last"
+                f"a workspace is used after {self.ended}, and since then its memory may belong to another caller. "
+                f"For values that must last, make an array, for example with numpy.zeros_like"
             )
         return self._block
 
 
 def accesses(views: Sequence[tuple[Raw, Block | None]], *, writes: bool) -> list[Access]:
-    """Return accesses to the results of `raw_view`.
+    """Return an access for each of ``views``, which are results of `raw_view`.
 
-    Arrays that this driver did not make have no accesses.
+    A view without a block gets no access, because this driver did not make its array.
     """
     return [Access(block, view, writes) for view, block in views if block is not None]
 
 
 def tell_plain(read: ReadHost, arrays: Iterable[Any], label: str, copies: bool = False) -> None:
-    """Report NumPy's arrays among operands to a listener.
+    """Report the NumPy arrays among ``arrays`` to the listener ``read``.
 
-    Arrays without axes do not count, because they are numbers to CuPy.
+    NumPy arrays without axes are not reported, because CuPy takes them as numbers.
     """
     for array in arrays:
         if isinstance(array, np.ndarray) and array.ndim:
@@ -175,7 +179,7 @@ class DeviceMemory:
     def fresh(self, nbytes: int) -> Block:
         """Return a new block.
 
-        If the budget does not allow it, free the arenas' unused blocks first, as CuPy does.
+        If the device's budget has no room for the block, free the arenas' unused blocks first, as CuPy does.
         """
         if not self._reserve(nbytes):
             self.release_cached()
@@ -196,7 +200,7 @@ class DeviceMemory:
     def _quiesce(self, block: Block) -> None:
         """Wait until no queued work uses a block, as ``cudaFree`` does.
 
-        Failures are left to the next synchronisation.
+        If queued work has failed, the next synchronisation raises the failure, and this method does not.
         """
         for operation in self._scheduler.users(block):
             self._scheduler.reach(operation, f"{operation.label!r}, which uses memory that is being freed")
@@ -205,7 +209,7 @@ class DeviceMemory:
 
     def _release(self, block: Block) -> None:
         block.freed = True
-        # Poisoned memory turns a later use of the block into wrong values that tests notice.
+        # If code uses the block later, the poison gives wrong values, which tests notice.
         block.memory.fill(POISON)
         with self._lock:
             self.used -= block.nbytes
@@ -228,7 +232,7 @@ class DeviceMemory:
     def free(self, pointer: int) -> None:
         """Free scratch memory."""
         block = self._scratch.get(pointer)
-        # The wait may run queued work in this thread, so it happens outside the lock.
+        # `_quiesce` may run queued work in this thread, and that work may need the lock. So this thread waits outside the lock.
         if block is not None:
             self._quiesce(block)
         with self._lock:
@@ -236,7 +240,8 @@ class DeviceMemory:
             self._starts = sorted(self._scratch)
         if block is None:
             raise ContractError(
-                f"free({pointer:#x}) on device {self._ordinal}: no scratch memory that is still allocated begins there"
+                f"free({pointer:#x}) on device {self._ordinal}: no scratch memory that is still allocated begins there; pass a "
+                "pointer that `allocate` returned, once"
             )
         self._release(block)
 
@@ -250,7 +255,8 @@ class DeviceMemory:
             block = self._scratch[self._starts[index]] if index >= 0 else None
         if block is None or pointer >= block.address + block.nbytes:
             raise ContractError(
-                f"{purpose}: pointer {pointer:#x} is not in scratch memory that is allocated on device {self._ordinal}"
+                f"{purpose}: pointer {pointer:#x} is not in scratch memory that is allocated on device {self._ordinal}; pass "
+                "memory that `allocate` returned on this device"
             )
         offset = pointer - block.address
         if offset + nbytes > block.nbytes:
@@ -260,11 +266,11 @@ class DeviceMemory:
     # Arrays
 
     def take(self, key: object, nbytes: int) -> Owner:
-        """Take a block from an arena; the latest freed block comes first."""
+        """Take a block from an arena; the last freed block comes first."""
         home, size = self._home(key, nbytes)
         try:
             block = home.pop()
-            # A new generation tells the race checker that the memory has another owner.
+            # The higher generation tells the race checker that the memory has another owner.
             block.generation += 1
         except IndexError:
             block = self.fresh(size)
@@ -280,13 +286,13 @@ class DeviceMemory:
 
     @staticmethod
     def rounded(nbytes: int) -> int:
-        """Return the size of the block for an array."""
+        """Return the bytes of the block for an array of ``nbytes`` bytes."""
         return max(ARENA_ALIGNMENT, _up(nbytes, ARENA_ALIGNMENT))
 
     def give_back(self, block: Block) -> None:
-        """Return a block that no array uses to the device.
+        """Return a block to the device.
 
-        No arena of ours may have the block either.
+        The caller ensures that no array uses the block, and that no arena of this driver holds it.
         """
         self._quiesce(block)
         self._release(block)
@@ -322,7 +328,7 @@ class RegionAllocator:
     def __init__(
         self, table: StreamTable, stream: Stream, keep: Callable[[object], None], of: Callable[[int], "RegionAllocator | None"]
     ) -> None:
-        # Inside a recording, the region's arrays come from the recording's memory as well.
+        # If this thread is recording, the arrays of the region come from the recording's memory, too.
         outer = table.thread.allocator
         self.recording: ArrayMemory | None = outer.recording if isinstance(outer, RegionAllocator) else outer
         self.device = table.thread.device
@@ -332,9 +338,9 @@ class RegionAllocator:
         self.of = of
 
     def settle(self, owner: Owner, current: Queue) -> None:
-        """Keep an allocation, and order it after the region's stream.
+        """Keep an allocated block, and order its use after the region's stream.
 
-        The current stream may write to the allocation only after the work that the region's stream has so far.
+        The current stream then writes to the block after all work that the region's stream has so far.
         """
         self._keep(owner)
         home = self._table.resolve(self.stream.ptr)
@@ -344,7 +350,8 @@ class RegionAllocator:
                     f"an allocation on {current!r} belongs to a region of {home!r}, and a capture began on one of the two "
                     "streams since then. Begin the capture before the region or after it"
                 )
-            # The block comes from the arena of the region's stream, so this stream waits for that stream's earlier work.
+            # The block comes from the arena of the region's stream, and earlier work of that stream may still use the block. So
+            # the current stream waits for that work.
             event = Event(home.device, timing=False)
             self._table.record(event, home)
             self._table.wait(current, event)
@@ -372,7 +379,7 @@ class Memory:
     def scratch_array(self, pointer: int, nbytes: int, owner: object) -> HostArray:
         """Return an array over scratch memory."""
         if not nbytes and not pointer:
-            # A workspace has 0 bytes and no pointer before its first growth.
+            # Until a workspace grows for the first time, it has 0 bytes and no pointer.
             return HostArray(np.empty(0, np.uint8), None, self.work)
         block, offset = self.current.find(pointer, nbytes, "scratch_array")
         return HostArray(block.memory[offset : offset + nbytes], Lease(block, owner), self.work)
@@ -388,11 +395,12 @@ class Memory:
             # The region's stream does not order memory of another device.
             region = None
         if region is not None and stream.ptr != region.stream.ptr:
-            # The current stream may belong to another region, whose allocator then decides.
+            # A branch of another region may run on the current stream. Then the allocator of that region decides.
             region = region.of(stream.ptr)
         source = stream if region is None else region.stream
-        # CuPy, too, gives each thread's per-thread default stream an arena of its own. CuPy knows the thread by this number,
-        # which another thread gets later. So a missing wait between the two threads has to show here as on a GPU.
+        # As in CuPy, each thread's per-thread default stream has an arena of its own. As in CuPy, the key has the number of
+        # `threading.get_ident`, which a later thread may get again. So a missing wait between two such threads shows here as on a
+        # GPU.
         key = (source.ptr, threading.get_ident()) if source.ptr == PER_THREAD_STREAM else source.ptr
         # Strides may leave gaps, so the extent can exceed the size of the elements.
         extent = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + dtype.itemsize
@@ -408,7 +416,8 @@ class Memory:
         if region is not None:
             region.settle(owner, queue)
         block = owner.block
-        # Old contents of a reused block could hide a missing wait behind correct values.
+        # The old contents of a reused block might happen to be the correct values, and so hide a missing wait. So the block is
+        # filled with poison.
         if block.generation and queue.capture is None:
             self._table.give(queue, partial(block.memory.fill, POISON), [Access(block, block.memory, True)], "an allocation")
         return HostArray(np.ndarray(tuple(shape), dtype, owner.block.memory, strides=tuple(strides)), owner, self.work)

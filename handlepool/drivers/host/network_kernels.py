@@ -61,7 +61,7 @@ def _normalise(kernel: Normalise) -> Compute:
 
 
 def _scaled(values: Array, parameters: Sequence[Array], weighted: bool) -> Array:
-    """Multiply by the weight and add the bias, if given."""
+    """Multiply by the weight, if any, and add the bias, if any."""
     for place, parameter in enumerate(parameters):
         values = values * parameter if weighted and not place else values + parameter
     return values
@@ -89,7 +89,8 @@ def _pad(kernel: Pad) -> Compute:
                 # Reflection does not repeat the edge element.
                 places = np.abs(places)
                 places = np.where(places >= within, 2 * within - 2 - places, places)
-            # Places outside the input read its nearest element, and the constant mode overwrites them later.
+            # A place outside of the input reads the input's nearest element. In the constant mode, the constant overwrites that
+            # place later.
             inside = np.clip(places, 0, within - 1)
             found = np.take(found, inside, axis)
             outside |= (inside != places).reshape([-1 if axis == own else 1 for own in range(y.ndim)])
@@ -112,7 +113,7 @@ def _shuffle(kernel: Shuffle) -> Compute:
 
 def _resample(kernel: Resample) -> Compute:
     def places(count: int, extent: int, scale: float) -> tuple[Any, Any]:
-        """Return the pixel before each place, and the place's distance from it."""
+        """Return each output pixel's preceding input pixel, and their distance."""
         step, half = np.float32(scale), np.float32(0.5)
         place = np.arange(count, dtype=np.float32)
         found = step * place if kernel.mode == "nearest" or kernel.corners else np.maximum(step * (place + half) - half, 0)

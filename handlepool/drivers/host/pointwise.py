@@ -1,8 +1,8 @@
 """The frontend's pointwise operations in NumPy, in one table.
 
-The names are the methods of `cudnn.pygraph`. Every function gets the node's parameters and its inputs in order. The inputs are
-floating and of one type. The caller broadcasts and rounds the result. Backward operations take the gradient and the forward
-operation's input.
+The keys are names of methods of `cudnn.pygraph`. Every function gets the node's parameters, then the node's inputs in order. All
+inputs have the same floating type. The caller broadcasts and rounds the result. The inputs of a backward operation are the
+gradient and the forward operation's input.
 """
 
 import math
@@ -27,7 +27,7 @@ def _sigmoid(x: Array) -> Array:
 
 def _relu(p: Parameters, x: Array) -> Array:
     lower, slope = p.get("lower_clip", 0.0), p.get("negative_slope", 0.0)
-    # With a slope of 0 the product is avoided, because 0 times -inf would be NaN.
+    # If the slope is 0, nothing is multiplied by it, because 0 times -inf would be NaN.
     below = slope * (x - lower) if slope else np.where(np.isnan(x), x, 0)
     return np.where(x > lower, np.minimum(x, p.get("upper_clip", math.inf)), lower + below)
 
@@ -142,7 +142,10 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def activated(kind: str | None, x: Array) -> Array:
-    """Apply an activation of our own kernels; None leaves the values."""
+    """Apply an activation of this package's kernels.
+
+    If ``kind`` is None, return the values unchanged.
+    """
     if kind is None:
         return x
     if kind == "hardsigmoid":

@@ -1,19 +1,19 @@
 """A happens-before checker for accesses to device memory.
 
-It finds accesses that no wait orders, independent of the schedule (G5, G6, G8, G9, G11). Every operation carries a vector clock
-with one component for each stream. A component says how much of that stream's work has surely run before the operation. The
-checker computes the clock when the operation is queued, from the clocks of the operations that it depends on. So the clock
-follows from the waits of the program and never from the actual schedule.
+The checker finds accesses that no wait orders, whatever the schedule was (guarantees 5, 6, 8, 9 and 11). Every operation carries
+a vector clock with one component for each stream. A component says how much of that stream's work has surely run before the
+operation. The checker computes the clock when the operation is queued, from the clocks of the operations that it depends on. So
+the clock follows from the waits of the program and never from the actual schedule.
 
-Operations that the host has waited for come before all operations that it queues later. The checker does not distinguish the
-threads of the host, so a wait of one thread counts for all threads.
+If the host has waited for an operation, the operation comes before all operations that the host queues later. The checker does
+not distinguish the threads of the host, so a wait of one thread counts for all threads.
 
-Memory remembers its accesses. Two accesses to the same bytes conflict when at least one access writes. They also conflict when
-the allocator gave the memory to another owner in between, which counts as a write. A conflict without an order is an error that
-names both accesses.
+Each block of memory remembers its accesses. Two accesses to the same bytes conflict if at least one of them writes. They also
+conflict if the allocator gave the memory to another owner in between, because the new owner counts as a write. If two accesses
+conflict and have no order, the checker raises an error that names both accesses.
 
-The null stream is an ordinary stream here. The host driver runs the null stream's work before a call returns, but that orders
-nothing on a GPU.
+The null stream is an ordinary stream to the checker. The host driver runs the null stream's work before a call returns, but a GPU
+gives no such order.
 """
 
 import itertools
@@ -40,7 +40,8 @@ class Access:
     Attributes
     ----------
     checked : bool
-        Whether the order of the access is checked. A checksum's reads are not checked, because no work depends on the values.
+        Whether the order of the access is checked. It is not checked for the reads of a checksum, because no work depends on
+        their values.
     """
 
     __slots__ = ("block", "checked", "view", "writes")
@@ -52,13 +53,13 @@ class Access:
         self.checked = checked
 
     def meets(self, other: "Access") -> bool:
-        """Return whether the two accesses exclude each other."""
-        # The test compares bounds only. A false match costs a wait and no error.
+        """Return whether one access must wait for the other."""
+        # The test compares bounds only. If it matches accesses that share no byte, this costs a needless wait and no error.
         return (self.writes or other.writes) and self.block is other.block and np.may_share_memory(self.view, other.view)
 
 
 class Past:
-    """A queued access, and its moment."""
+    """A queued access, with its moment: the clock of its own component."""
 
     __slots__ = ("component", "generation", "moment", "start", "stop", "view", "what", "where", "writes")
 
@@ -77,7 +78,7 @@ class Past:
         return f"{self.what!r} on {self.where} {'writes' if self.writes else 'reads'}"
 
     def conflicts(self, other: "Past") -> bool:
-        """Return whether the two accesses need an order."""
+        """Return whether this access and ``other`` need an order."""
         if not (self.writes or other.writes or self.generation != other.generation):
             return False
         if self.stop <= other.start or other.stop <= self.start:
@@ -86,9 +87,9 @@ class Past:
         return share_bytes(self.view, other.view)
 
     def stands_for(self, earlier: "Past") -> bool:
-        """Return whether this access can replace the earlier access.
+        """Return whether the checker may forget ``earlier`` and keep this access.
 
-        Any later access that conflicts with the earlier access, or follows it, must do the same with this access.
+        The answer is True if each later access that conflicts with ``earlier`` also conflicts with this access.
         """
         mine, theirs = self.view, earlier.view
         return (
@@ -113,13 +114,13 @@ class Order:
         self._host: Clock = {}
         self._moments: Clock = {}
         self._components = itertools.count(-1, -1)
-        # This lock is taken inside the scheduler's lock, never the other way round.
+        # A thread takes this lock while it holds the scheduler's lock, and never takes the two locks in the opposite order.
         self._lock = threading.Lock()
 
     def component(self) -> int:
-        """Return a clock component for work on no stream.
+        """Return a new clock component for work on no stream.
 
-        A branch of a recorded graph is such work.
+        A lane of a recorded graph is such work.
         """
         return next(self._components)
 
@@ -129,14 +130,14 @@ class Order:
         Raises
         ------
         ContractError
-            For the first access without an order; the operation must not be queued then.
+            For the first access without an order. The caller must not queue the operation then.
         """
         with self._lock:
             host = self._host
             clock: Clock = {}
             for earlier in after:
                 for stream, moment in earlier.clock.items():
-                    # Operations that the host has waited for precede everything, so no clock has to list them.
+                    # An operation that the host has waited for precedes every later operation, so no clock has to list it.
                     if moment > clock.get(stream, 0) and moment > host.get(stream, 0):
                         clock[stream] = moment
             moment = self._moments[component] = self._moments.get(component, 0) + 1
@@ -151,11 +152,12 @@ class Order:
     def _accessed(self, now: Past, block: Any, clock: Clock) -> None:
         kept = []
         for past in block.past:
-            # The host has waited for the earlier access, so no later access can conflict with it.
+            # The host has waited for the earlier access, so every later access follows it, and it need not be kept.
             if self._host.get(past.component, 0) >= past.moment:
                 continue
             if clock.get(past.component, 0) >= past.moment:
-                # This access orders or conflicts wherever the earlier access would, so the earlier access need not be kept.
+                # The earlier access is ordered before the new access. It is forgotten if the new access can stand for it in later
+                # checks.
                 if not now.stands_for(past):
                     kept.append(past)
                 continue
@@ -175,9 +177,9 @@ class Order:
         raise error
 
     def forgive(self) -> None:
-        """Treat all earlier accesses as waited for.
+        """Treat all earlier accesses as if the host had waited for them.
 
-        The checker did not see the waits between them and later accesses.
+        While the checker was off, it did not see the waits between earlier and later accesses.
         """
         with self._lock:
             self._host = dict(self._moments)
@@ -185,7 +187,7 @@ class Order:
     def waited(self, operation: "QueuedOperation") -> None:
         """Note that the host has waited for an operation.
 
-        Seeing that an operation is done counts as a wait.
+        A query that finds the operation done also counts as a wait.
         """
         with self._lock:
             for stream, moment in operation.clock.items():
@@ -198,7 +200,7 @@ class Order:
         Raises
         ------
         ContractError
-            If something was queued that writes there and that the host has not waited for.
+            If queued work writes to this part and the host has not waited for that work.
         """
         now = Past(Access(block, view, False), what, "the host", 0, 0)
         with self._lock:

@@ -1,12 +1,13 @@
 """Decide which operation runs next, and on which thread.
 
-`ThreadScheduler` runs operations on worker threads, so that two streams overlap for real. `AdversarialScheduler` has no thread.
-A seed picks among the operations that can run. So an order that the program failed to ask for is missing in every run.
+`ThreadScheduler` runs operations on worker threads, so that two streams overlap for real. `AdversarialScheduler` has no thread of
+its own, and a seed picks the next among the operations that can run. So if the program lacks a wait, the wrong order can show in
+every run.
 
 In the main thread, Python may raise an interrupt after any call. The interrupt ends a wait of the program, and loses no
 operation. An operation that a thread took and did not begin goes back to the ready list. An operation that has begun counts as
-done. All steps under the lock can be repeated: `Scheduler._pending` keeps an operation until its consequences are settled, and
-the next thread continues from there.
+done. All steps under the lock can be repeated: `Scheduler._pending` keeps an operation until its consequences are settled, so the
+next thread can go on with them.
 """
 
 import atexit
@@ -23,18 +24,16 @@ from typing import Any, Protocol
 from handlepool.drivers.host.race_checker import Access, Clock, Order
 from handlepool.errors import ContractError
 
+NO_CLOCK: Clock = {}
 PATIENCE_SECONDS = 10.0
-"""Seconds that a stuck wait gives other threads to release a latch."""
+"""Seconds that a stuck wait leaves other threads to release a latch."""
 
 
 class Line(Protocol):
-    """A queue of operations in order, which remembers the last operation."""
+    """A queue whose operations run in order; it remembers the last operation."""
 
     id: int
     tail: "QueuedOperation"
-
-
-NO_CLOCK: Clock = {}
 
 
 class QueuedOperation:
@@ -77,13 +76,13 @@ class QueuedOperation:
         self.waits: set[QueuedOperation] = {self} if held else set()
         """Operations that this operation still waits for.
 
-        The operation itself in the set represents the release of a latch.
+        If the set contains this operation itself, the operation also waits for the release of its latch.
         """
         self.dependents: list[QueuedOperation] = []
         self.queued = False
         """bool: a scheduler has accepted the operation.
 
-        Before that the operation has no effect.
+        Until a scheduler has accepted it, the operation has no effect.
         """
         self.offered = False
         """bool: the operation is or was in the scheduler's ready list."""
@@ -103,7 +102,7 @@ class Scheduler:
     """The shared part of both schedulers: operations, their dependencies, and failures."""
 
     inline = False
-    """bool: a thread that waits for its operation runs it itself."""
+    """bool: a thread that waits for its own operation runs it itself."""
 
     def __init__(self) -> None:
         self.order: Order | None = None
@@ -115,16 +114,17 @@ class Scheduler:
         # Operations that can run and that no thread has taken yet.
         self._ready: deque[QueuedOperation] = deque()
         self._running: dict[QueuedOperation, None] = {}
-        # Operations that may have become able to run, or whose dependents may have. `_settle` looks at them, and a second look
-        # does no harm.
+        # Operations for `_settle` to look at: such an operation may have become able to run, or may be done. A second look at an
+        # operation does no harm.
         self._pending: deque[QueuedOperation] = deque()
-        # Whether threads were notified of everything that was settled.
+        # Whether waiting threads and workers were notified since the last change by `_settle`.
         self._told = True
         self._errors: list[BaseException] = []
         self._latches: dict[QueuedOperation, None] = {}
         self._users: dict[QueuedOperation, None] = {}
         self._inside = threading.local()
-        # Threads that existed earlier and never use this driver (a test runner's own) cannot release a latch.
+        # Threads that are older than this driver, such as a test runner's own threads. As long as such a thread does not use the
+        # driver, it cannot release a latch.
         self._strangers = weakref.WeakSet(threading.enumerate())
         self._strangers.discard(threading.current_thread())
 
@@ -149,15 +149,15 @@ class Scheduler:
     # Decisions of a scheduler
 
     def _wake(self, spare: int) -> None:
-        """React to newly offered operations. The lock is held.
+        """Wake or start workers for the ready operations. The lock is held.
 
-        The calling worker will take ``spare`` of the operations itself.
+        ``spare`` is the number of ready operations that the calling worker will take itself.
         """
 
     def _take(self, awaited: QueuedOperation, purpose: str, taken: list[QueuedOperation]) -> None:
-        """List the operations that a waiting thread must run itself.
+        """Append to ``taken`` an operation that the waiting thread must run.
 
-        The list stays empty when the awaited operation is done. The lock is held.
+        If ``awaited`` is done, ``taken`` stays empty. The lock is held.
         """
         raise NotImplementedError
 
@@ -168,9 +168,9 @@ class Scheduler:
         self._strangers.discard(threading.current_thread())
 
     def submit(self, operation: QueuedOperation, line: Line | None, after: Sequence[QueuedOperation] = (), lane: int = 0) -> None:
-        """Queue an operation at the end of a line, after further operations.
+        """Queue an operation at the end of a line, and after ``after``.
 
-        Without a line, the operation depends on the further operations alone. ``lane`` is then its component of the clock.
+        Without a line, the operation depends on ``after`` alone, and ``lane`` is its component of the race checker's clocks.
         """
         with self._lock:
             if line is not None:
@@ -180,14 +180,14 @@ class Scheduler:
                 self.order.given(operation, *place, after)
             held = operation in operation.waits
             for earlier in after:
-                # If an earlier operation is not queued, an interrupt prevented that. It will never run, so it must not be waited
-                # for.
+                # If an interrupt kept an earlier operation from being queued, that operation will never run. So no operation may
+                # wait for it.
                 if earlier.queued and not earlier.done:
                     operation.waits.add(earlier)
                     earlier.dependents.append(operation)
             self._pending.append(operation)
-            # An interrupt can come only after a call, and there is no call until the last of these assignments. So either all
-            # of the operation is queued or nothing.
+            # An interrupt can come only after a call, and the next assignments contain no call. So an interrupt finds the
+            # operation either queued in full or not queued.
             operation.queued = True
             if line is not None:
                 line.tail = operation
@@ -198,9 +198,9 @@ class Scheduler:
             self._settle()
 
     def disclaim(self, operation: QueuedOperation) -> None:
-        """Let a worker run an operation claimed by the calling thread.
+        """Let a worker run an operation that the calling thread has claimed.
 
-        Otherwise all operations that depend on it would be stuck.
+        If the operation never ran, all operations that depend on it would be stuck.
         """
         with self._lock:
             self._disclaim(operation)
@@ -238,13 +238,13 @@ class Scheduler:
             ]
 
     def nudge(self) -> None:
-        """Mark a moment at which queued work may run."""
+        """Let a scheduler without threads run some queued work now."""
 
     def wait(self, operation: QueuedOperation, purpose: str) -> None:
         """Return when an operation is done; raise failures of queued work.
 
-        The call raises each failure since the last wait. It combines several failures into one exception, with the rest as its
-        notes.
+        The call raises the failures since the last wait. If there are several, it raises the first, with a note for each of the
+        rest.
 
         Raises
         ------
@@ -257,14 +257,14 @@ class Scheduler:
                 errors, self._errors = self._errors, []
             for other in errors[1:]:
                 errors[0].add_note(f"{len(errors)} queued operations failed; another: {other!r}")
-            # Another thread may have raised the failures meanwhile, so the list can be empty here.
+            # If another thread has raised the failures meanwhile, the list is empty here.
             for error in errors[:1]:
                 raise error
 
     def reach(self, operation: QueuedOperation, purpose: str) -> None:
         """Return when an operation is done, and leave failures to `wait`.
 
-        Otherwise the call behaves as `wait`.
+        In all other respects the call is like `wait`.
         """
         label = getattr(self._inside, "operation", None)
         if label is not None:
@@ -275,7 +275,7 @@ class Scheduler:
     def _settle(self, spare: int = 0) -> None:
         """Offer operations that wait for nothing more. The lock is held.
 
-        An operation without a function, or whose function has run, becomes done here, and its dependents follow.
+        An operation becomes done here if it has no function or its function has run. Its dependents then stop waiting for it.
         """
         pending = self._pending
         while pending:
@@ -291,7 +291,8 @@ class Scheduler:
                         pending.append(dependent)
                     operation.dependents.clear()
                 elif not (operation.claimed or operation.offered):
-                    # An interrupt can come only after a call, and there is no call between these two steps.
+                    # An interrupt can come only after a call. No call separates these two steps, so an offered operation is
+                    # always in the ready list.
                     operation.offered = True
                     self._ready.append(operation)
             pending.popleft()
@@ -301,9 +302,9 @@ class Scheduler:
             self._told = True
 
     def _run_one(self, take: Callable[[list[QueuedOperation]], None]) -> bool:
-        """Run the operations taken, outside the lock.
+        """Run the operation that ``take`` takes, outside the lock.
 
-        Returns whether ``take`` took any.
+        Return whether ``take`` took an operation.
         """
         _descend(HEADROOM)
         taken: list[QueuedOperation] = []
@@ -339,7 +340,7 @@ class Scheduler:
     def _call(self, operation: QueuedOperation) -> BaseException | None:
         """Call an operation's function, and return the exception that it raised.
 
-        An interrupt of a thread that waits propagates at once.
+        If an interrupt stops a waiting thread, the method raises the interrupt at once.
         """
         function: Any = operation.function
         outer = getattr(self._inside, "operation", None)
@@ -347,7 +348,7 @@ class Scheduler:
         try:
             for access in operation.accesses:
                 access.block.check_live(operation.label)
-            # An interrupt can come only after a call, so no interrupt separates the mark from the function.
+            # An interrupt can come only after a call. So no interrupt comes between this mark and the call of the function.
             operation.begun = True
             function()
         except BaseException as error:
@@ -358,7 +359,8 @@ class Scheduler:
         finally:
             self._inside.operation = outer
             if operation.begun:
-                # The references of an operation end here, before this thread takes the lock.
+                # The operation's references to arrays end here, before this thread takes the lock, because their finalizers may
+                # run any code.
                 operation.function = function = None
         return None
 
@@ -391,7 +393,7 @@ class Scheduler:
             )
 
     def _alone(self) -> bool:
-        """Return whether no other thread can release a latch."""
+        """Return whether no thread but this one could release a latch."""
         current = threading.current_thread()
         return all(
             thread is current or thread in self._strangers or isinstance(thread, Worker) for thread in threading.enumerate()
@@ -402,13 +404,13 @@ class Worker(threading.Thread):
     """A scheduler's own thread, which never releases a latch."""
 
     wanted = True
-    """False if its start was interrupted and the worker does not count."""
+    """False if the worker's start was interrupted; it then ends at once."""
 
 
 def _descend(frames: int) -> None:
-    """Raise RecursionError unless so many more calls fit on the stack.
+    """Raise RecursionError unless ``frames`` more calls fit on the stack.
 
-    The caller has taken no operation yet, so the error loses none.
+    The caller has taken no operation yet, so the error loses no operation.
     """
     if frames:
         _descend(frames - 1)
@@ -417,14 +419,14 @@ def _descend(frames: int) -> None:
 HEADROOM = 60
 """Frames that a thread must have free before it takes an operation.
 
-They cover the scheduler's own steps and the steps of most operations.
+So many frames are enough for the scheduler's own steps, and for the steps of most operations.
 """
 
 
 MAX_WORKERS = 64
 """Upper limit of worker threads per scheduler.
 
-If more streams than this can run, they take turns, as on the 32 queues of a GPU.
+If more than `MAX_WORKERS` streams have work to run, they take turns, as streams do on the 32 queues of a GPU.
 """
 
 IDLE_SECONDS = 1.0
@@ -443,8 +445,8 @@ EAGERNESS = 0.25
 class ThreadScheduler(Scheduler):
     """Run every operation that can run, on worker threads.
 
-    There is one worker for each operation that can run, up to `MAX_WORKERS`. A waiting operation holds no worker, so workers
-    wait for work only and never for each other. The submitting thread runs the null stream's operations.
+    There is one worker for each operation that can run, up to `MAX_WORKERS`. An operation that still waits for another occupies
+    no worker, so workers never wait for each other. The submitting thread runs the null stream's operations.
     """
 
     inline = True
@@ -469,7 +471,7 @@ class ThreadScheduler(Scheduler):
             try:
                 worker.start()
             except BaseException as error:
-                # After an interrupt the worker may have begun, and may wait for the lock.
+                # If an interrupt came, the worker may have begun and may wait for the lock. This mark makes it end at once.
                 worker.wanted = False
                 self._workers -= 1
                 self._idle -= 1
@@ -513,8 +515,8 @@ class ThreadScheduler(Scheduler):
         try:
             while not (awaited.done or taken):
                 if awaited.claimed and not awaited.waits:
-                    # Another thread may wait for the same operation, as `free` does. Clearing the claim lets only one thread
-                    # run it.
+                    # Another thread may wait for the same operation, as `free` does. The cleared claim keeps that thread from
+                    # running the operation, too.
                     awaited.claimed = False
                     self._running[awaited] = None
                     taken.append(awaited)
@@ -531,7 +533,7 @@ class ThreadScheduler(Scheduler):
     def close(self) -> None:
         """Let the workers end after their current operations.
 
-        No thread of the scheduler may run while the interpreter is taken down.
+        The interpreter's exit calls this method, because no worker may run while the interpreter is taken down.
         """
         with self._lock:
             self._closed = True
@@ -550,7 +552,8 @@ def _close_all() -> None:
         scheduler.close()
 
 
-# A forked child has none of the workers, and a lock that a worker held stays locked. So the child's exit must wait for nothing.
+# A forked child has no workers, and a lock that a worker held at the fork stays locked. So the child forgets the parent's
+# schedulers, and its exit waits for none of them.
 os.register_at_fork(after_in_child=_open.clear)
 
 
@@ -580,7 +583,7 @@ class AdversarialScheduler(Scheduler):
             pass
 
     def _stray(self, taken: list[QueuedOperation]) -> None:
-        """Take an operation at random, or none. The lock is held."""
+        """Take a random operation, with probability `EAGERNESS`. The lock is held."""
         if self._ready and self._random.random() < EAGERNESS:
             self._pick(taken)
 

@@ -1,7 +1,7 @@
 """Streams, events, and the current device and stream of each thread.
 
-A finalizer destroys a stream. The finalizer may run in any thread at any moment, even while a scheduler's lock is held. So it
-takes no lock (G10): it marks the stream's queue and appends to a deque.
+The finalizer of a `Stream` destroys the stream. A finalizer may run in any thread at any moment, even while a scheduler's lock is
+held. So this finalizer takes no lock (guarantee 10): it marks the stream's queue as dead, and appends the pointer to a deque.
 """
 
 import itertools
@@ -42,7 +42,7 @@ class Stream:
         """The stream's queue if this object owns the stream, else None."""
         self._owner = owner
 
-    # The default argument keeps the function, because `sys` itself is None when late finalizers run.
+    # The default argument keeps `sys.is_finalizing`, because the name `sys` may be None when late finalizers run.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         queue = self._queue
         if queue is not None and not is_finalizing():
@@ -77,7 +77,8 @@ class Stream:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # As in CuPy, the stream that was *entered* before becomes current again, regardless of any `use` in between.
+        # As in CuPy, the stream that was last *entered* becomes current again, even if `use` made another stream current since
+        # then.
         thread = self._table.thread
         device = thread.entered_on.pop()
         thread.entered[device].pop()
@@ -85,9 +86,9 @@ class Stream:
         thread.current[thread.device if previous.device_id == -1 else previous.device_id] = previous
 
     def is_owned_by(self, table: "StreamTable") -> bool:
-        """Return whether this is the table's own object for a stream.
+        """Return whether ``table`` made this object for a stream of its own.
 
-        A wrapper around a foreign pointer is not.
+        The answer is False for a wrapper around a foreign pointer.
         """
         return self._table is table and (self._queue is not None or self is table.legacy or self is table.per_thread)
 
@@ -95,7 +96,9 @@ class Stream:
         """Make this stream current for this thread and the current device."""
         thread = self._table.thread
         if self.device_id not in (-1, thread.device):
-            raise ContractError(f"{self!r} cannot be used while device {thread.device} is current")
+            raise ContractError(
+                f"{self!r} cannot be used while device {thread.device} is current; make the stream's device current first"
+            )
         thread.current[thread.device] = self
         return self
 
@@ -145,7 +148,7 @@ class ThreadState(threading.local):
         self.token = object()
         """The thread's identity.
 
-        Unlike `threading.get_ident` it is never reused for another thread.
+        No other thread ever gets the same identity. `threading.get_ident` reuses the number of a thread that has ended.
         """
         self.device = 0
         self.current = [legacy] * devices
@@ -157,9 +160,9 @@ class ThreadState(threading.local):
         self.relaxed = 0
         self.allocator: Any = None
         self.host_data: Any = None
-        """Callbacks of `Driver.watch_host_data`, or None.
+        """Callbacks ``(bring, read)`` of `Driver.watch_host_data`, or None.
 
-        They are the maker of `asarray`'s arrays and the listener for reads of host memory.
+        ``bring`` makes the arrays of `asarray`, and ``read`` receives each read of host memory.
         """
         scheduler.meet()
 
@@ -199,7 +202,10 @@ class Queue:
         self.alive = True
         self.default = pointer in (LEGACY_STREAM, PER_THREAD_STREAM)
         self.synchronous = pointer == LEGACY_STREAM
-        """bool: calls on the null stream return after their work has run."""
+        """bool: a call on this stream returns after its work has run.
+
+        Only the null stream is synchronous.
+        """
         self.tail = NOTHING
         self.capture: Capture | None = None
         self.frontier: tuple[Node, ...] = ()
@@ -218,9 +224,9 @@ class Event:
         self.device = device
         self.timing = timing
         self.moment: QueuedOperation | Mark | None = None
-        """The last operation at record time, or None.
+        """The stream's last operation when the event was recorded, or None.
 
-        A wait keeps the operation, even if the event is recorded again later.
+        A wait for the event keeps this operation, even if the event is recorded again later.
         """
         self.destroyed = False
 
@@ -258,7 +264,7 @@ class StreamTable:
         self.thread = ThreadState(self.legacy, devices, scheduler)
         self.captures = Captures(self.thread)
         self.watchers: list[Callable[[str], None]] = []
-        """Listeners for work outside launches and outside the driver's own work."""
+        """Listeners for work that is neither a launch nor the driver's own."""
         self._ids = itertools.count(1)
         self._null = [Queue(LEGACY_STREAM, device, next(self._ids)) for device in range(devices)]
         self._queues: dict[int, Queue] = {}
@@ -272,7 +278,7 @@ class StreamTable:
     def create(self) -> Stream:
         """Return a stream of the current device.
 
-        It takes the address of the stream that was destroyed last, as addresses are reused on a GPU.
+        The stream gets the address of the stream that was destroyed last, because a GPU also reuses addresses.
         """
         device = self.thread.device
         try:
@@ -291,7 +297,7 @@ class StreamTable:
         self._retired[queue.device].append(queue.pointer)
 
     def alive(self) -> int:
-        """Return the number of streams, without the default streams."""
+        """Return the number of live streams that are not default streams."""
         return sum(queue.alive for queue in list(self._queues.values()))
 
     def current_queue(self) -> Queue:
@@ -308,7 +314,7 @@ class StreamTable:
             For a pointer that names no live stream. On a GPU such a pointer causes a segmentation fault.
         """
         thread = self.thread
-        # The value 1 is cudaStreamLegacy.
+        # The pointer 1 is cudaStreamLegacy, a second name of the legacy default stream.
         if pointer == LEGACY_STREAM or pointer == 1:
             return self._null[thread.device]
         if pointer == PER_THREAD_STREAM:
@@ -319,13 +325,16 @@ class StreamTable:
         queue = self._queues.get(pointer)
         if queue is None or not queue.alive:
             past = f"{queue!r}" if queue is not None else "never created by this driver"
-            raise ContractError(f"pointer {pointer:#x} names no live stream ({past}): on a GPU, a segmentation fault")
+            raise ContractError(
+                f"pointer {pointer:#x} names no live stream ({past}), and a GPU's driver would crash with a segmentation fault. "
+                "Keep the stream alive as long as its pointer is used"
+            )
         return queue
 
     def set_device(self, ordinal: int) -> None:
         """Make a device current for this thread."""
         if not 0 <= ordinal < self.devices:
-            raise ArgumentError(f"device {ordinal} does not exist: this driver has {self.devices}")
+            raise ArgumentError(f"device {ordinal} does not exist: this driver has {self.devices}, counted from 0")
         self.thread.device = ordinal
 
     # Work
@@ -333,7 +342,10 @@ class StreamTable:
     def give(self, queue: Queue, function: Callable[[], object], accesses: Sequence[Access] = (), label: str = "") -> None:
         """Queue an operation, or record it in the stream's capture."""
         if queue.device != self.thread.device:
-            raise ContractError(f"{label or 'an operation'} was given to {queue!r} while device {self.thread.device} is current")
+            raise ContractError(
+                f"{label or 'an operation'} was given to {queue!r} while device {self.thread.device} is current; make the "
+                "stream's device current first"
+            )
         if queue.capture is not None and self.captures.add(queue, function, accesses, label):
             return
         scheduler = self.scheduler
@@ -342,7 +354,7 @@ class StreamTable:
             scheduler.submit(operation, queue)
             self._given(queue, operation)
         except BaseException:
-            # This thread runs nothing more after an error, so a worker must take the claimed operation.
+            # After an error this thread does not run the operation that it claimed, so a worker must run it.
             scheduler.disclaim(operation)
             raise
 
@@ -355,7 +367,7 @@ class StreamTable:
     def latch(self, queue: Queue) -> Latch:
         """Block a queue until the latch is released.
 
-        On the null stream the next call waits.
+        On the null stream, which is synchronous, the next call waits for that release.
         """
         self.captures.refuse(queue, "a latch")
         operation = QueuedOperation(label=f"latch on {queue!r}", held=True)
@@ -370,21 +382,22 @@ class StreamTable:
     def wait_on_host(self, operation: QueuedOperation, purpose: str) -> None:
         """Return when an operation is done.
 
-        Work that is queued later runs after the operation.
+        For the race checker, all work that is queued later then runs after the operation.
         """
         try:
             self.scheduler.wait(operation, purpose)
         finally:
-            # The wait may raise a failure of queued work. The host has waited all the same, so the checker learns of it.
+            # Even if the wait raises a failure of queued work, the host has waited for the operation. So the race checker must
+            # note this wait.
             if self.scheduler.order is not None and operation.done:
                 self.scheduler.order.waited(operation)
 
     def is_done(self, operation: QueuedOperation) -> bool:
         """Return whether an operation is done.
 
-        A caller that sees True counts as having waited for the operation.
+        If the answer is True, the race checker counts it as a wait for the operation.
         """
-        # A caller that polls must see progress, so the adversarial scheduler gets a chance to run work here.
+        # A caller may poll this method in a loop. So the adversarial scheduler, which has no threads, may run work here.
         self.scheduler.nudge()
         done = operation.done
         if done and self.scheduler.order is not None:
@@ -401,7 +414,7 @@ class StreamTable:
         """Let an event represent the work that a queue has so far."""
         self.check_event(event)
         if event.device != queue.device:
-            raise ContractError(f"{event!r} was recorded on {queue!r}: an event is recorded on its own device")
+            raise ContractError(f"{event!r} was recorded on {queue!r}; record an event on a stream of its own device")
         if queue.capture is not None and (mark := self.captures.mark(queue)) is not None:
             event.moment = mark
         elif event.timing:
@@ -424,8 +437,8 @@ class StreamTable:
             self.captures.join(queue, moment)
         elif moment is not None:
             self.captures.refuse(queue, f"a wait for work outside the capture ({event!r})")
-            # The checker's clocks must not depend on the schedule, so a finished event is queued as well while the checker is
-            # on.
+            # The race checker's clocks must not depend on whether the event has passed already. So while the checker is on, even
+            # a wait for a passed event is queued.
             if not moment.done or self.scheduler.order is not None:
                 operation = QueuedOperation(label="wait for an event")
                 self.scheduler.submit(operation, queue, (moment,))
@@ -435,16 +448,19 @@ class StreamTable:
     def check_event(self, event: Event) -> None:
         """Raise if an event was destroyed."""
         if event.destroyed:
-            raise ContractError(f"{event!r} is used after it was destroyed")
+            raise ContractError(f"{event!r} is used after it was destroyed; create another event")
 
     def elapsed(self, start: Event, end: Event) -> float:
         """Return the milliseconds between two timing events that have passed."""
         times = []
         for event in (start, end):
             operation = self.operation_of(event, "elapsed")
-            # CUDA refuses such events as well, so code that passes here passes on a GPU.
+            # CUDA refuses these events as well, so code that passes this check passes on a GPU.
             if not event.timing or event.moment is None or not operation.done:
-                raise ContractError(f"elapsed: {event!r} is no timing event that was recorded and has passed")
+                raise ContractError(
+                    f"elapsed: {event!r} is no timing event, was not recorded, or has not passed; create it with timing=True, "
+                    "record it, and wait for it"
+                )
             times.append(operation.time)
         return (times[1] - times[0]) * 1e3
 
@@ -452,8 +468,11 @@ class StreamTable:
         """Return the operation of an event, for a call on the host."""
         self.check_event(event)
         if isinstance(event.moment, Mark):
-            event.moment.capture.spoil(f"{call} of an event that was recorded in it")
-            raise ContractError(f"{call} of {event!r}: it was recorded in a capture and stands for no work that runs")
+            event.moment.capture.spoil(f"{call} of an event that was recorded in the capture")
+            raise ContractError(
+                f"{call} of {event!r}: the event was recorded in a capture, so it marks no work that runs; record the event "
+                "outside of the capture"
+            )
         return event.moment or NOTHING
 
     # Graphs
@@ -466,7 +485,7 @@ class StreamTable:
     def launch_on(self, graph: HostGraph, queue: Queue) -> None:
         """Queue a recorded graph as one entry of the queue.
 
-        Its nodes run in the order of their own edges only.
+        The edges of the graph alone order its nodes.
         """
         if queue.capture is not None and self.captures.embed(queue, graph.nodes):
             return

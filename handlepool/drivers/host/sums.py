@@ -1,4 +1,4 @@
-"""Checksums as one operation of a host stream."""
+"""Compute checksums as one operation of a host stream."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ class HostSums:
         self._operation: QueuedOperation | None = None
 
     def compute(self, *arrays: np.ndarray[Any, Any]) -> None:
-        """Compute the checksums; queued work calls this."""
+        """Compute the checksums; the queued operation calls this method."""
         self._values = [of_host(array) for array in arrays]
 
     def queued(self, operation: QueuedOperation) -> None:
@@ -32,9 +32,9 @@ class HostSums:
         self._operation = operation
 
     def ready(self) -> bool:
-        """Return whether the checksums are there; see the protocol.
+        """Return whether the checksums are computed; see the protocol.
 
-        The call neither runs queued work nor counts as a wait of the host for the race checker.
+        The call runs no queued work. For the race checker, it does not count as a wait of the host.
         """
         return self._operation is not None and self._operation.done
 
@@ -44,5 +44,5 @@ class HostSums:
             self._wait(self._operation)
 
     def values(self) -> list[int] | None:
-        """Return the checksums, or None; see the protocol."""
+        """Return the checksums, or None if not computed; see the protocol."""
         return self._values

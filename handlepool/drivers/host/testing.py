@@ -1,7 +1,7 @@
-"""Controls that the host driver offers beside the protocol.
+"""Controls of the host driver that are no part of the protocol.
 
-They are custom work on its streams, latches, counts and faults. Tests depend on them. No GPU has them, so no part of the
-package above the drivers may use them.
+Tests use these controls: work of their own on the driver's streams, latches, counts of calls, and faults. A GPU has no such
+controls, so no part of the package above the drivers may use them.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -14,16 +14,17 @@ from handlepool.drivers.host.race_checker import Order
 from handlepool.drivers.host.streams import Event, Latch, Stream, StreamTable
 
 _ASKS = ("current_device", "current_stream", "owns_stream", "wrap_stream", "set_device", "device_count", "array_device")
-"""Calls that ask the host alone, and succeed without a device."""
+"""Calls that need no device, and succeed after its loss."""
 
 
 class Controls:
-    """The part of `HostDriver` beside the protocol.
+    """The part of `HostDriver` that is no part of the protocol.
 
     Attributes
     ----------
     calls : collections.Counter
-        How often each method of the protocol was called, by its name, and ``launch`` of an executable; clear it at will.
+        How often each method of the protocol, and ``launch`` of an executable, was called, by the method's name. A test may clear
+        the counter.
     checks : bool
         Whether the use of handles is checked.
     """
@@ -41,9 +42,9 @@ class Controls:
         self.lost: Exception | None = None
 
     def alive(self) -> dict[str, int]:
-        """Return the counts of objects that are made and not destroyed.
+        """Return how many objects of each kind exist now.
 
-        The objects are handles, events, streams and bytes of scratch, made through the protocol.
+        The kinds are handles, events, streams and bytes of scratch, as made through the protocol and not yet destroyed.
         """
         return {
             "handles": len(self._handles_alive),
@@ -58,9 +59,9 @@ class Controls:
 
     @property
     def order(self) -> Order | None:
-        """The checker of the order of accesses, or None while off.
+        """The race checker, or None while accesses are not checked.
 
-        ``order.found`` lists its findings.
+        ``order.found`` lists the conflicts that the checker has found.
         """
         return self._streams.scheduler.order
 
@@ -89,9 +90,9 @@ class Controls:
         ----------
         pointer : int
         function : callable
-            Called as ``function(*writes, *reads)``, as NumPy's ``copyto``, with arrays over the raw memory of the given arrays.
-            Pass all arrays as arguments: an array in the function's closure would stay alive until the work has run, unlike on a
-            GPU.
+            Called as ``function(*writes, *reads)``, like NumPy's ``copyto``. It gets the raw arrays of ``writes`` and ``reads``.
+            Pass all arrays by these two arguments. An array in the function's closure would stay alive until the work has run,
+            and on a GPU it would not.
         writes, reads : sequence of array
         label : str
             Name of the work in errors.
@@ -101,14 +102,14 @@ class Controls:
     def use_handle(self, handle: HostHandle, function: Callable[..., object], *arrays: Array, label: str = "use_handle") -> None:
         """Queue ``function(*arrays)`` on a handle's stream.
 
-        The call makes the checks of a cuDNN call with the handle.
+        The driver checks the handle as for a launch with it.
         """
         use = HandleUse(self._streams, handle, label, self.checks)
         with use:
             enqueue(self._streams, use.bound_queue(), function, arrays, (), label)
 
     def latch(self, pointer: int) -> Latch:
-        """Block a stream at this place until the latch is released."""
+        """Block the stream's later work until the latch is released."""
         return self._streams.latch(self._streams.resolve(pointer))
 
     def fail_at(self, k: int, method: str | None = None, error: BaseException | None = None, spared: Container[str] = ()) -> None:
@@ -119,20 +120,20 @@ class Controls:
         Parameters
         ----------
         k : int
-            From 1; 0 cancels the failure.
+            The number of the failing call, counted from 1. 0 cancels the failure.
         method : str, optional
-            Count calls of this method only. By default every call that `calls` counts.
+            The name of the method whose calls are counted. By default, every call that `calls` counts is counted.
         error : BaseException, optional
-            The error to raise; by default a RuntimeError that says so.
+            The error to raise; by default a RuntimeError that names the call.
         spared : container of str
-            Methods that are not counted.
+            Names of methods whose calls are not counted.
         """
         self._log.fail_at(k, method, error, spared)
 
     def lose_context(self, error: Exception | None = None) -> Exception:
-        """Make every later call fail, as after an illegal address.
+        """Make every later call fail, as after an illegal memory access.
 
-        Calls that ask for the current device and stream still succeed.
+        Calls that need no device, such as ``current_device``, still succeed. Return the error that the calls raise.
         """
         # The same error object is raised each time, so that `context_lost` recognises it.
         lost = self.lost = error or RuntimeError("an illegal memory access was encountered")
@@ -147,7 +148,7 @@ class Controls:
     def lose_device(self, device: int) -> None:
         """Make later calls fail while a device is current.
 
-        This simulates the loss of a GPU. Work that the device has already still runs, and other devices continue.
+        The method simulates the loss of a GPU. Work that was queued on the device earlier still runs, and other devices continue.
         ``fail_at(0)`` restores the device.
         """
         thread = self._thread
