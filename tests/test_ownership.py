@@ -28,7 +28,9 @@ FOREIGN = {
     },
     "order/plain_calls.py": {"setattr(function, ORDERS_ITSELF, function)": "a function keeps a mark nowhere else"},
     "recording/keys.py": {
-        "object.__setattr__(new, each.name, rebuilt(getattr(value, each.name)))": "a copy of a data class gets its fields"
+        "object.__setattr__(new, name, rebuilt(each) if place is None else [*_entries_of(new)][place])": (
+            "a copy of a container gets its attributes"
+        )
     },
     "recording/state_kinds.py": {
         "owner.__class__": "a user's object gets its class back",

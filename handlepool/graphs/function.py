@@ -43,6 +43,7 @@ from handlepool.pool.plan_directory import VARIABLE as PLAN_DIRECTORY
 from handlepool.tensors.device_properties import DeviceProperties
 from handlepool.tensors.layout import Layout
 
+R = TypeVar("R")
 MOST_VARIANTS = 64
 """The maximum number of a function's variants that keep their plans.
 
@@ -524,9 +525,6 @@ def _variant(function: GraphFunction[..., Any], settings: Settings) -> GraphFunc
 
 def _name(function: Callable[..., Any], settings: Settings) -> str:
     return str(dict(settings).get("name") or getattr(function, "__name__", "graph"))
-
-
-R = TypeVar("R")
 
 
 @overload

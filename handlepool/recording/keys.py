@@ -9,7 +9,7 @@ such an object is compared by guards, see `handlepool.recording.guards`.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MappingView, Sequence
+from collections.abc import Callable, Iterable, Iterator, MappingView, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -302,13 +302,13 @@ def attributes_of(value: Any) -> list[tuple[str, Any]]:
     return [(name, getattr(value, name)) for name in dict.fromkeys(names) if hasattr(value, name)]
 
 
-def _entries_of(value: Any) -> Any:
+def _entries_of(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, (list, tuple)) else ()
 
 
-def _place_of(value: Any, attribute: Any) -> int | None:
+def _place_of(value: object, attribute: object) -> int | None:
     """Return the place of the entry that is the attribute, or None."""
     return next((place for place, each in enumerate(_entries_of(value)) if each is attribute), None)
 

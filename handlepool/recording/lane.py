@@ -12,10 +12,13 @@ from typing import Any
 
 from handlepool.drivers.protocol import Driver
 from handlepool.order.track import NOTHING, Needs, Track
+from handlepool.order.uses import Use
 from handlepool.pool.internals import PoolInternals
 from handlepool.pool.side_streams import MOST_SIDE_SLOTS
 from handlepool.pool.slot import Slot, bind_to_thread
 from handlepool.recording.other_work import OtherWork
+from handlepool.recording.rehearsal import CallSignature
+from handlepool.tensors.layout import Piece, Token
 
 LEFT_FREE = 4
 """The number of side slots that a recording leaves to other users.
@@ -242,6 +245,14 @@ class MainStream:
         self.floor = self.deps = ()
 
 
+OpenNode = tuple[CallSignature, Lane, Node, Sequence[Piece | Token], Sequence[Piece | Token], list[Use], list[Use]]
+"""A node that is being recorded.
+
+The tuple has the node's signature, lane and `Node`, the memory that it reads, the memory that it writes, and the entries of the
+books for the read memory and for the written memory.
+"""
+
+
 class LeasedLanes:
     """Lease the lanes of a recording, and choose one lane per node.
 
@@ -373,6 +384,16 @@ def direct(producers: Sequence[Node]) -> list[Node]:
         else:
             found.append(each)
     return found
+
+
+def known_to(nodes: Iterable[Node]) -> Needs:
+    """Return the calls that a node after some nodes follows."""
+    known: Needs = {}
+    for node in nodes:
+        for track, last in node.known.items():
+            if known.get(track, 0) < last:
+                known[track] = last
+    return known
 
 
 def ends_of(nodes: Collection[Node]) -> tuple[Any, ...]:

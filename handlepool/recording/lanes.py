@@ -29,7 +29,7 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.pool.slot import Slot
 from handlepool.recording.explain import Step
 from handlepool.recording.held import HeldTensors
-from handlepool.recording.lane import Lane, LeasedLanes, MainStream, Node, direct, ends_of, steps_of
+from handlepool.recording.lane import Lane, LeasedLanes, MainStream, Node, OpenNode, direct, ends_of, known_to, steps_of
 from handlepool.recording.memory import NodeMemory, writes_outside
 from handlepool.recording.other_work import PLAIN
 from handlepool.recording.rehearsal import CallSignature, sizes_of
@@ -42,13 +42,6 @@ Pieces = Sequence[Piece | Token]
 GAVE_TO_MAIN = "it gave work to the stream that is recorded, and not to its own lane alone"
 MOST_NODES = 20_000
 """The maximum number of nodes in one recording."""
-
-_Open = tuple[CallSignature, Lane, Node, Pieces, Pieces, list[Use], list[Use]]
-"""A node that is being recorded.
-
-The tuple has the node's signature, lane and `Node`, the memory that it reads, the memory that it writes, and the entries of the
-books for the read memory and for the written memory.
-"""
 
 
 class Lanes:
@@ -232,12 +225,7 @@ class Lanes:
         if self._expected is None:
             return NOTHING
         if self._expected_known is None:
-            known: Needs = {}
-            for node in self.leased.nodes(needs_of(self.memory.entries(self._expected()), ())):
-                for each, last in node.known.items():
-                    if known.get(each, 0) < last:
-                        known[each] = last
-            self._expected_known = known
+            self._expected_known = known_to(self.leased.nodes(needs_of(self.memory.entries(self._expected()), ())))
         return self._expected_known
 
     def run(
@@ -294,7 +282,7 @@ class Lanes:
 
         ``attempt`` is the shortcut. It calls ``begin`` for the slot, once it has found that the arrays have the plan's geometry.
         """
-        opened: _Open | None = None
+        opened: OpenNode | None = None
 
         def begin(operands: object, launch: Any, addresses: Sequence[int], *_: object) -> Slot:
             nonlocal opened
@@ -355,7 +343,7 @@ class Lanes:
 
     # One node
 
-    def _begin(self, made: CallSignature, reads: Pieces, writes: Pieces, keep: object) -> _Open:
+    def _begin(self, made: CallSignature, reads: Pieces, writes: Pieces, keep: object) -> OpenNode:
         """Begin a node: choose its lane, and let that lane wait.
 
         The lane waits for the nodes that the new node follows. Until the node ends, all other calls are inside it.
@@ -434,7 +422,7 @@ class Lanes:
             raise
         self.memory.unwritten.wrote(writes)
 
-    def _fail(self, opened: _Open) -> None:
+    def _fail(self, opened: OpenNode) -> None:
         """End a node that raised an error."""
         _, lane, node, reads, writes, met, changed = opened
         try:
@@ -446,7 +434,7 @@ class Lanes:
             # The capture is invalid, so the node cannot be ended. The error that the node raised names the reason.
             self._inside = False
 
-    def _finish(self, opened: _Open, written: Sequence[Piece | Token], result: object, *, alone: bool = False) -> None:
+    def _finish(self, opened: OpenNode, written: Sequence[Piece | Token], result: object, *, alone: bool = False) -> None:
         """End a node, and note the memory that it used.
 
         ``written`` is memory that the node wrote beyond its declared writes. ``alone`` says that the node only made one launch,

@@ -45,6 +45,17 @@ class Owned:
     The attribute is only set while the setting thread holds the lock. It is None while the program has no owner.
     """
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory for arrays and scratch; 0 after `close`."""
+        recording = self._recording
+        return 0 if recording is None else recording.nbytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether the program was closed."""
+        return self._recording is None
+
     def hand_over(self) -> None:
         """Give the program up, so that another thread may own it.
 

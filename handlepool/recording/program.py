@@ -169,12 +169,6 @@ class Program(Owned):
         return self._outputs
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of device memory for arrays and scratch; 0 after `close`."""
-        recording = self._recording
-        return 0 if recording is None else recording.nbytes
-
-    @property
     def idle(self) -> bool:
         """Whether no thread uses the program, and its last use has finished.
 
@@ -184,11 +178,6 @@ class Program(Owned):
             return False
         with self._driver.relaxed():
             return self._driver.event_done(self._event)
-
-    @property
-    def closed(self) -> bool:
-        """Whether the program was closed."""
-        return self._recording is None
 
     def __repr__(self) -> str:
         what = f"{self.nodes} kernels and copies, {self.nbytes:,} bytes"

@@ -176,7 +176,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
                     return self._served(variant, call, stream, args, kwargs, out)
         return self._missed(pool, call, stream, args, kwargs, out)
 
-    def _served(self, variant: Variant, call: Call, stream: object, args: object, kwargs: object, out: object) -> Any:
+    def _served(
+        self, variant: Variant, call: Call, stream: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object
+    ) -> Any:
         """Serve a call by a program of the variant, if possible now."""
         self._unused = 0
         grow = None
@@ -197,7 +199,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._table.drop(variant)
         return self._missed(variant.pool, call, stream, args, kwargs, out)
 
-    def _plain(self, pool: PoolInternals, args: Any, kwargs: Any, out: Any) -> Any:
+    def _plain(self, pool: PoolInternals, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> Any:
         """Call the function itself, eagerly."""
         self._counts["eager"] += 1
         return self._into(pool, self._options.function(*args, **kwargs), out)
@@ -214,7 +216,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         copy_all(driver, results.copies)
         return results.value
 
-    def _missed(self, pool: PoolInternals, call: Call, stream: object, args: object, kwargs: object, out: object) -> Any:
+    def _missed(
+        self, pool: PoolInternals, call: Call, stream: object, args: tuple[Any, ...], kwargs: dict[str, Any], out: object
+    ) -> Any:
         """Serve a call for which the table seems to have no program."""
         variants = self._table.by_key.get(call.key, [])
         values: dict[str, int] = {}
@@ -263,7 +267,9 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             return True
         return self._table.see(call.key) > 1
 
-    def _recorded(self, pool: PoolInternals, call: Call, args: Any, kwargs: Any, values: dict[str, int]) -> Any:
+    def _recorded(
+        self, pool: PoolInternals, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[str, int]
+    ) -> Any:
         """Call the function for real and record it; return the call's value."""
         for name, count in values.items():
             if count == MANY_VALUES:
@@ -288,7 +294,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             self._say(variant.eager)
         return value
 
-    def _grow(self, variant: Variant, args: Any, kwargs: Any, call: Call) -> Any:
+    def _grow(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Any:
         """Capture a further instance, unless another call records."""
         me, pool = object(), variant.pool
         try:
@@ -489,7 +495,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     ) -> StreamFuture[R] | None:
         return request(self, pool, requests, task(), args, kwargs) if takes(pool.driver, args, kwargs) else None
 
-    def _at_once(self, args: Any, kwargs: Any) -> list[Any]:
+    def _at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Call the function if the key is new; return a list.
 
         The call records the key, and the list has the call's value. If the key is known or cannot be recorded, the function is

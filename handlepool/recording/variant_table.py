@@ -105,7 +105,7 @@ class VariantTable:
                 dead.append(min(self._order, key=attrgetter("last")))
         return [each for each in dead if each is not variant]
 
-    def keep_hit(self, variant: Variant, args: Any) -> None:
+    def keep_hit(self, variant: Variant, args: tuple[Any, ...]) -> None:
         """Let later calls try the variant's hit, if it has a hit."""
         hit, shape = variant.hit(args), getattr(args[0], "shape", None) if args else None
         if hit is None or hit in self.hits.get(shape, ()):

@@ -1,4 +1,4 @@
-"""The example of a library passes its tests, and these find a mistake that is planted in it, each in a run of its own."""
+"""The examples pass their tests, and the tests of a library find a planted mistake, each in a run of its own."""
 
 import os
 import re
@@ -12,8 +12,10 @@ import pytest
 pytest_plugins = "pytester"
 
 DOCS = Path(__file__).parents[2] / "docs"
-EXAMPLE = DOCS / "examples" / "sharpness"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not EXAMPLE.exists(), reason="docs/ is not here")]
+EXAMPLES = DOCS / "examples"
+WIDE = ("cameras", "tiles", "scene")
+"""Programs of several networks, each of at most 80 lines."""
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not EXAMPLES.exists(), reason="docs/ is not here")]
 
 MISTAKES = {
     "a missing wait": (
@@ -44,28 +46,42 @@ UNORDERED = ("STATES.fork()", "STATES.fork(ordered=False)")  # or data orders th
 MORE = {"a shared workspace": SHARED, "an in-place write to an array that a sibling branch reads": UNORDERED}
 
 
+def tested(folder, *options):
+    """Runs the tests of an example as its writer does: from its folder, with nothing of ours configured."""
+    path = [str(folder), str(DOCS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "pytest_handlepool", "-p", "no:cacheprovider", "-W", "error", *options]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "MPLBACKEND": "agg"},
+        text=True,
+        capture_output=True,
+        timeout=240,
+    )
+
+
 @pytest.fixture
-def run_tests(tmp_path):
-    """Runs the tests of a copy of the example, after changes of its source: ``run_tests((right, wrong), ...)``."""
-    shutil.copytree(EXAMPLE, tmp_path / "sharpness", ignore=shutil.ignore_patterns("__pycache__", ".*"))
+def copied(tmp_path):
+    """Copies an example: ``copied(name)``."""
+
+    def copy(name):
+        return shutil.copytree(EXAMPLES / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+
+    return copy
+
+
+@pytest.fixture
+def run_tests(copied):
+    """Runs the tests of a copy of the library, after changes of its source: ``run_tests((right, wrong), ...)``."""
 
     def run(*changes):
-        source = tmp_path / "sharpness" / "sharpness.py"
+        source = copied("sharpness") / "sharpness.py"
         text = source.read_text()
         for right, wrong in changes:
             assert text.count(right) == 1
             text = text.replace(right, wrong)
         source.write_text(text)
-        path = [str(source.parent), str(DOCS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "pytest_handlepool", "-p", "no:cacheprovider", "-W", "error"]
-        return subprocess.run(
-            command,
-            cwd=source.parent,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-            text=True,
-            capture_output=True,
-            timeout=120,
-        )
+        return tested(source.parent)
 
     return run
 
@@ -73,6 +89,36 @@ def run_tests(tmp_path):
 def test_the_example_passes_its_tests(run_tests):
     done = run_tests()
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_an_example_of_several_networks_passes_its_tests(name, copied):
+    folder = copied(name)
+    assert len((folder / f"{name}.py").read_text().splitlines()) <= 80
+    done = tested(folder, "--handlepool-seeds=2")
+    assert done.returncode == 0, done.stdout
+
+
+def test_networks_that_wait_for_each_other_are_found(copied):
+    folder = copied("scene")
+    source = folder / "scene.py"
+    text, right = (
+        source.read_text(),
+        "    return handlepool.recorded(lambda x: [net(x, *filters) for net, filters in weights.items()], lanes=8)\n",
+    )
+    assert text.count(right) == 1
+    source.write_text(
+        text.replace(
+            right,
+            "    def chained(x):\n"
+            "        found = [detector(x, *weights[detector]), segmenter(x, *weights[segmenter])]\n"
+            "        return [*found, depth(handlepool.add(x, found[1][:, :3]), *weights[depth])]\n\n"
+            "    return handlepool.recorded(chained, lanes=8)\n",
+        )
+    )
+    done = tested(folder, "--handlepool-seeds=1", "-k", "no_network_waits")
+    assert done.returncode == 1
+    assert "FAILED tests/test_scene.py::test_no_network_waits" in done.stdout
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed", exc_type=I
 from harness.torch_random import made  # noqa: E402 - torch may be missing
 from torch import nn  # noqa: E402
 
-from handlepool.integrations.torch import recorded, report, together  # noqa: E402
+from handlepool.integrations.torch import recorded, report, together, width  # noqa: E402
 from handlepool.integrations.torch.backend import handlepool as backend  # noqa: E402
 
 ALL = 120  # seconds, of what is expected to happen
@@ -217,6 +217,49 @@ def test_the_quicker_of_inductors_and_our_kernels_stays():
         close(net, ours, images(net))
     net.stem[0].weight.mul_(1.5)
     close(net, ours, images(net))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_g19_convolutions_of_rows_give_their_own_values(dtype):
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.up = nn.Conv1d(80, 64, 7, padding=3), nn.ConvTranspose1d(64, 32, 8, stride=4, padding=2)
+            self.second, self.third = nn.Conv1d(32, 32, 3, padding=3, dilation=3), nn.Conv1d(32, 1, 7, padding=3)
+
+        def forward(self, x):
+            y = self.up(nn.functional.leaky_relu(self.first(x), 0.1))
+            y = self.second(nn.functional.leaky_relu(y, 0.1)) + y
+            return (torch.tanh(self.third(y)), y)
+
+    model = Rows().eval().cuda().to(dtype)
+    ours = recorded(model, strict=True)
+    for x in (torch.randn(1, 80, 50, device="cuda"), torch.randn(2, 50, 80, device="cuda").transpose(1, 2)):
+        for _ in range(3):
+            close(model, ours, (x + torch.randn_like(x)).to(dtype))
+    assert {name for each in report(ours) for name in each.kernels} >= {"conv1d", "conv1d_add", "conv_transpose1d"}
+
+
+def test_the_width_is_measured_with_the_times_of_this_gpu():
+    chain = nn.Sequential(*[nn.Conv2d(32, 32, 3, padding=1) for _ in range(8)]).eval().cuda().half()
+    x = torch.randn(1, 32, 32, 32, device="cuda").half().contiguous(memory_format=torch.channels_last)
+    found = width(chain, x)
+    assert found.device == torch.cuda.get_device_name()
+    assert found.width == pytest.approx(1.0)
+
+    class Several(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([copy.deepcopy(chain) for _ in range(6)])
+
+        def forward(self, x):
+            return tuple([part(x) for part in self.parts])
+
+    found = width(Several().eval(), x)
+    assert found.nodes == 6 * found.longest
+    assert found.width > 4
+    # Six chains of small kernels run beside each other.
+    assert found.gain > 2
 
 
 def test_a_model_on_the_cpu_is_torchs():

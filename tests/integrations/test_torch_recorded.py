@@ -127,6 +127,49 @@ def test_each_operation_gives_torchs_value(name):
     check(OPERATIONS[name].eval(), (images(),), (torch.randn(2, 8, 8, 8),))
 
 
+ROWS = {
+    "strided": (nn.Conv1d(8, 4, 3, stride=2, padding=1), {"conv1d": 1}),
+    "same": (nn.Conv1d(8, 4, 3, padding="same", dilation=2), {"conv1d": 1}),
+    "grouped": (nn.Conv1d(8, 8, 3, groups=8, padding=1, bias=False), {"grouped": 1}),
+    "single": (nn.Conv1d(8, 1, 1), {"conv1d": 1}),
+    "normed": (nn.Sequential(nn.Conv1d(8, 4, 3, bias=False), nn.BatchNorm1d(4), nn.ReLU()), {"conv1d_relu": 1}),
+    "transposed": (nn.ConvTranspose1d(8, 4, 4, stride=2, padding=1, output_padding=1), {"conv_transpose1d": 1}),
+    "chain": (nn.Sequential(nn.Conv1d(8, 4, 3), nn.LeakyReLU(), nn.Conv1d(4, 8, 3)), {"conv1d": 2, "leaky_relu": 1}),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_convolved_as_images_of_height_one(name):
+    model, kernels = ROWS[name]
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+    for x in (torch.randn(2, 8, 13), torch.randn(2, 13, 8).transpose(1, 2), torch.randn(2, 8, 26)[..., ::2]):
+        ours = check(model.eval(), (x,))
+        found = report(ours)[0]
+        assert found.kernels == kernels
+        assert not found.torch
+
+
+def test_rows_have_the_residual_in_the_convolution_and_stay_channels_last():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv1d(8, 8, 3, padding=1), nn.Conv1d(8, 8, 3, padding=1)
+
+        def forward(self, x):
+            return self.second(functional.relu(self.first(x))) + x
+
+    x = torch.randn(2, 8, 13)
+    ours = check(Residual().eval(), (x,))
+    assert report(ours)[0].kernels == {"conv1d_relu": 1, "conv1d_add": 1}
+    # Only x is copied, for each of its two readers, and the result, back into torch's layout.
+    steps = [step.name.partition("[")[0] for step in ours.program(x).explain().steps]
+    assert steps.count("to_channels_last") == 2
+    assert steps.count("to_contiguous") == 1
+
+
 POINTWISE = {
     "chain": lambda x: functional.hardswish(x) * torch.sigmoid(x) + functional.leaky_relu(x, 0.2) - 1.5,
     "clamped": lambda x: functional.relu6(x).clamp(min=0.1) / (x.abs() + 1),

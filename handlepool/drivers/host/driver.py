@@ -21,7 +21,7 @@ import numpy as np
 from handlepool._util.causes import causes
 from handlepool._util.names import shown
 from handlepool.drivers.executable import OperandCopy, SavedPlan
-from handlepool.drivers.host import scheduler as schedulers
+from handlepool.drivers.host import schedulers
 from handlepool.drivers.host.array import Array, HostArray, address_of, check_type, owner_of, view_of
 from handlepool.drivers.host.array_functions import RULES
 from handlepool.drivers.host.array_work import ArrayWork

@@ -51,6 +51,15 @@ ALONE: dict[str, Callable[..., Any]] = {
 
 cuDNN has few plans for a convolution with such an activation.
 """
+RANKS = {
+    aten.conv1d.default: 3,
+    aten.conv1d.padding: 3,
+    aten.conv_transpose1d.default: 3,
+    aten.conv2d.default: 4,
+    aten.conv2d.padding: 4,
+    aten.conv_transpose2d.input: 4,
+}
+"""The axes of the arrays of each convolution."""
 _OVER_ELEMENTS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 Steps = tuple[Any, ...]
 """Operations that scale and shift channels, in order.
@@ -60,22 +69,33 @@ Each is ("norm", epsilon), "mul" or "add".
 
 
 def lower_convolutions(lowering: Lowering) -> None:
-    """Lower the convolutions of images."""
-    for node in lowering.nodes(aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d.input):
+    """Lower the convolutions of images and of rows."""
+    for node in lowering.nodes(*RANKS):
         x, w, bias, *how = arguments(node)
-        if is_tensor(node, 4) and is_tensor(x, 4) and lowering.constant(w, bias) and is_tensor(w, 4) and not lowering.constant(x):
-            if node.target is aten.conv_transpose2d.input:
+        rank = RANKS[node.target]
+        known = all(is_tensor(each, rank) for each in (node, x, w)) and lowering.constant(w, bias)
+        if known and not lowering.constant(x):
+            if node.target in (aten.conv_transpose1d.default, aten.conv_transpose2d.input):
                 _transposed(lowering, node, x, w, bias, how)
             else:
                 _convolution(lowering, node, x, w, bias, how)
 
 
+def _along(rank: int, value: object, other: int) -> tuple[int, int]:
+    """Return an option for height and width.
+
+    A row is an image of height 1, whose option for the height is ``other``.
+    """
+    return pair(value) if rank == 4 else (other, pair(value)[0])
+
+
 def _convolution(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias: Value, how: list[Any]) -> None:
     stride, padding, dilation, groups = how
+    rank = RANKS[node.target]
     options = {
-        "stride": pair(stride),
-        "padding": padding if isinstance(padding, str) else pair(padding),
-        "dilation": pair(dilation),
+        "stride": _along(rank, stride, 1),
+        "padding": padding if isinstance(padding, str) else _along(rank, padding, 0),
+        "dilation": _along(rank, dilation, 1),
         "groups": groups,
     }
     out, steps, parts = _scaling(lowering, node)
@@ -84,11 +104,11 @@ def _convolution(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias
     out, addend = _addend(lowering, out) if groups == 1 else (out, None)
     out, activation = activation_behind(out)
     inputs = [each for each in (x, filters, vector, addend) if each is not None]
-    kernel = _kernel(vector is not None, addend is not None, activation, options)
+    kernel = _kernel(rank, vector is not None, addend is not None, activation, options)
     lowering.emit(kernel, inputs, out)
 
 
-def _kernel(biased: bool, added: bool, activation: str | None, options: dict[str, Any]) -> Kernel:
+def _kernel(rank: int, biased: bool, added: bool, activation: str | None, options: dict[str, Any]) -> Kernel:
     settings: dict[str, Any] = {"allow_tf32": tf32()[1], "deterministic": deterministic()}
 
     def parts(rest: tuple[Any, ...]) -> dict[str, Any]:
@@ -108,19 +128,48 @@ def _kernel(biased: bool, added: bool, activation: str | None, options: dict[str
 
     # For an activation other than relu, cuDNN has few plans, and these plans are slow.
     ways = {"apart": apart, "fused": fused} if activation in ALONE else {"fused": fused}
-    kind = "conv2d" if options["groups"] == 1 else "grouped"
+    kind = ("conv1d" if rank == 3 else "conv2d") if options["groups"] == 1 else "grouped"
     name = "_".join([kind, *(["add"] if added else []), *([activation] if activation else [])])
-    return Kernel(name, ways, plain, (biased, *options.values(), *settings.values()))
+    return _of_rank(rank, Kernel(name, ways, plain, (biased, *options.values(), *settings.values())))
+
+
+def _of_rank(rank: int, kernel: Kernel) -> Kernel:
+    """Return a kernel of images as a kernel for some rank.
+
+    Rows with channels are images of height 1. Torch has no channels-last rows, so a model cannot ask for the layout in which
+    cuDNN is quickest. The kernel takes that layout itself, and the rows stay in it from kernel to kernel.
+    """
+    if rank == 4:
+        return kernel
+
+    def of_rows(function: Callable[..., Any], lay: Callable[[Value], Any]) -> Callable[..., Any]:
+        def run(x: Value, w: Value, *rest: Value) -> Any:
+            images = [lay(each[:, :, None]) if each.ndim == 3 else each for each in (x, w, *rest)]
+            return function(*images)[:, :, 0]
+
+        return run
+
+    ways = {name: of_rows(way, _channels_last) for name, way in kernel.ways.items()}
+    return Kernel(kernel.__name__, ways, of_rows(kernel.plain, lambda image: image), kernel.key)
+
+
+def _channels_last(image: Value) -> Any:
+    """Return images of height 1 with the channels innermost."""
+    strides = image.stride() if isinstance(image, Tensor) else [step // image.dtype.itemsize for step in image.strides]
+    count, channels, _, length = image.shape
+    steps = zip((count, channels, length), (strides[0], strides[1], strides[3]), (channels * length, 1, channels), strict=True)
+    return image if all(step == right for extent, step, right in steps if extent != 1) else handlepool.to_channels_last(image)
 
 
 def _transposed(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias: Value, how: list[Any]) -> None:
     stride, padding, beyond, groups, dilation = how
+    rank = RANKS[node.target]
     options = {
-        "stride": pair(stride),
-        "padding": pair(padding),
-        "output_padding": pair(beyond),
+        "stride": _along(rank, stride, 1),
+        "padding": _along(rank, padding, 0),
+        "output_padding": _along(rank, beyond, 0),
         "groups": groups,
-        "dilation": pair(dilation),
+        "dilation": _along(rank, dilation, 1),
     }
     settings: dict[str, Any] = {"allow_tf32": tf32()[1], "deterministic": deterministic()}
     filters = lowering.made(_lain, w)
@@ -132,7 +181,7 @@ def _transposed(lowering: Lowering, node: fx.Node, x: fx.Node, w: fx.Node, bias:
         return torch.conv_transpose2d(x, w, *(bias or (None,)), **options)
 
     inputs = [x, filters, *([] if bias is None else [bias])]
-    lowering.emit(Kernel("conv_transpose2d", {"fused": run}, plain), inputs, node)
+    lowering.emit(_of_rank(rank, Kernel(f"conv_transpose{rank - 2}d", {"fused": run}, plain)), inputs, node)
 
 
 def _scaling(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, Steps, list[Any]]:
@@ -169,8 +218,8 @@ def _scaling(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, Steps, list[An
 
 
 def _by_channel(factor: fx.Node, node: fx.Node) -> bool:
-    channels = value_of(node).shape[1]
-    return tuple(value_of(factor).shape) in ((1, channels, 1, 1), (channels, 1, 1))
+    extents = (value_of(node).shape[1], *[1] * (value_of(node).dim() - 2))
+    return tuple(value_of(factor).shape) in ((1, *extents), extents)
 
 
 def _addend(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
@@ -183,7 +232,7 @@ def _addend(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, fx.Node | None]
         return node, None
     one, other = user.args
     addend = other if one is node else one
-    if addend is node or not is_tensor(addend, 4) or lowering.constant(addend):
+    if addend is node or not is_tensor(addend) or lowering.constant(addend):
         return node, None
     same = value_of(addend).shape == value_of(node).shape and value_of(addend).dtype == value_of(node).dtype
     return (user, addend) if same else (node, None)
@@ -234,7 +283,7 @@ def affine(steps: Steps, parts: list[Any]) -> tuple[Any, Any]:
 def _filters(steps: Steps, w: Tensor, parts: list[Any]) -> Tensor:
     scale, _ = affine(steps, parts)
     if isinstance(scale, Tensor):
-        w = (w.double() * scale.reshape(-1, 1, 1, 1)).to(w.dtype)
+        w = (w.double() * scale.reshape(-1, *[1] * (w.dim() - 1))).to(w.dtype)
     return _lain(w)
 
 
@@ -245,4 +294,5 @@ def _bias(steps: Steps, w: Tensor, bias: Tensor | None, parts: list[Any]) -> Ten
 
 
 def _lain(w: Tensor) -> Tensor:
-    return w.contiguous(memory_format=torch.channels_last)
+    """Return filters of images, channels-last; filters of rows get a height."""
+    return (w[:, :, None] if w.dim() == 3 else w).contiguous(memory_format=torch.channels_last)

@@ -76,11 +76,7 @@ class RecordedModel:
         object
             The model's value, in new tensors that are ready on torch's current stream.
         """
-        # A call with a single tensor is the usual case, and needs no walk over the arguments.
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            leaves, structure = args, None
-        else:
-            leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = _flat(args, kwargs)
         try:
             return self._run(leaves, structure, args, kwargs)
         except NotTaken as why:
@@ -92,11 +88,11 @@ class RecordedModel:
             self._weights.derived() or any(isinstance(each, Tensor) and each.requires_grad for each in leaves)
         ):
             raise NotTaken("it needs gradients: call it under torch.no_grad()")
-        kind = self._kind or next((each.device.type for each in leaves if isinstance(each, Tensor)), "cpu")
+        kind = self._kind or _kind_of(leaves)
         if kind == "cuda" and torch.cuda.is_current_stream_capturing():
             # The model's own kernels become a part of the caller's graph.
             return self._model(*args, **kwargs)
-        key = modes(kind), structure, tuple([_part(each) for each in leaves])
+        key = _key(kind, leaves, structure)
         program = self._programs.get(key)
         if isinstance(program, Program) and not program.writes:
             # The launch comes before the comparison of the weights, so that the GPU works during the comparison. The program
@@ -133,7 +129,7 @@ class RecordedModel:
             self._weights.versions.renew()
         return value
 
-    def _called(self, key: Any, program: Program, leaves: Sequence[Any]) -> Any:
+    def _called(self, key: object, program: Program, leaves: Sequence[Any]) -> Any:
         """Call the program of a key.
 
         If the program cannot be recorded, torch runs all later calls of the key.
@@ -146,7 +142,7 @@ class RecordedModel:
             self._programs[key] = str(why)
             raise
 
-    def _made(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together | str | None:
+    def _made(self, key: object, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together | str | None:
         """Trace and lower the model for the arguments of a key.
 
         Return the program, or the reason why torch has to run all calls of the key. Return None if torch has to run only this
@@ -236,6 +232,34 @@ class RecordedModel:
                 torch.cuda.current_stream().synchronize()
             self._weights.versions.renew()
 
+    def program(self, *args: object, **kwargs: object) -> handlepool.Program:
+        """Return the program for such arguments, recorded if it is missing.
+
+        The program is for ``explain``, ``draw`` and ``tune``. Calls of the model go on using it.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            As in a call.
+
+        Returns
+        -------
+        handlepool.Program
+
+        Raises
+        ------
+        CaptureError
+            If torch or Inductor's kernels run the model with such arguments.
+        """
+        self(*args, **kwargs)
+        leaves, structure = _flat(args, kwargs)
+        found = self._programs.get(_key(self._kind or _kind_of(leaves), leaves, structure), "its call was left to torch")
+        if isinstance(found, Together):
+            found = "Inductor's kernels were quicker, and these are a single node; pass fallback=None"
+        if isinstance(found, str):
+            raise CaptureError(f"{self!r} has no program for such arguments: {found}")
+        return found.program(leaves)
+
     @property
     def programs(self) -> list[Program | Together | str]:
         """The program of each key, or the reason why torch runs it."""
@@ -248,6 +272,23 @@ class RecordedModel:
         if why not in self._said:
             self._said.add(why)
             warn(type(self._model).__name__, why)
+
+
+def _flat(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[Sequence[Any], Any]:
+    """Return the leaves of a call's arguments, and their nesting."""
+    # A call with a single tensor is the usual case, and needs no walk over the arguments.
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        return args, None
+    leaves: tuple[Sequence[Any], Any] = pytree.tree_flatten((args, kwargs))
+    return leaves
+
+
+def _kind_of(leaves: Sequence[Any]) -> str:
+    return next((each.device.type for each in leaves if isinstance(each, Tensor)), "cpu")
+
+
+def _key(kind: str, leaves: Sequence[object], structure: object) -> Any:
+    return modes(kind), structure, tuple([_part(each) for each in leaves])
 
 
 def _end(program: Program | Together | str) -> None:

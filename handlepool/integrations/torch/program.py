@@ -361,6 +361,17 @@ class Program:
             own = [self._constants.values[node].clone() if node in self._constants else next(left) for node in self._returned]
         return self._outputs.build(own, leaves)
 
+    def program(self, leaves: Sequence[Any]) -> handlepool.Program:
+        """Return the recorded program for the leaves of the arguments.
+
+        Raises
+        ------
+        CaptureError
+        """
+        if not self._slots_returned:
+            raise CaptureError("all results of the model are constants, so it has no program")
+        return self.recorded.program(*self._place.arrays(self._given(leaves)))
+
     def tune(self, seconds: float) -> None:
         """Find the best number of lanes."""
         self.recorded.tune(seconds=seconds)
