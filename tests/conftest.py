@@ -7,7 +7,7 @@ import importlib
 import os
 
 import pytest
-from harness import measuring
+from harness import measuring, seeds
 from harness.controls import CONTROLS
 from harness.insides import abandoned, made_default
 from harness.process import as_default, forget_deferred
@@ -27,6 +27,12 @@ for name in list(os.environ):
         del os.environ[name]  # a test sets what it is about
 
 
+def pytest_terminal_summary(terminalreporter, exitstatus):
+    """A failed run names its seed, which repeats it."""
+    if exitstatus:
+        terminalreporter.write_line(f"HANDLEPOOL_SEED={seeds.SEED}")
+
+
 def pytest_sessionfinish(session):
     """Where HANDLEPOOL_TEST_SKIPS is "none", a skipped test is a failure: what it needs was brought, and is not found."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # of pytest-xdist's workers none has one
@@ -37,6 +43,12 @@ def pytest_sessionfinish(session):
 
 TIMEOUT = 60
 """Of barriers, events and threads that are expected to be met, set or done."""
+
+
+@pytest.fixture(autouse=True)
+def random_numbers_by_the_seed(request):
+    """A test draws what the seed of the run and its own name decide, whichever tests ran before it."""
+    seeds.begin(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)

@@ -2,15 +2,16 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 from harness.terminal import run_on_terminal
 
+import handlepool
 from handlepool import __main__ as command
 from handlepool.cli import check, info, plans, terminal
 
@@ -32,7 +33,14 @@ def test_the_script_of_the_package_is_the_command():
     root = Path(__file__).parents[2]
     scripts = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     module, _, name = scripts["handlepool"].partition(":")
-    assert getattr(import_module(module), name) is command.run
+    program = f"import sys; sys.argv = ['handlepool', '--version']; from {module} import {name}; sys.exit({name}())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, f"handlepool {handlepool.__version__}\n")
+
+
+def test_the_script_imports_neither_the_package_nor_a_library_before_it_can_be_interrupted():
+    program = "import sys, handlepool_command; print([m for m in ('handlepool', 'numpy', 'cudnn') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=120) == "[]\n"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +85,51 @@ def test_help_fits_a_terminal_of_40_columns(name, capsys, monkeypatch):
 
 
 # Ctrl-C
+
+
+INTERRUPTED_IMPORT = """
+import signal, sys
+
+NAME = sys.argv[1]
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == NAME:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from {module} import run
+sys.argv = ["handlepool", "info"]
+sys.exit(run())
+"""
+
+
+def interrupted_at_the_import_of(name, module="handlepool_command", **options):
+    program = INTERRUPTED_IMPORT.format(module=module)
+    command = [sys.executable, "-c", program, name]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+
+
+@pytest.mark.parametrize("name", ["handlepool", "numpy", "handlepool.pool.slot", "handlepool.__main__"])
+def test_ctrl_c_while_the_package_is_imported_is_one_line_and_exit_status_130(name):
+    done = interrupted_at_the_import_of(name)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "handlepool: interrupted\n")
+
+
+def test_control_without_the_entry_ctrl_c_during_the_import_is_a_traceback():
+    done = interrupted_at_the_import_of("handlepool.pool.slot", module="handlepool.__main__")
+    assert "Traceback" in done.stderr
+
+
+def test_ctrl_c_that_the_process_ignores_stays_ignored():
+    done = interrupted_at_the_import_of("numpy", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert done.returncode == 0
+    assert "interrupted" not in done.stderr
+
+
+def test_ctrl_c_after_the_import_reaches_the_command():
+    done = interrupted_at_the_import_of("handlepool.cli.info")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "handlepool: interrupted\n")
 
 
 @pytest.mark.parametrize(

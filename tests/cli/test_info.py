@@ -16,7 +16,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 
@@ -107,7 +107,7 @@ def test_a_full_standard_output_is_one_line(more):
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
     assert (done.returncode, done.stderr) == (2, "handlepool: [Errno 28] No space left on device\n")
@@ -119,7 +119,7 @@ def test_a_closed_standard_output_is_no_error(more):
         ["sh", "-c", f"{sys.executable} -m handlepool info {more} >&-"],
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,5 +1,6 @@
 """Every benchmark script runs on the host driver and writes what it found; its figures say nothing there."""
 
+import fcntl
 import importlib
 import json
 import os
@@ -31,7 +32,7 @@ def run(name, *arguments, folder=FOLDER, **environment):
         env={**os.environ, "HANDLEPOOL_DRIVER": "host", **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 
@@ -52,17 +53,25 @@ def module(monkeypatch):
     return importlib.import_module
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def written(tmp_path_factory):
-    """What a script wrote: ``written(name)``."""
-    folder = tmp_path_factory.mktemp("results")
+    """What a script wrote: ``written(name)``. All processes of a test run share the files."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "results"
+    folder.mkdir(exist_ok=True)
 
     def results(name):
         path = folder / f"{name}.json"
-        if not path.exists():
-            done = run(name, "--quick", "--driver", "host", "--json", path)
-            assert done.returncode == 0, done.stderr
-            assert done.stderr == ""  # no progress in a pipe
+        # A script runs once. A process that needs its file meanwhile waits for the lock.
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                unfinished = folder / f"{name}.unfinished"
+                done = run(name, "--quick", "--driver", "host", "--json", unfinished)
+                assert done.returncode == 0, done.stderr
+                assert done.stderr == ""  # no progress in a pipe
+                # Other tests read the folder, and see whole files alone.
+                unfinished.rename(path)
         return path, json.loads(path.read_text())
 
     return results

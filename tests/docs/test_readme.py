@@ -35,7 +35,7 @@ def test_every_python_snippet_runs_on_the_host_driver(marker, code, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

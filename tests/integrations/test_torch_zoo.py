@@ -13,9 +13,13 @@ from handlepool.integrations.torch import recorded, report  # noqa: E402
 leaves = torch.utils._pytree.tree_leaves
 
 
-@pytest.mark.slow
+NAMES = (*torch_zoo.TORCHVISION, *torch_zoo.TIMM)
+BRIEF = ("squeezenet1_0", "shufflenet_v2_x0_5", "tinynet_e", "lcnet_050")
+"""Small ones, which continuous integration runs."""
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [*torch_zoo.TORCHVISION, *torch_zoo.TIMM])
+@pytest.mark.parametrize("name", [name if name in BRIEF else pytest.param(name, marks=pytest.mark.slow) for name in NAMES])
 def test_a_model_gives_its_own_values(name, pool, torch_host):
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -34,4 +38,5 @@ def test_a_model_gives_its_own_values(name, pool, torch_host):
 
 
 def test_there_are_fifty_models_beside_those_of_the_benchmark():
-    assert len({*torch_zoo.TORCHVISION, *torch_zoo.TIMM}) >= 50
+    assert len({*NAMES}) >= 50
+    assert {*NAMES} > {*BRIEF}

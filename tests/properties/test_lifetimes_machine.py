@@ -5,14 +5,14 @@ replayed, handles are taken and destroyed by their callers, workspaces grow, for
 runs short, a driver call fails, the pool is trimmed and closed, the process forks. Branches read and overwrite what others made,
 and NumPy computes the same. There are 32, 2, 1 or no side slots. The driver checks the order of every access.
 
-``HANDLEPOOL_EXAMPLES`` is the number of examples, ``HANDLEPOOL_SEED`` makes a run repeatable.
+``HANDLEPOOL_EXAMPLES`` is the number of examples, and ``HANDLEPOOL_SEED`` decides them.
 """
 
 import contextlib
 import os
-import random
 
 import pytest
+from harness.seeds import SEED
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 from lifetime_forks import Value
@@ -21,7 +21,6 @@ from lifetimes import Lifetimes
 from handlepool import ContractError
 
 EXAMPLES = int(os.environ.get("HANDLEPOOL_EXAMPLES", "800"))
-SEED = int(os.environ.get("HANDLEPOOL_SEED") or random.randrange(1 << 32))
 PARTS = 8  # as units of work for test processes
 
 

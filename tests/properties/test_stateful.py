@@ -8,7 +8,7 @@ from harness import stateful
 from handlepool.recording import state
 
 FIRST = int(os.environ.get("FIRST", "0"))
-COUNT = int(os.environ.get("COUNT", "400"))
+COUNT = int(os.environ.get("COUNT", "120"))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from handlepool.pool import deferred
 from handlepool.testing.pools import substitute_default
 
 FIRST = int(os.environ.get("FIRST", "0"))
-COUNT = int(os.environ.get("COUNT", "40"))
+COUNT = int(os.environ.get("COUNT", "16"))
 SHAPES = [(1, 4, h, w) for h in (2, 3, 4, 5) for w in (2, 3, 4)]
 THREADS = 8
 CALLS = 24
