@@ -521,7 +521,7 @@ class Installation:
         if not verdict.known:
             warnings.warn(
                 f"nvidia-cudnn-frontend {verdict.version} is not one of the versions that handlepool knows, {_KNOWN}; it passed "
-                f"handlepool's self-test, so handlepool uses it",
+                f"a self-test, so handlepool uses it",
                 RuntimeWarning,
                 stacklevel=4,
             )
