@@ -53,9 +53,9 @@ middle, at the edges and in the corners of an image have up to nine geometries.
 _MOST_TOLD = 64
 """The maximum number of a tuple's entries that `_telling` examines."""
 _NO_VALUE = CellType()
-"""An empty cell, equal to the cell of a closure's variable without a value."""
+"""An empty cell, as of a closure's variable without a value."""
 _CLOSING = 30.0
-"""The maximum number of seconds that a task waits for its worker's end.
+"""The maximum time in seconds that a task waits for its worker.
 
 A task that finds the context of its device lost closes its worker, and waits. After this time, the task reports its error.
 """
@@ -273,10 +273,10 @@ def map_tiles(
 
 
 def _packed(values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
-    """Return a contiguous copy, and the place of each axis in the copy.
+    """Return a contiguous copy of ``values``, and its axes' places.
 
-    In the copy, the axes of ``values`` stand in the order in which they lie in memory. Dask sends arrays in C order, so the
-    worker uses the places to restore the layout of ``values``.
+    In the copy, the axes of ``values`` stand in the order in which they lie in memory. The second value is the place of each
+    axis in the copy. Dask sends arrays in C order, so the worker uses the places to restore the layout of ``values``.
     """
     order = sorted(range(values.ndim), key=lambda axis: -abs(values.strides[axis]))
     return values.transpose(order).copy(), tuple(np.argsort(order).tolist())

@@ -783,7 +783,7 @@ def test_a_wrapped_graph_takes_the_callers_handle_and_workspace(installed, torch
 
 
 def test_info_says_whether_it_is_installed(pool):
-    assert "not installed; for nvidia-cudnn-frontend 1.32.*" in info.render(info.collect())
+    assert "not installed; handlepool knows nvidia-cudnn-frontend 1.32.*" in info.render(info.collect())
     with shim.pooled_handles():
         assert info.collect()["integrations"]["cudnn"]["installed"]
 

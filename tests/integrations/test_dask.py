@@ -303,8 +303,8 @@ def test_margins_are_those_of_map_overlap(here, depth, boundary):
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        (tiles.wide, TILES, r"returned \(1, 8, 12, 12\) of float32 for a tile of \(1, 4, 12, 12\)"),
-        (tiles.conv, {**TILES, "dtype": "float64"}, "of float64"),
+        (tiles.wide, TILES, r"of shape \(1, 8, 12, 12\) and type float32 for a tile of shape \(1, 4, 12, 12\)"),
+        (tiles.conv, {**TILES, "dtype": "float64"}, "and type float64"),
         (tiles.nothing, {"depth": 0}, "NoneType"),
     ],
 )

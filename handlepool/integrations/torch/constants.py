@@ -1,7 +1,7 @@
 """Keep tensors that are computed from weights alone.
 
-A program reads the constants at fixed addresses. After a write to a weight, they are computed again into the same memory, so no
-program has to be recorded again.
+A program reads the constants at fixed addresses. After a write to a weight, the constants are computed again into the same
+memory. So no program has to be recorded again.
 """
 
 from collections.abc import Callable
@@ -42,9 +42,9 @@ class Constants:
                 self._add(node, node.target, node.args, node.kwargs)
 
     def made(self, graph: fx.Graph, function: Callable[..., Tensor], *args: Any) -> fx.Node:
-        """Return a new constant node for a function of constants.
+        """Return a new constant node, whose value is ``function(*args)``.
 
-        The arguments are constant nodes and plain values.
+        ``args`` are constant nodes and plain values.
         """
         node = graph.create_node("get_attr", f"constant_{len(self._made)}")
         self._add(node, function, args, {})

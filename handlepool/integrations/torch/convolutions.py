@@ -1,4 +1,4 @@
-"""Lower convolutions, each with later operations that its kernel can compute."""
+"""Replace convolutions by kernels, which also compute operations after them."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -47,9 +47,9 @@ ALONE: dict[str, Callable[..., Any]] = {
     "swish": handlepool.math.silu,
     "gelu": handlepool.math.gelu,
 }
-"""Activations that may get a launch of their own, behind the convolution.
+"""Activations that may get a launch of their own, after the convolution.
 
-cuDNN has few plans for a convolution with such an activation.
+cuDNN has few plans that fuse a convolution with such an activation.
 """
 _OVER_ELEMENTS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 Steps = tuple[Any, ...]
@@ -60,7 +60,7 @@ Each is ("norm", epsilon), "mul" or "add".
 
 
 def lower_convolutions(lowering: Lowering) -> None:
-    """Lower the convolutions of images."""
+    """Replace the convolutions of images that have constant weights."""
     for node in lowering.nodes(aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d.input):
         x, w, bias, *how = arguments(node)
         if is_tensor(node, 4) and is_tensor(x, 4) and lowering.constant(w, bias) and is_tensor(w, 4) and not lowering.constant(x):
@@ -106,7 +106,8 @@ def _kernel(biased: bool, added: bool, activation: str | None, options: dict[str
         y = torch.conv2d(x, w, given.get("bias"), **options)
         return PLAIN[activation](y + given["add"] if added else y)
 
-    # For an activation other than relu, cuDNN has few plans, and these plans are slow.
+    # cuDNN has few plans that fuse a convolution with an activation in `ALONE`, and these plans are slow. So the way with a
+    # separate launch comes first.
     ways = {"apart": apart, "fused": fused} if activation in ALONE else {"fused": fused}
     kind = "conv2d" if options["groups"] == 1 else "grouped"
     name = "_".join([kind, *(["add"] if added else []), *([activation] if activation else [])])
@@ -192,9 +193,9 @@ def _addend(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, fx.Node | None]
 def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:
     """Find an activation after a node.
 
-    Return the activation's node and name, or the node itself and None. The result is None for an activation other than relu
-    whose value goes into an elementwise product or sum. The kernel of that product or sum then computes the activation at no
-    cost, while cuDNN has few plans for a convolution with such an activation.
+    Return the activation's node and name, or the node itself and None. An activation other than relu is left out if its value
+    goes into an elementwise product or sum. The kernel of this product or sum then computes the activation at no cost, while
+    cuDNN has few plans that fuse a convolution with the activation.
     """
     user = sole_user(node)
     if user is None or user.target not in ACTIVATIONS or user.kwargs.get("approximate", "none") != "none":
@@ -211,7 +212,8 @@ def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:
 def affine(steps: Steps, parts: list[Any]) -> tuple[Any, Any]:
     """Return the factor and the summand of each channel, in float64.
 
-    Together they do the same as all operations in ``steps`` one after another.
+    One product with the factor and one sum with the summand give the same values as all operations in ``steps``, one after
+    another.
     """
     left: Iterator[Any] = iter(parts)
     scale: Value = 1.0
