@@ -121,8 +121,8 @@ def _refuse_derivatives(tensor: torch.Tensor) -> None:
     """
     if (found := derived(tensor)) is not None:
         raise ArgumentError(
-            f"a tensor {found}, and graph functions compute no derivatives: call them in a torch.autograd.Function that has a jvp and a "
-            f"vmap, or call handlepool.integrations.torch.conv2d, or pass a plain tensor"
+            f"a tensor {found}, and graph functions compute no derivatives: call them in a torch.autograd.Function "
+            f"that has a jvp and a vmap, or call handlepool.integrations.torch.conv2d, or pass a plain tensor"
         )
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Lower elementwise operations: each tree of such operations becomes one kernel."""
+"""Replace each tree of elementwise operations by one kernel."""
 
 import operator
 from collections.abc import Callable
@@ -105,14 +105,17 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.where.self: _where,
     aten.masked_fill.Scalar: _filled,
 }
-"""Functions of traced values, by torch's elementwise operation.
+"""The function of traced values for each elementwise operation of torch.
 
-`handlepool.elementwise` traces these functions. Each takes the operation's arguments, with the same defaults."""
+`handlepool.elementwise` traces these functions. Each function takes the operation's arguments, with the same defaults."""
 _TYPED = (aten.to.dtype, aten._to_copy.default)
 
 
 class _Tree:
-    """An elementwise operation, with the operations that only this tree reads."""
+    """A tree of elementwise operations, for one kernel.
+
+    The tree consists of the operation ``root``, and of operations whose values only the tree reads.
+    """
 
     def __init__(self, root: fx.Node, lowering: Lowering) -> None:
         self.root, self._lowering = root, lowering
@@ -203,7 +206,7 @@ def lower_pointwise(lowering: Lowering) -> None:
 
 
 def _emit(lowering: Lowering, tree: _Tree) -> None:
-    """Replace a tree by a kernel."""
+    """Replace ``tree`` by one kernel."""
     order = [each for each in lowering.graph.nodes if each in tree.members]
     inputs, root = tree.inputs, tree.root
     steps = [(each, _function(each), each.args, {**each.kwargs}) for each in order]
