@@ -341,7 +341,7 @@ class RecordingPool:
         self._starts: list[int] = []
         # The end address of each segment, and the stream for which torch took the segment.
         self._segments: list[tuple[int, int]] = []
-        # The bytes that torch had taken from the device at the last look-up of the segments.
+        # The bytes that torch had taken from the device when `_look` last read the segments.
         self._looked = -1
 
     def begin(self) -> None:
@@ -374,8 +374,8 @@ class RecordingPool:
         use the pool that was entered first.
         """
         self._look()
-        # Nothing is wrong in two cases. In the first, this pool is new and has memory, so the tensors are in this pool. In the
-        # second, torch has allocated no tensor in any thread since `begin`.
+        # In two cases, no tensor can be in another pool. Either this pool is new and has memory, which means that the tensors
+        # are in this pool. Or torch has allocated no tensor in any thread since `begin`.
         own = self._starts and not self._kept
         if own or self._taken()["allocation"]["all"]["allocated"] == self._before:
             return

@@ -63,7 +63,8 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     before = Snapshot([each.__dict__ for each in copied.modules()])
     args, kwargs = apart((args, kwargs))
     try:
-        # Outside of inference mode, torch cannot trace an inference tensor. Inside, exported programs refuse such a tensor.
+        # With inference mode off, torch cannot trace an inference tensor; with the mode on, the exported program refuses such a
+        # tensor. So the mode is off here, and a model with inference tensors is left to torch.
         with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
             # Torch's export warns of code in torch itself, which users cannot change.
             warnings.simplefilter("ignore")

@@ -74,7 +74,7 @@ def derive(operation: torch._ops.OpOverload, backward: Backward, *, folds: bool)
 
 
 class _Call(NamedTuple):
-    """Hold an operation for a call under autograd, with the call's modes."""
+    """Hold an operation that autograd calls, with torch's modes at the call."""
 
     operation: Any
     backward: Backward

@@ -152,8 +152,8 @@ class RecordedModel:
     def _made(self, key: Any, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together | str | None:
         """Trace and lower the model for the arguments of a key.
 
-        Return the program, or the reason why torch has to run all calls of the key. Return None if torch has to run only this
-        call.
+        The result is the program, or the reason why torch has to run all calls of the key. It is None if torch has to run this
+        call only.
         """
         made: Program | Together | str | None
         # A call inside of a trace or a transform becomes a part of that trace or transform.

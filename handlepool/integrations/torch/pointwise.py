@@ -137,7 +137,7 @@ class _Tree:
 
 
 def is_pointwise(lowering: Lowering, node: fx.Node) -> bool:
-    """Return whether an operation may be a part of an elementwise kernel."""
+    """Return whether ``node`` may be a part of an elementwise kernel."""
     if not lowering.varies(node) or not is_tensor(node, dtypes=(*FLOATS, torch.bool)):
         return False
     if any(not is_tensor(each, dtypes=(*FLOATS, torch.bool)) for each in node.all_input_nodes):
@@ -155,7 +155,7 @@ def is_pointwise(lowering: Lowering, node: fx.Node) -> bool:
 def lower_norms(lowering: Lowering) -> None:
     """Replace each batch norm that is not part of a convolution's kernel.
 
-    The new kernel multiplies each channel by a constant, and adds a constant.
+    The new kernel multiplies each channel by a constant, and adds another constant.
     """
     for node in lowering.nodes(NORM):
         x, weight, bias, mean, variance, _, epsilon = arguments(node)
