@@ -179,7 +179,7 @@ def test_what_is_refused_is_refused_as_it_is_compiled():
     dynamo().reset()
     x, w, _ = (value.detach() for value in case())
     compiled = torch.compile(lambda x, w: conv2d(x, w, groups=3), fullgraph=True, backend="aot_eager")
-    with pytest.raises(dynamo().exc.TorchRuntimeError, match=r"conv2d: 4 channels in x and groups=3"):
+    with pytest.raises(dynamo().exc.TorchRuntimeError, match=r"conv2d: x has 4 channels, groups is 3"):
         compiled(x, w)
 
 
@@ -241,7 +241,7 @@ def test_bad_arguments_are_typed_errors():
         ((x, w), {"stride": (1, 2, 3)}, r"stride is \(1, 2, 3\); give an integer of at least 1, or two"),
         ((x, w), {"padding": []}, r"padding is \[\]; give an integer of at least 0"),
         ((x, w), {"dilation": 5}, "empty result"),
-        ((x, w), {"groups": 3}, "4 channels in x"),
+        ((x, w), {"groups": 3}, "x has 4 channels"),
         ((x, w), {"stride": 0}, "stride is 0; give an integer of at least 1"),
         ((x, w), {"stride": 1.5}, r"stride is 1\.5; give an integer of at least 1"),
         ((x, w), {"stride": (1.5, 1)}, r"stride is \(1\.5, 1\); give an integer of at least 1"),
@@ -251,10 +251,10 @@ def test_bad_arguments_are_typed_errors():
         ((x, w), {"groups": 0}, "groups is 0; give an integer of at least 1"),
         ((x, w), {"groups": 1.0}, r"groups is 1\.0; give an integer of at least 1"),
         ((x[0], w), {}, "x has 3 axes and w has 4"),
-        ((x, w[:, :3]), {}, "4 channels in x"),
+        ((x, w[:, :3]), {}, "x has 4 channels"),
         ((x, w.half()), {}, "w is float16 and x is float32"),
         ((x.double(), w.double()), {}, "float64"),
-        ((x, w, b[:3]), {}, "bias of shape"),
+        ((x, w, b[:3]), {}, "bias has the shape"),
     ):
         with pytest.raises(ArgumentError, match=message):
             conv2d(*arguments, **options)
@@ -316,14 +316,14 @@ def test_empty_tensors_give_results_of_the_same_shape_with_and_without_memory(de
 def test_what_is_no_dense_tensor_or_on_another_device_is_a_typed_error_and_not_a_fake_result():
     x, w, b = (value.detach() for value in case())
     for arguments, error, message in (
-        ((x.numpy(), w), ArrayTypeError, "x is a ndarray, and this function takes torch tensors"),
+        ((x.numpy(), w), ArrayTypeError, "x is a ndarray, and this function takes only torch tensors"),
         ((x, w.numpy()), ArrayTypeError, "w is a ndarray"),
         ((x, None), ArrayTypeError, "w is a NoneType"),
         ((x, w, b.numpy()), ArrayTypeError, "bias is a ndarray"),
-        ((x.to_sparse(), w), ArgumentError, r"x is torch\.sparse_coo; pass a dense tensor"),
-        ((x, w.to("meta")), DeviceMismatchError, "w is on meta and x on cpu"),
-        ((x.to("meta"), w), DeviceMismatchError, "w is on cpu and x on meta"),
-        ((x, w, b.to("meta")), DeviceMismatchError, "bias is on meta and x on cpu"),
+        ((x.to_sparse(), w), ArgumentError, r"x has the layout torch\.sparse_coo; pass a dense tensor"),
+        ((x, w.to("meta")), DeviceMismatchError, "w is on meta and x is on cpu"),
+        ((x.to("meta"), w), DeviceMismatchError, "w is on cpu and x is on meta"),
+        ((x, w, b.to("meta")), DeviceMismatchError, "bias is on meta and x is on cpu"),
     ):
         with pytest.raises(error, match=f"^conv2d: {message}"):
             conv2d(*arguments)
