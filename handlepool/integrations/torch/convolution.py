@@ -182,13 +182,11 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
     filters, channels = w.shape[:2]
     if x.shape[1] != channels * groups or filters % groups:
         raise ArgumentError(
-            f"conv2d: x has {x.shape[1]} channels, groups is {groups}, and w has the shape {tuple(w.shape)}; w must be "
-            f"(K, C / groups, R, S), and K a multiple of the groups"
+            f"conv2d: {x.shape[1]} channels in x and groups={groups} for w {tuple(w.shape)}; w must be (K, C / groups, R, S), "
+            f"and K a multiple of the groups"
         )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != filters):
-        raise ArgumentError(
-            f"conv2d: bias has the shape {tuple(bias.shape)} for {filters} filters; its shape must be ({filters},)"
-        )
+        raise ArgumentError(f"conv2d: bias of shape {tuple(bias.shape)} for {filters} filters; its shape must be ({filters},)")
     return y
 
 
