@@ -1,7 +1,8 @@
-"""The pytest plugin: fixtures for the tests of libraries that use handlepool.
+"""Provide pytest fixtures for the tests of libraries that use handlepool.
 
-pytest imports this in every run of whoever has handlepool installed. So it stands outside of the package, whose every module
-imports all of it, and imports that only when a fixture is asked for. What the fixtures do is in `handlepool.testing`.
+Where handlepool is installed, pytest imports this module in every run. An import of any module of the package imports the whole
+package. So this module lies outside the package, and imports the package only when a test uses a fixture. The fixtures are
+implemented in `handlepool.testing`.
 """
 
 import argparse
@@ -19,20 +20,20 @@ _failed = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options for seeds."""
+    """Add the command-line options for the seeds of the host pool."""
     group = parser.getgroup("handlepool")
-    group.addoption("--handlepool-seed", type=int, metavar="SEED", help="the one seed for tests over handlepool_host_pool")
-    group.addoption("--handlepool-seeds", type=_count, default=5, metavar="COUNT", help="how many seeds to run each over (5)")
+    group.addoption("--handlepool-seed", type=int, metavar="SEED", help="the only seed for tests that use handlepool_host_pool")
+    group.addoption("--handlepool-seeds", type=_count, default=5, metavar="COUNT", help="number of seeds for each such test (5)")
 
 
 def _count(text: str) -> int:
     if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"with {text} seeds no test would run")
+        raise argparse.ArgumentTypeError(f"{text} seeds would run no test; pass a count of 1 or more")
     return int(text)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each test over the host pool with several seeds."""
+    """Run each test that uses the host pool once for each seed."""
     if "handlepool_seed" in metafunc.fixturenames:
         seed = metafunc.config.getoption("handlepool_seed")
         seeds = range(metafunc.config.getoption("handlepool_seeds")) if seed is None else [seed]
@@ -43,7 +44,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Say what a test that fails needs: its seed, the fixture that it forgot, its own lines. Remember that it failed."""
+    """Add the seed and other help to the report of a failed test.
+
+    The hook also notes on ``item`` that the test failed.
+    """
     if call.excinfo is not None and "handlepool.errors" in sys.modules:
         _explain(item, call.excinfo)
     report = yield
@@ -52,17 +56,21 @@ def pytest_runtest_makereport(
         seed = getattr(getattr(item, "callspec", None), "params", {}).get("handlepool_seed")
         if seed is not None:
             repeat = f"pytest '{item.nodeid}' --handlepool-seed={seed}"
-            report.sections.append(("handlepool", f"The scheduler's seed was {seed}. This repeats it: {repeat}"))
+            report.sections.append(("handlepool", f"The scheduler's seed was {seed}. This command repeats the test: {repeat}"))
     return report
 
 
 def _explain(item: pytest.Item, info: pytest.ExceptionInfo[BaseException]) -> None:
-    """Name the fixture that does without a GPU where there is none; end an error of the package's at the test's own line."""
+    """Explain the error of a failed test.
+
+    If the test found no GPU, a note names the fixture that needs none. If the package raised the error, the traceback ends at the
+    last line of the test's own code.
+    """
     from handlepool.errors import DriverNotAvailableError, HandlePoolError
 
     fixtures = getattr(item, "fixturenames", ())
     if isinstance(info.value, DriverNotAvailableError) and "handlepool_host_pool" not in fixtures:
-        info.value.add_note("A test that is to run without a GPU uses the fixture handlepool_host_pool.")
+        info.value.add_note("To run this test without a GPU, use the fixture handlepool_host_pool.")
     ours = isinstance(info.value, HandlePoolError) and any(name.startswith("handlepool_") for name in fixtures)
     if ours and not item.config.getoption("fulltrace"):
         last = info.tb
@@ -76,15 +84,15 @@ def _explain(item: pytest.Item, info: pytest.ExceptionInfo[BaseException]) -> No
 
 @pytest.fixture
 def handlepool_seed(request: pytest.FixtureRequest) -> int:
-    """Give the seed of the host pool's scheduler."""
+    """Return the seed of the host pool's scheduler."""
     return int(getattr(request, "param", request.config.getoption("handlepool_seed") or 0))
 
 
 @pytest.fixture
 def handlepool_host_pool(request: pytest.FixtureRequest, handlepool_seed: int) -> Iterator[Any]:
-    """Give a pool that needs no GPU, for the test as the default one; each test runs once for each of several seeds.
+    """Make a pool that needs no GPU the default pool of the test.
 
-    See `handlepool.testing.pools.host_pool`.
+    Each test that uses this fixture runs once for each seed. See `handlepool.testing.pools.host_pool`.
     """
     from handlepool.testing.pools import host_pool
 
@@ -93,7 +101,10 @@ def handlepool_host_pool(request: pytest.FixtureRequest, handlepool_seed: int) -
 
 @pytest.fixture
 def handlepool_gpu_pool(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Give a pool on the GPU, for the test as the default one; without a GPU the test is skipped, with the reason."""
+    """Make a pool on the GPU the default pool of the test.
+
+    Without a GPU the test is skipped, with the reason.
+    """
     from handlepool import drivers
     from handlepool.testing.pools import gpu_pool
 
@@ -104,7 +115,7 @@ def handlepool_gpu_pool(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def handlepool_no_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail the test that touches CUDA."""
+    """Fail the test if any code uses CUDA during the test."""
     from handlepool.testing.pools import no_gpu
 
     yield from _during(request, no_gpu())
@@ -112,10 +123,11 @@ def handlepool_no_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def handlepool_leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail the test that leaks a slot, scratch memory, a program or a capture."""
+    """Fail the test if it leaks a slot, scratch, a program or a capture."""
     for name in ("handlepool_host_pool", "handlepool_gpu_pool"):
         if name in request.fixturenames:
-            request.getfixturevalue(name)  # before this, so that it ends after this
+            # The pool's fixture must be set up before this fixture, so that the pool ends after the check.
+            request.getfixturevalue(name)
 
     from handlepool import default_pool
     from handlepool.testing.leaks import leak_check
@@ -124,7 +136,10 @@ def handlepool_leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _during(request: pytest.FixtureRequest, context: AbstractContextManager[T]) -> Iterator[T]:
-    """Give the test what a context gives. What the end complains of, a test that failed need not hear, too."""
+    """Yield the value of ``context`` to a test, then end the context.
+
+    If the test has failed already, an error from the end of the context is dropped.
+    """
     try:
         with context as value:
             yield value
@@ -133,6 +148,7 @@ def _during(request: pytest.FixtureRequest, context: AbstractContextManager[T]) 
             return
         from handlepool.errors import HandlePoolError
 
-        if isinstance(error, (AssertionError, HandlePoolError)):  # no line of the test's is to be seen there
+        # The traceback has no line of the test, so pytest shows only the message.
+        if isinstance(error, (AssertionError, HandlePoolError)):
             raise pytest.fail.Exception(f"{type(error).__name__}: {error}", pytrace=False) from None
         raise

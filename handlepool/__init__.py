@@ -204,7 +204,7 @@ def with_cudnn_state(index: int, function: Any, /, *args: Any, **kwargs: Any) ->
     pool = default_pool()
     states = _states.get(pool)
     # Two threads may come here at once, and must get the same states: a state excludes other users only within its own
-    # `ParallelStates`. `setdefault` is atomic, so both get the object that was added first.
+    # `ParallelStates`. `setdefault` is atomic, so both threads get the object that was added first.
     if states is None:
         states = _states.setdefault(pool, ParallelStates(CAFFE2_STATES, pool=pool))
     return states.with_state(index, function, *args, **kwargs)

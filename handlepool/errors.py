@@ -47,7 +47,7 @@ class OutOfMemoryError(HandlePoolError, MemoryError):
 
 
 class OwnershipError(HandlePoolError, RuntimeError):
-    """A thread or stream used a resource that another owns.
+    """A thread or stream used a resource of another thread or stream.
 
     Such a resource is a fork, a handle, a state or a program, for example.
     """
@@ -56,7 +56,7 @@ class OwnershipError(HandlePoolError, RuntimeError):
 class StateBusyError(HandlePoolError, RuntimeError):
     """A thread that holds a state asked for a busy state.
 
-    The thread asked by index. It does not wait for the state, because waiting could deadlock.
+    The thread asked for the state by its index. The call raises an error instead of waiting, because waiting could deadlock.
     """
 
 
@@ -90,7 +90,7 @@ class GraphNotSupportedError(HandlePoolError, RuntimeError):
 class DriverNotAvailableError(HandlePoolError, RuntimeError):
     """The requested driver cannot run here.
 
-    There is no GPU, or a package is missing. The message names the extra.
+    There is no GPU, or a package is missing. For a package, the message names the extra of handlepool that installs it.
     """
 
 
@@ -103,7 +103,7 @@ class ContractError(HandlePoolError, RuntimeError):
 
 
 class ItemError(HandlePoolError, RuntimeError):
-    """An item of `handlepool.spread` failed; the error's cause tells why.
+    """An item of `handlepool.spread` failed; ``__cause__`` has the item's error.
 
     Attributes
     ----------

@@ -49,7 +49,7 @@ class Finding:
     good : bool
         Whether the check passed.
     said : str
-        The facts of a check that passed, or the problem.
+        The facts that the check found, or its problem if it failed.
     seconds : float
         Seconds that the check took.
     trace : str
@@ -82,7 +82,7 @@ def main(options: Namespace) -> int:
     """
     bundle: Path | None = options.bundle
     if bundle is not None and (bundle.is_dir() or not bundle.parent.is_dir()):
-        complain("check", f"--bundle {str(bundle)!r} is no file in a folder that exists; pass the path of the JSON to write")
+        complain("check", f"--bundle {str(bundle)!r} is a folder, or lies in no folder that exists; pass the path of a JSON file")
         return 2
     findings, stats = _run(options.driver)
     good = all(finding.good for finding in findings)
@@ -128,7 +128,7 @@ def _run(driver: str | None) -> tuple[list[Finding], dict[str, int]]:
 
 
 def _driver(name: str | None, pools: list[HandlePool]) -> str:
-    """Make the pool, and compute with it once."""
+    """Make the pool, add it to ``pools``, and compute one convolution."""
     chosen, reason = drivers.choose(name)
     pool = HandlePool(driver=name)
     _convolution(pool, np.random.default_rng(0))()
@@ -138,8 +138,12 @@ def _driver(name: str | None, pools: list[HandlePool]) -> str:
 
 
 def _handles(pool: HandlePool) -> str:
-    """Let threads compute at the same time, then one after another."""
-    # All threads hold their handles at the barrier, so equal handles would be shared handles (guarantee 1).
+    """Let threads compute at the same time, then one after another.
+
+    The first threads must have different handles. The later threads must reuse idle handles.
+    """
+    # At the barrier, all threads hold their handles. So a handle that two threads hold would be shared, which guarantee 1
+    # forbids.
     together = threading.Barrier(_THREADS, timeout=_PATIENCE)
 
     def hold(seed: int) -> list[Any]:
@@ -150,7 +154,7 @@ def _handles(pool: HandlePool) -> str:
             with stream:
                 handle = pool.get_handle()
                 if pool.get_handle() is not handle:
-                    raise Mismatch("a second get_handle on a stream gave another handle")
+                    raise Mismatch("a second get_handle on a stream gave another handle than the first")
                 compute()
                 held.append(handle)
         together.wait()
@@ -165,11 +169,14 @@ def _handles(pool: HandlePool) -> str:
             if waiting:
                 raise Mismatch(f"{len(waiting)} of {_THREADS} threads did not end within {_PATIENCE:g} seconds")
         finally:
-            # After an error or Ctrl-C, threads may wait at the barrier. Without this the executor could not end.
+            # After an error or Ctrl-C, threads may still wait at the barrier. `abort` wakes these threads, so that the executor
+            # can end.
             together.abort()
     handles = [handle for future in futures for handle in future.result()]
     if len({id(handle) for handle in handles}) != len(handles):
-        raise Mismatch(f"{len(handles)} uses at the same time shared {len({id(handle) for handle in handles})} handles")
+        raise Mismatch(
+            f"{len(handles)} streams in use at the same time had only {len({id(handle) for handle in handles})} handles"
+        )
     before = pool.stats()
     for _ in range(_SUCCESSORS):
         thread = threading.Thread(target=pool.get_handle)
@@ -177,8 +184,8 @@ def _handles(pool: HandlePool) -> str:
         thread.join(_PATIENCE)
     made = (pool.stats() - before)["handles_created"]
     if made > 2:
-        raise Mismatch(f"{_SUCCESSORS} threads, one after the other, made {made} handles instead of using the idle ones again")
-    return f"{len(handles)} distinct ones in {_THREADS} threads; {_SUCCESSORS} threads in turn made {made} more"
+        raise Mismatch(f"{_SUCCESSORS} threads, one after another, made {made} handles instead of reusing idle handles")
+    return f"{len(handles)} different handles in {_THREADS} threads; {_SUCCESSORS} later threads made {made} more"
 
 
 def _order(pool: HandlePool) -> str:
@@ -196,7 +203,7 @@ def _order(pool: HandlePool) -> str:
             a = fork.run(conv2d, given, on_device[0])
             b = fork.run(conv2d, a, on_device[0])
             c = fork.run(ops.add, a, b, pool=pool)
-            # The branch overwrites an array that two branches before it read.
+            # This branch overwrites an array that two earlier branches read, so it must wait for these branches.
             fork.run(pointwise, given, on_device[1], out=a)
             d = fork.run(conv2d, a, on_device[0])
         first = _reference(x, w)
@@ -227,13 +234,13 @@ def _recorded(pool: HandlePool) -> str:
                 calls += 1
     finally:
         fast.clear()
-    return f"{calls} calls over 2 geometries were as the eager calls"
+    return f"{calls} calls over 2 geometries gave the results of eager calls"
 
 
 def _scratch(pool: HandlePool) -> str:
     """Let branches write their scratch at the same time.
 
-    First the branches write it themselves, then a cuDNN plan uses it.
+    First the branches themselves fill their scratch. Then each branch runs a cuDNN plan, which uses the branch's scratch.
     """
     random, driver = np.random.default_rng(3), pool.driver
     states = ParallelStates(_STATES, pool=pool)
@@ -243,7 +250,8 @@ def _scratch(pool: HandlePool) -> str:
         scratch.fill(number)
         return scratch.copy()
 
-    # The cuDNN plan of the larger size needs 8 MiB of scratch on an H200. For that size NumPy takes too long.
+    # A GPU computes the larger size, for which cuDNN's plan needs scratch: 8 MiB on an H200. NumPy would take too long for this
+    # size.
     shape, channels = ((64, 256, 14, 14), 256) if driver.name == "cuda" else ((2, 16, 14, 14), 16)
     w = _placed(driver, _filters(random, channels, 3))
     images = [_placed(driver, random.standard_normal(shape, dtype=np.float32)) for _ in range(_STATES)]
@@ -257,7 +265,7 @@ def _scratch(pool: HandlePool) -> str:
         outputs = states.map(lambda x: conv2d(x, w), images)
         _compare(driver, f"round {number}", *zip(outputs, expected, strict=True))
     nbytes = ops.conv2d_plan(images[0], w, padding=1, allow_tf32=False, pool=pool).workspace_size
-    return f"{rounds} rounds of {_STATES} branches, with 1 MiB by hand and {nbytes / 2**20:.1f} MiB by the plan, were right"
+    return f"{rounds} rounds of {_STATES} branches with 1 MiB of scratch, and {nbytes / 2**20:.1f} MiB for the plan, were right"
 
 
 _CHECKS: dict[str, Callable[[HandlePool], str]] = {
@@ -269,12 +277,12 @@ _CHECKS: dict[str, Callable[[HandlePool], str]] = {
 
 
 def _convolution(pool: HandlePool, random: np.random.Generator) -> Callable[[], None]:
-    """Return a call that convolves, and compares the result with NumPy."""
+    """Return a function that convolves, and compares the result with NumPy."""
     x, w = random.standard_normal((1, 16, 12, 12), dtype=np.float32), _filters(random, 16, 3)
     expected = _reference(x, w)
 
     def compute() -> None:
-        # The copies run on the current stream, as the convolution does. No other stream has to be waited for.
+        # The copies run on the current stream, as the convolution does. So the convolution needs no wait for another stream.
         y = ops.conv2d(_placed(pool.driver, x), _placed(pool.driver, w), padding=1, allow_tf32=False, pool=pool)
         _compare(pool.driver, "a convolution", (y, expected))
 
@@ -284,7 +292,7 @@ def _convolution(pool: HandlePool, random: np.random.Generator) -> Callable[[], 
 def _compare(driver: Any, where: str, *pairs: tuple[Any, NDArray[Any]]) -> None:
     for number, (found, expected) in enumerate(pairs):
         error = float(np.linalg.norm(driver.asnumpy(found) - expected) / np.linalg.norm(expected))
-        # This form of the comparison also fails for an error that is not a number.
+        # If the error is NaN, ``error <= _TOLERANCE`` is false, so the check fails.
         if not error <= _TOLERANCE:
             raise Mismatch(f"{where}: result {number} has a relative error of {error:.1e}; {_TOLERANCE:g} is allowed")
 
@@ -298,12 +306,15 @@ def _reference(x: NDArray[Any], w: _Array) -> NDArray[np.float64]:
 
 
 def _filters(random: np.random.Generator, channels: int, side: int) -> _Array:
-    """Return filters that keep the variance."""
+    """Return random filters that keep the variance of an image."""
     return random.standard_normal((channels, channels, side, side), dtype=np.float32) / np.float32(side * channels**0.5)
 
 
 def _placed(driver: Any, values: _Array) -> Any:
-    """Copy to the device, channels-last, the layout that every operation takes."""
+    """Copy ``values`` to the device, in channels-last layout.
+
+    Every operation takes this layout.
+    """
     return driver.asarray(np.ascontiguousarray(values.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
 
 

@@ -1,7 +1,7 @@
 """Run ``handlepool info``.
 
-The command shows installed software, detected hardware, and the driver that a pool would choose by default. A failure does not
-end the command: each probe is a function of its own, and if it fails, the reason stands in place of its fields.
+The command shows installed software, detected hardware, and the driver that a pool would choose by default. Each probe is a
+function that returns fields. If a probe fails, the command shows the reason instead of the fields, and runs the other probes.
 """
 
 import ctypes
@@ -48,12 +48,13 @@ def collect(progress: Callable[[str], None] = lambda step: None) -> dict[str, An
     Returns
     -------
     dict
-        Fields that JSON can hold, by probe. A probe that failed has ``{"problem": <why>}`` as its fields.
+        The fields of each probe, by its name, in types that JSON has. A probe that failed has ``{"problem": <why>}`` as its
+        fields.
     """
     found = {}
     for name, (probe, _) in _PROBES.items():
         progress(name.replace("_", " "))
-        # The command helps where something is broken. So the other probes run although a probe failed.
+        # Users run this command where something is broken. So a failed probe does not keep the other probes from running.
         found[name] = _guarded(probe)
     return found
 
@@ -123,7 +124,8 @@ def system() -> dict[str, Any]:
 def packages() -> dict[str, str | None]:
     """Return package versions from metadata; None for missing packages.
 
-    No package is imported for its version. The version of handlepool is known even without an installation.
+    The probe imports no package. The version of handlepool comes from its code, and is known even if handlepool is not
+    installed.
     """
     from handlepool import __version__
 
@@ -139,7 +141,7 @@ def packages() -> dict[str, str | None]:
 def integrations() -> dict[str, dict[str, Any]]:
     """Tell whether the frontend's own functions use the pool's handles.
 
-    The fields also say whether the installed frontend supports this.
+    The fields also say whether handlepool knows the frontend's version, and which assumption an unknown version breaks.
     """
     from handlepool.integrations import cudnn
 
@@ -180,7 +182,7 @@ def cuda_driver() -> dict[str, Any]:
 def devices() -> list[dict[str, Any]]:
     """Return the visible devices, read from libcuda itself.
 
-    The list is therefore complete even without CuPy.
+    The list is therefore complete even if CuPy is not installed.
     """
     library, count = _libcuda(), ctypes.c_int()
     _check(library, library.cuDeviceGetCount(ctypes.byref(count)))
@@ -233,7 +235,7 @@ def _packages_text(fields: dict[str, Any]) -> dict[str, str]:
 def _integrations_text(fields: dict[str, Any]) -> dict[str, str]:
     found = fields["cudnn"]
     if found["known"]:
-        case = f"for nvidia-cudnn-frontend {' and '.join(f'{version}.*' for version in found['known_versions'])}"
+        case = f"handlepool knows nvidia-cudnn-frontend {' and '.join(f'{version}.*' for version in found['known_versions'])}"
     else:
         passed = "passed the self-test" if found["broken"] is None else f"failed the self-test: {found['broken']}"
         case = f"nvidia-cudnn-frontend {found['frontend']} is not known, and {passed}"
@@ -270,7 +272,7 @@ _PROBES: dict[str, tuple[Callable[[], Any], Callable[[Any], str | list[str] | di
         lambda found: f"{found['bytes'] / 2**30:.1f} GiB, simulated ({found['reason']})",
     ),
 }
-"""Give the probe and the text of its fields, by name."""
+"""Each probe, with the function that renders its fields as text."""
 
 
 def _problem_of(fields: object) -> str | None:
@@ -338,14 +340,15 @@ def _in_wheels(prefix: str) -> Iterable[str]:
     The folders are nvidia/<package>/lib, and nvidia/cu13/lib since CUDA 13.
     """
     for entry in sys.path:
-        # An empty entry stands for the current folder. A path may contain characters that `glob` would expand.
+        # An empty entry stands for the current folder. The entry is escaped, because it may contain characters that `glob`
+        # would expand.
         yield from sorted(glob.glob(os.path.join(glob.escape(entry or "."), "nvidia", "*", "lib", f"{prefix}*")))
 
 
 def _on_search_path(prefix: str) -> Iterable[str]:
-    """Return such files in the loader's and the toolkit's folders.
+    """Return files in the loader's and the toolkit's folders.
 
-    Their names begin with a prefix.
+    Only files whose names begin with ``prefix`` are returned.
     """
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     roots = [os.environ[name] for name in ("CUDA_PATH", "CUDA_HOME") if os.environ.get(name)]

@@ -1,6 +1,6 @@
 """Plan graphs for a device elsewhere, and compute nothing.
 
-The driver here lets cuDNN plan each graph for a described device.
+The driver in this module lets cuDNN plan each graph for a device that a file of device properties describes.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _USUAL = {"allow_tf32": True, "deterministic": False}
 
 @dataclass(slots=True)
 class PlannedGraph:
-    """Hold a graph that the planner was given.
+    """Hold the outcome of planning one graph.
 
     Attributes
     ----------
@@ -50,7 +50,8 @@ class Unlaunched(DescribedExecutable):
 
     def __init__(self, made: DescribedExecutable, met: PlannedGraph) -> None:
         super().__init__(made.planned, made.name, made.titles, "")
-        # To write a plan file, a graph function calls `save` for the plan's bytes. The result shows whether the plan can be kept.
+        # To write a plan file, a graph function calls `save` for the plan's bytes. If `save` returns None, the plan directory
+        # cannot keep the plan, so `_saved` notes the result.
         self.save = self._saved
         self._met = met
 
@@ -115,7 +116,8 @@ class Planner(HostDriver):
         except GraphNotSupportedError as error:
             self.met.append(PlannedGraph(_title(graph, operands, settings), f"refused: {error}", refused=True))
             raise
-        # A loaded plan is in the directory already. A plan with an index serves a comparison only. Neither has to be saved.
+        # Two kinds of plans need no saving, and count as kept: a plan that was loaded from the directory, and a plan with an
+        # index, which only serves a comparison.
         met = PlannedGraph(_title(graph, operands, settings), made.engine, kept=made.untried or "plan_index" in settings)
         self.met.append(met)
         return Unlaunched(made, met)
@@ -123,13 +125,14 @@ class Planner(HostDriver):
     def kernel(self, kernel: Kernel, operands: Sequence[Layout], *, name: str, titles: Sequence[str]) -> HostExecutable:
         """Make a kernel as `Driver.kernel` does, without its computation."""
         executable = super().kernel(kernel, operands, name=name, titles=titles)
-        # The arrays have no values worth computing. Kernels of this package need no plan.
+        # Planning computes no values, so the launch does nothing. A kernel of this package needs no plan, so `met` has no entry
+        # for it.
         executable.launch = lambda *_: None  # type: ignore[method-assign]
         return executable
 
 
 def _title(graph: FrontendGraph, operands: Sequence[Any], settings: dict[str, Any]) -> str:
-    """Describe a graph in a line."""
+    """Describe a graph in one line of the command's output."""
     asked = {name: settings[name] for name in COMPILE_SETTINGS if settings.get(name, _USUAL.get(name)) != _USUAL.get(name)}
     nodes = " -> ".join(f"{node.node_type.name.lower()}{_told(node.params)}" for node in graph.nodes)
     arrays = ", ".join(f"{frontend.numpy_dtype(tensor.data_type)} {'x'.join(map(str, tensor.dim))}" for tensor in operands)

@@ -29,10 +29,10 @@ def main(options: argparse.Namespace) -> int:
         if options.action == "build":
             status = _build(options.module, options.device_properties, path)
             if not named:
-                tell(f"programs use these plans where {VARIABLE}={path} is set")
+                tell(f"set {VARIABLE}={path} in the environment of a program that is to use these plans")
             return status
         found = absolute(path)
-        # No plan was built yet, which is no mistake of the caller.
+        # If the default directory does not exist, no plan was built yet. This is no mistake of the caller.
         if not named and not found.exists():
             tell(f"0 plans: {path} does not exist yet")
             return 0
@@ -47,9 +47,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _usual() -> str:
-    """Return the directory that is used where no directory is named."""
+    """Return the plan directory that is used by default."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path is invalid there, says the XDG base directory specification.
+    # By the XDG base directory specification, a relative path in this variable is invalid and has to be ignored.
     return os.path.join(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"), "handlepool", "plans")
 
 
@@ -67,7 +67,10 @@ def _verify(files: PlanDirectory) -> int:
     found = list(files.files())
     bad = [file for file in found if file.plan is None]
     for file in bad:
-        tell(f"{file.name}: damaged, or written by another version; it is skipped, and replaced when its plan is built")
+        tell(
+            f"{file.name}: damaged, or written by another version; handlepool skips the file, and replaces it "
+            "when it builds the plan again"
+        )
     tell(f"{len(found) - len(bad)} of {len(found)} files are good")
     return 1 if bad else 0
 
@@ -91,11 +94,14 @@ def _build(name: str, properties: Path, path: str) -> int:
     try:
         device = DeviceProperties(properties.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ArgumentError(f"{properties} is no file that info --device-properties wrote: {error}") from error
-    # ``python -m`` puts the current folder on the path for its own module; the listed module gets the same.
+        raise ArgumentError(f"{properties} is no file that handlepool info --device-properties wrote: {error}") from error
+    # ``python -m`` puts the current folder on the search path, and so finds a module of this folder. The named module is found
+    # in the same way.
     sys.path.insert(0, os.getcwd())
     if "" in name.split("."):
-        raise ArgumentError(f"{shown(name)} is no name of a module; pass one as in an import, mymodule or package.mymodule")
+        raise ArgumentError(
+            f"{shown(name)} is no name of a module; pass a name as in an import, such as mymodule or package.mymodule"
+        )
     try:
         module = import_module(name)
     except ImportError as error:
@@ -122,14 +128,17 @@ def _build(name: str, properties: Path, path: str) -> int:
             except (HandlePoolError, MemoryError, TypeError) as error:
                 trace = error.__traceback__
                 if type(error) is TypeError and trace is not None and trace.tb_next is not None:
-                    # The error comes from inside the function. Otherwise the function does not take these arguments.
+                    # A second traceback entry means that the error comes from inside the function. Without this entry, the call
+                    # itself failed, because the function does not take these arguments.
                     raise
-                why = f"its arrays are more than the memory of this machine: {error}" if isinstance(error, MemoryError) else error
+                why = (
+                    f"its arrays do not fit into the memory of this machine: {error}" if isinstance(error, MemoryError) else error
+                )
                 failed.append(f"{getattr(function, '__name__', function)} cannot be planned: {why}")
                 # Count a call that failed without a refused graph. Refused graphs are counted below.
                 early += before == sum(met.refused for met in planner.met)
         if unwritten := pool.stats()["plan_files_unwritten"]:
-            failed.append(f"{unwritten} plans could not be written to {path}: it is full or read-only")
+            failed.append(f"{unwritten} plans could not be written to {path}: the directory is full or read-only")
     progress.clear()
     for met in planner.met:
         tell(f"{met.title}: {met.said}")
@@ -146,7 +155,7 @@ def _entry(entry: Any) -> tuple[Callable[..., Any], Iterable[Any], dict[str, Any
         function, specs, *more = entry
         (options,) = more or ({},)
         if not callable(function):
-            raise ArgumentError(f"PLANS has {function!r}, which cannot be called")
+            raise ArgumentError(f"PLANS has {function!r}, which cannot be called; each entry must begin with a function")
         return function, tuple(specs), dict(options)
     except (TypeError, ValueError):
         raise ArgumentError(

@@ -11,7 +11,7 @@ _GREEN, _RED, _PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[0m"
 def tell(text: str = "") -> None:
     """Print lines without a delay, for the reader of a pipe.
 
-    A reader such as ``head`` may close the pipe early. The command then goes on without its lines, and still writes its files.
+    A reader such as ``head`` may close the pipe early. The command then goes on without printing, and still writes its files.
     """
     try:
         print(text, flush=True)
@@ -27,9 +27,9 @@ def complain(command: str, error: object) -> None:
 def silence() -> None:
     """Discard everything that this process prints to stdout from now on.
 
-    The interpreter flushes stdout at its end, and would complain there about the closed pipe.
+    Otherwise the interpreter would report the closed pipe when it flushes stdout at its end.
     """
-    # The parent process may have closed the stream.
+    # ``sys.stdout`` is None if the parent process has closed the stream.
     if sys.stdout is not None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -71,7 +71,7 @@ class Progress:
     def _write(self, text: str) -> None:
         if not self._shown:
             return
-        # A full last column would begin a new line, and the next step would not replace this one.
+        # A text that fills the last column would begin a new line. The next step could then not overwrite this text.
         width = shutil.get_terminal_size().columns - 1
         # Overwrite the old text with blanks, because a dumb terminal would show an escape sequence as text.
         print(f"\r{text[:width]:<{width}}\r{text[:width]}", end="", file=sys.stderr, flush=True)

@@ -1,20 +1,21 @@
 """Use torch's tensors, current stream and allocator.
 
-Tensors can be operands. Torch's allocator is told when memory of one stream is used on another stream.
+Tensors can be operands. The module tells torch's allocator when memory of one stream is used on another stream.
 
 Like CuPy's allocator, torch's allocator has an arena for each stream, and returns a freed block to the arena of the stream that
-was current at the allocation. Unlike CuPy's, it can also record further streams that use a block (``record_stream``), and then
-waits for them before it reuses the block. A tensor that a branch's own code allocates belongs to the side stream's arena. So
-the branch's results are recorded for the caller's stream (guarantee 8). Arguments are kept alive until the join.
+was current at the allocation. Unlike CuPy's allocator, it can also record further streams that use a block (``record_stream``).
+It then waits for the work of these streams before it reuses the block. A tensor that a branch's own code allocates belongs to
+the side stream's arena. So this module records the caller's stream for the branch's results (guarantee 8). Arguments are kept
+alive until the join.
 
-A recording allocates from a memory pool of its own in torch. For blocks of this pool, no further streams are recorded.
-Otherwise torch would record an event on each such stream when the block is freed. By then the stream may be destroyed or have
-another owner. Instead, the recording keeps memory alive that several streams use.
+A recording allocates from a memory pool of its own in torch. For blocks of this pool, this module records no further streams.
+If it did, torch would record an event on each such stream when the block is freed. By then the stream may be destroyed or have
+another owner. Instead, the recording itself keeps all memory alive that several streams use.
 
-For cuBLAS, torch keeps a workspace for each stream pointer. A graph that was captured on a stream uses the stream's workspace at
-each replay. So no other work runs on the stream of a recording as long as the program lives. A recording must neither use a
-workspace that torch allocated before, nor leave its own workspace to a later stream with the same pointer. So this module lets
-torch forget all workspaces before and after a recording.
+For cuBLAS, torch keeps a workspace for each stream pointer. A graph that was captured on a stream uses the stream's workspace
+at each replay. So no other work runs on the stream of a recording as long as the program lives. A recording must neither use a
+workspace that torch allocated before, nor leave its own workspace to a later stream with the same pointer. So this module makes
+torch drop all workspaces before and after a recording.
 """
 
 import functools
@@ -41,7 +42,7 @@ _types = {name: getattr(torch, name) for name in NAMES if hasattr(torch, name)}
 
 
 def view(tensor: torch.Tensor) -> View:
-    """Return a tensor as an operand.
+    """Return ``tensor`` as an operand.
 
     Raises
     ------
@@ -61,25 +62,27 @@ def view(tensor: torch.Tensor) -> View:
         strides = tuple([step * size for step in tensor.stride()])
     except RuntimeError as error:
         _refuse_derivatives(tensor)
-        raise ArrayTypeError(f"a torch tensor without strided memory ({tensor.layout}): {error}") from error
+        raise ArrayTypeError(
+            f"an operand is a torch tensor without strided memory ({tensor.layout}), so pass a dense tensor: {error}"
+        ) from error
     if tensor.is_neg() or (not pointer and tensor.numel()):
         raise ArrayTypeError(
-            f"the memory of a torch tensor on {tensor.device} does not hold its values as they are; pass a copy, as of "
+            f"the memory of a torch tensor on {tensor.device} is missing or holds negated values; pass a copy, for example "
             "tensor.resolve_neg()"
         )
     return View(pointer, tuple(tensor.shape), strides, dtype, tensor.get_device(), False, tensor)
 
 
 def derives() -> bool:
-    """Return whether tensors may have forward or functional derivatives now.
+    """Return whether tensors may have derivatives besides backward mode now.
 
-    If not, `derived` need not be called.
+    These are derivatives of forward mode and of `torch.func`. If the result is false, `derived` need not be called.
     """
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - as `torch.autograd` asks
 
 
 def derived(tensor: FrontendTensor) -> str | None:
-    """Describe the derivative that a view would lose.
+    """Describe a derivative of ``tensor`` that a view would lose.
 
     Return a phrase for messages, or None if ``tensor`` has no such derivative. Derivatives of backward mode do not count here.
     """
@@ -103,7 +106,7 @@ def refuse_derived(name: str, values: Iterable[object]) -> None:
         if isinstance(value, torch.Tensor) and (found := derived(value)) is not None:
             raise ArgumentError(
                 f"{name} was given a tensor that {found}, so a region cannot order it: call {name} outside of regions and "
-                f"programs, or pass plain tensors, as of torch.autograd.forward_ad.unpack_dual(tensor).primal"
+                f"programs, or pass plain tensors, such as torch.autograd.forward_ad.unpack_dual(tensor).primal"
             )
 
 
@@ -118,8 +121,8 @@ def _refuse_derivatives(tensor: torch.Tensor) -> None:
     """
     if (found := derived(tensor)) is not None:
         raise ArgumentError(
-            f"a tensor {found}, and graph functions derive nothing: call them in a torch.autograd.Function that has a jvp and a "
-            f"vmap, or call handlepool.integrations.torch.conv2d, or pass a plain tensor"
+            f"a tensor {found}, and graph functions compute no derivatives: call them in a torch.autograd.Function "
+            f"that has a jvp and a vmap, or call handlepool.integrations.torch.conv2d, or pass a plain tensor"
         )
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
@@ -137,9 +140,9 @@ def _dtype(kind: object) -> np.dtype[Any]:
 
 
 _elements = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-"""The type for each element size in bytes.
+"""The NumPy type that stands for elements of each size in bytes.
 
-CuPy copies the bits of these types unchanged.
+CuPy copies elements of these types without a change of their bits.
 """
 
 
@@ -156,10 +159,10 @@ def check_elements(tensor: torch.Tensor) -> int:
     if derives() and (found := derived(tensor)) is not None:
         raise ArgumentError(f"it {found}, which a copy loses; pass a plain tensor")
     if tensor.layout is not torch.strided:
-        raise ArrayTypeError(f"it is without strided memory ({tensor.layout})")
+        raise ArrayTypeError(f"it is without strided memory ({tensor.layout}); pass a dense tensor")
     if tensor.is_neg() or tensor.is_conj():
         raise ArrayTypeError(
-            "its memory holds its values negated or conjugated; pass a copy, as of tensor.resolve_conj().resolve_neg()"
+            "its memory holds its values negated or conjugated; pass a copy, such as tensor.resolve_conj().resolve_neg()"
         )
     pointer: int = tensor.data_ptr()
     if not pointer and tensor.numel():
@@ -213,12 +216,12 @@ def prepared(
 
 
 def empty_like(tensor: torch.Tensor) -> Any:
-    """Return a new tensor without gaps, in another tensor's axis order."""
+    """Return a new tensor like ``tensor``, without gaps, in its axis order."""
     return torch.empty_like(tensor.detach(), memory_format=torch.preserve_format)
 
 
 def empty_lying_as(tensor: torch.Tensor) -> Any:
-    """Return a new tensor with the strides of another tensor."""
+    """Return a new tensor with the strides of ``tensor``."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
@@ -232,10 +235,10 @@ def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]
 
 
 def written(tensor: torch.Tensor) -> None:
-    """Tell torch that a tensor's memory was written.
+    """Tell torch that the memory of ``tensor`` was written.
 
-    Torch's own operations do the same. A backward pass that needs the old values then raises instead of computing with new
-    values.
+    Torch's own operations also tell torch of their writes. A backward pass that needs the old values then raises, instead of
+    computing with the new values.
     """
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
@@ -244,7 +247,7 @@ def written(tensor: torch.Tensor) -> None:
 def current_stream(device: int) -> int:
     """Return the pointer of torch's current stream on a device."""
     try:
-        pointer: int = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - 0.1 µs; the public way takes 3.7
+        pointer: int = torch._C._cuda_getCurrentRawStream(device)  # noqa: SLF001 - takes 0.1 µs; the public function 3.7
     except AttributeError:
         pointer = torch.cuda.current_stream(device).cuda_stream
     return pointer
@@ -252,13 +255,13 @@ def current_stream(device: int) -> int:
 
 @functools.lru_cache(256)
 def _stream(pointer: int, device: int) -> Any:
-    # The object holds only the pointer, so a cached object stays valid if the driver reuses the pointer. For 0, ExternalStream
-    # would make a new stream.
+    # The object holds only the pointer, so a cached object stays valid if the driver reuses the pointer. The pointer 0 is the
+    # default stream; for 0, `ExternalStream` would make a new stream.
     return torch.cuda.ExternalStream(pointer, device) if pointer else torch.cuda.default_stream(device)
 
 
 def record(value: object, pointer: int, device: int) -> None:
-    """Record a stream's use of a value's tensors with torch's allocator.
+    """Tell torch's allocator that a stream uses the tensors in ``value``.
 
     Tensors in tuples, lists and dictionaries are included.
     """
@@ -270,9 +273,9 @@ def record(value: object, pointer: int, device: int) -> None:
 
 
 def adopt_recorded(array: torch.Tensor) -> Any:
-    """Return a tensor over a CuPy array's memory.
+    """Return a tensor over the memory of the CuPy array ``array``.
 
-    Unlike the ordinary exchange, this makes no stream wait.
+    The stream -1 asks DLPack for no wait. An ordinary exchange would make torch's current stream wait for CuPy's stream.
     """
     return torch.from_dlpack(array.__dlpack__(stream=-1))
 
@@ -288,8 +291,8 @@ def run_branch(
 ) -> T:
     """Call a function while torch's current stream is ``pointer``.
 
-    Torch's allocator notes that the caller's stream uses the tensors that the function returns. With the list ``held``, these
-    tensors are added to the list instead, which keeps them alive until the recording has ended.
+    Torch's allocator notes that the caller's stream uses the tensors that the function returns. If the list ``held`` is given,
+    the tensors are added to the list instead, and so stay alive until the recording has ended.
     """
     previous = torch.cuda.current_stream(device)
     torch.cuda.set_stream(_stream(pointer, device))
@@ -310,7 +313,7 @@ def run_branch(
 class RecordingPool:
     """A memory pool of torch's allocator, for one recording alone.
 
-    The pool has to be made and used with its device current.
+    The pool's device must be the current device when the pool is made and used.
 
     `torch.cuda.CUDAGraph` uses the same kind of pool. A `torch.cuda.MemPool` would not do, because its destructor waits for
     events. If any thread captures during such a wait, torch aborts the process.
@@ -325,7 +328,7 @@ class RecordingPool:
         # These functions have no public names. Torch's own graphs call them.
         if not hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool"):  # noqa: SLF001
             raise CaptureError(
-                f"torch uses the GPU, and torch {torch.__version__} has no memory pool for one thread, which a recording needs: "
+                f"a recording needs a memory pool of torch for one thread, which torch {torch.__version__} lacks: "
                 f"use torch 2.8 or newer, or record in a process where torch does not use the GPU"
             )
         self.nbytes = 0
@@ -338,7 +341,7 @@ class RecordingPool:
         self._starts: list[int] = []
         # The end address of each segment, and the stream for which torch took the segment.
         self._segments: list[tuple[int, int]] = []
-        # The bytes that torch had taken from the device at the last look-up of the segments.
+        # The bytes that torch had taken from the device when `_look` last read the segments.
         self._looked = -1
 
     def begin(self) -> None:
@@ -367,20 +370,20 @@ class RecordingPool:
     def check(self) -> None:
         """Raise if the recording's tensors were allocated in another pool.
 
-        The other pool would later give their memory to other users. If two pools are entered, some versions of torch use the
-        first.
+        The other pool would later give their memory to other users. If a thread has entered two pools, some versions of torch
+        use the pool that was entered first.
         """
         self._look()
-        # Nothing is wrong in two cases. In the first, this pool is new and has memory, so the tensors are in this pool. In the
-        # second, torch has allocated no tensor in any thread since `begin`.
+        # In two cases, no tensor can be in another pool. Either this pool is new and has memory, which means that the tensors
+        # are in this pool. Or torch has allocated no tensor in any thread since `begin`.
         own = self._starts and not self._kept
         if own or self._taken()["allocation"]["all"]["allocated"] == self._before:
             return
         # A tensor of one byte shows whether this thread's allocations come from this pool.
         if self.stream_of(torch.empty(1, dtype=torch.uint8, device=f"cuda:{self._device}").data_ptr()) is None:
             raise CaptureError(
-                "torch allocated a recording's tensors in another pool than the recording's own, and that pool would use their "
-                "memory again: record outside of torch.cuda.use_mem_pool"
+                "torch allocated a recording's tensors in another pool than the recording's own, and that pool would reuse the "
+                "memory of these tensors: record outside of torch.cuda.use_mem_pool"
             )
 
     def stream_of(self, pointer: int) -> int | None:
@@ -406,9 +409,9 @@ class RecordingPool:
         return [(start, stop) for start, (stop, _) in zip(self._starts, self._segments, strict=True)]
 
     def storages(self, *values: object) -> Iterator[tuple[int, Any]]:
-        """Yield the storages of the GPU tensors reached from values.
+        """Yield the storages of all GPU tensors in ``values``.
 
-        Each storage is paired with its begin address. For a tensor without strided memory, the pair is a negative number and
+        Each storage is paired with its start address. For a tensor without strided memory, the pair is a negative number and
         the tensor itself.
         """
         for leaf in leaves(*values, calls=True):
@@ -493,9 +496,9 @@ def _spare_pool(device: int) -> tuple[int, Any] | None:
 
 
 def recording_pool(device: int) -> RecordingPool | None:
-    """Return memory for a recording, or None.
+    """Return a memory pool for a recording, or None.
 
-    None means that torch allocates by ``cudaMallocAsync``, whose allocations are captured as nodes.
+    A recording needs no pool if torch allocates by ``cudaMallocAsync``, because a capture contains such allocations as nodes.
     """
     return RecordingPool(device) if torch.cuda.get_allocator_backend() == "native" else None
 
@@ -522,7 +525,8 @@ def storage(tensor: torch.Tensor) -> int:
 def read_unordered(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
     """Return the bytes of a tensor's elements on the host.
 
-    They are read after the work of torch's current stream. Return None under a capture, and for a tensor without bytes.
+    They are read after the present work of torch's current stream. The result is None if this stream is capturing, or if the
+    bytes cannot be read.
     """
     if tensor.layout is not torch.strided or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None

@@ -1,4 +1,4 @@
 """Connect other libraries to handlepool.
 
-Each module uses public names only, and is imported only on request.
+Each module uses only public names of handlepool, and is imported only if user code imports it.
 """

@@ -1,18 +1,20 @@
 """Run code for nvidia-cudnn-frontend on the pool's handles.
 
-Such code makes a handle, keeps it, and binds it to a stream before each use. While `install` is in force, `cudnn.create_handle`
-returns a `PooledHandle`. In each thread, this object resolves to the default pool's handle for that thread, its current device
-and the stream that the thread has set. So two threads never use the same cuDNN handle, even if they share the object. When a
-thread ends, the pool takes its handles back.
+Code for the frontend makes a cuDNN handle, keeps the handle, and binds it to a stream before each use. While `install` is in
+force, `cudnn.create_handle` returns a `PooledHandle`. In each thread, this object resolves to the default pool's handle for
+that thread, its current device and the stream that the thread has set. So two threads never use the same cuDNN handle, even if
+they share the object. When a thread ends, the pool takes back the thread's handles.
 
 The integration rests on these assumptions:
 
-- The frontend asks a handle for its ``backend_handle`` at each use. It keeps only the handle that a graph is built with. The
-  integration therefore builds graphs with a separate handle for each device, which lives as long as the process. No two
-  threads use that handle at once: the binding holds the GIL.
-- The driver makes the pool's handles with the frontend's own function, which it finds as ``__wrapped__``.
-- The methods of graphs stay replaced after `uninstall`, since graphs that were made meanwhile need them. For other graphs the
-  replacements do nothing.
+- The frontend reads the attribute ``backend_handle`` of a handle at each use, and does not store the value. The exception is the
+  handle that a graph is built with: the graph stores its value. The integration therefore builds graphs with a separate handle
+  for each device, which lives as long as the process. No two threads use that handle at once, because the frontend's binding
+  holds the GIL.
+- The driver makes the pool's handles with the frontend's own `create_handle`, which it finds as the attribute ``__wrapped__`` of
+  the replacement.
+- The methods of graphs stay replaced after `uninstall`, because graphs that were made before `uninstall` need the replacements.
+  For any other graph, a replacement only calls the method that it replaces.
 """
 
 import functools
@@ -34,9 +36,9 @@ from handlepool.integrations.cudnn_assumptions import broken, called, missing
 __all__ = ["KNOWN_VERSIONS", "PooledHandle", "install", "is_installed", "pooled_handles", "uninstall"]
 
 KNOWN_VERSIONS = ("1.32",)
-"""The known version prefixes of nvidia-cudnn-frontend.
+"""The frontend versions that this integration was written against, as prefixes.
 
-Any other version has to pass a self-test, see `judge`.
+Any other version of nvidia-cudnn-frontend has to pass a self-test, see `judge`.
 """
 
 
@@ -45,7 +47,8 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
 
     `cudnn.create_handle` returns such an object. The pool's handle belongs to the current device and to a stream. The stream is
     the stream that the calling thread has set with `cudnn.set_stream`. If the thread has set no stream, the current stream of
-    torch or CuPy is used. If both are the default stream, the stream that any thread has set last is used.
+    torch or CuPy is used. If the current stream of both libraries is the default stream, the stream is used that any thread has
+    set last for this object.
     """
 
     def __init__(self) -> None:
@@ -70,18 +73,20 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
         return handlepool.get_handle(_current(self._last) if stream is None else _given(stream))
 
     def bind(self, stream: int | None) -> None:
-        """Remember the calling thread's stream.
+        """Remember ``stream`` as the calling thread's stream.
 
-        The method calls no library. The pool finds or makes a handle for the stream when the handle is used.
+        The method calls neither cuDNN nor CUDA. The pool finds or makes a cuDNN handle for the stream at the next use of this
+        object.
         """
         self._mine.stream = self._last = None if stream is None else operator.index(stream)
 
     def destroy(self) -> None:
-        """End the object for every thread; the pool keeps its handles."""
+        """Make this object unusable in every thread; the pool keeps its handles."""
         self._destroyed = True
 
-    # The two properties below are set only by functions of the frontend that a module saved before `install`. Such a function
-    # has already bound or destroyed the pool's own handle. The pool repairs that handle at its next use.
+    # Only the frontend's own functions set the two properties below, and only a module that saved such a function before
+    # `install` still calls it. The function has already bound or destroyed the pool's handle when it sets the property. The
+    # pool repairs this handle at its next use.
 
     @property
     def backend_handle(self) -> int | None:
@@ -138,37 +143,40 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
 
 
 def _given(stream: int) -> int | None:
-    """Convert a stream for `handlepool.get_handle`.
+    """Return the argument of `handlepool.get_handle` for ``stream``.
 
-    The result is None for CuPy's current stream. Then `get_handle` finds the slot of CuPy's stream object, if there is one.
+    The result is None if ``stream`` is CuPy's current stream. For None, `get_handle` takes CuPy's stream object, and so finds a
+    slot that was made for this object.
     """
     return None if handlepool.default_pool().driver.current_stream().ptr == stream else stream
 
 
 def _current(handed: int | None = None) -> int | None:
-    """Return this thread's current stream for `handlepool.get_handle`.
+    """Return the argument of `handlepool.get_handle` for the current stream.
 
-    The result is ``handed`` if torch and CuPy both use the default stream, and None for CuPy's current stream.
+    The result is None if CuPy's current stream is not the default stream, else torch's current stream. If the current stream of
+    both libraries is the default stream, the result is ``handed``.
     """
     torch = sys.modules.get("torch")
     theirs = torch.cuda.current_stream().cuda_stream if torch is not None and torch.cuda.is_initialized() else 0
     ours = handlepool.default_pool().driver.current_stream().ptr
     if theirs and ours and theirs != ours:
         raise StreamError(
-            f"this thread bound a cudnn handle to no stream, and the current streams of torch ({theirs:#x}) and CuPy "
-            f"({ours:#x}) differ: choose one with cudnn.set_stream(handle, stream)"
+            f"this thread has set no stream for a cudnn handle, and the current streams of torch ({theirs:#x}) and CuPy "
+            f"({ours:#x}) differ: choose a stream with cudnn.set_stream(handle, stream)"
         )
     if ours:
         return None
     return int(theirs) if theirs else handed
 
 
-# The functions below replace the frontend's functions. Each function receives the function that it replaces.
+# Each function below makes the replacement of a frontend's function. Its argument is the function to replace.
 
 
 def _create_handle(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_handle() -> PooledHandle:
-        # Without a driver, this access raises an error, as the frontend's own function does.
+        # If no driver can run here, this access raises an error. The frontend's own function raises as well where it cannot
+        # make a handle.
         _ = handlepool.default_pool().driver
         return PooledHandle()
 
@@ -176,9 +184,9 @@ def _create_handle(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_pooled(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Dispatch on the handle: pooled handles use the given function.
+    """Make a replacement that calls ``function`` for a `PooledHandle`.
 
-    All other handles use the function that it replaces.
+    For any other handle, the replacement calls the frontend's own function.
     """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,7 +199,7 @@ def _of_pooled(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], C
 
 
 def _get_default_handle(original: Callable[..., Any]) -> Callable[..., Any]:
-    # Thread-local storage ends a thread's handles with the thread.
+    # Each thread has its own default handle for each device. Thread-local storage drops these handles when the thread ends.
     handles = threading.local()
 
     def get_default_handle(stream: Any = None) -> Any:
@@ -212,7 +220,7 @@ def _get_default_handle(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_default_handle
 
 
-# The functions below replace methods of the frontend's graphs.
+# Each function below makes the replacement of a method of the frontend's graphs.
 
 
 def _lowering(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,8 +238,9 @@ def _lowering(original: Callable[..., Any]) -> Callable[..., Any]:
 class Builders:
     """The handles for building graphs, one for each device.
 
-    The handles come from separate pools. They live as long as the process, because graphs keep them and may live as long. No
-    lock is needed: if two threads come at once, both get the handle that was stored first.
+    The handles come from a pool other than the default pool. They live as long as the process, because a graph keeps the handle
+    that it was built with, and may live as long. `current` needs no lock: if two threads call it at once, both get the handle
+    that was stored first.
     """
 
     def __init__(self) -> None:
@@ -242,7 +251,8 @@ class Builders:
         """Return the handle of the current device."""
         driver = handlepool.default_pool().driver
         device = driver.current_device()
-        # In a forked child the pool raises, and no inherited handle is used.
+        # The key contains the process id, so a forked child uses no handle of its parent. In the child, the pool's `get_handle`
+        # raises.
         key = os.getpid(), device
         if key not in self._handles:
             pool = self._pools.setdefault(0, HandlePool(driver=driver.name, check=False))
@@ -256,7 +266,8 @@ _builders = Builders()
 def _of_graph(graph: "cudnn.pygraph", handle: object) -> Any:
     """Return the handle for executing a graph.
 
-    The choice is the given handle, else the graph's own handle, else the handle of the current stream.
+    The result is ``handle`` if it is given, else the graph's own handle. If the graph has none, but was built with a handle of
+    `Builders`, the result is the pool's handle for the current stream.
     """
     handle = graph._handle if handle is None else handle  # noqa: SLF001
     if handle is None and getattr(graph, "_handlepool", False):
@@ -291,7 +302,7 @@ def _execute_at(original: Callable[..., Any]) -> Callable[..., Any]:
 _ON_ITS_STREAM = object()
 """Mark a `cudnn.Graph` without a workspace of its own.
 
-Such a graph uses the pool's workspace for the stream.
+Such a graph uses the pool's workspace for the stream on which it runs.
 """
 
 
@@ -339,7 +350,7 @@ class Verdict(NamedTuple):
     known : bool
         Whether the integration was written against that version.
     broken : str or None
-        The first assumption that the version breaks.
+        The first assumption that the version breaks; None if it breaks no assumption.
     """
 
     version: str
@@ -365,7 +376,7 @@ def judge() -> Verdict:
 
 
 def _places() -> tuple[list[_ReplacedName], list[_ReplacedName]]:
-    """Return the replaced functions and methods.
+    """Return the names to replace: functions, then methods of graphs.
 
     `uninstall` restores the functions. The methods stay replaced.
     """
@@ -401,22 +412,22 @@ def install() -> None:
     """Let code for nvidia-cudnn-frontend use the default pool's handles.
 
     The replacement lasts until `uninstall`. It covers `cudnn.create_handle`, ``set_stream``, ``get_stream``,
-    ``destroy_handle``, the default handles and `cudnn.Graph`. Earlier handles go on to work as before. If `install` is
-    already in force, it replaces only names that other code has restored. It uses no GPU, so it may be called during a
-    capture.
+    ``destroy_handle``, the default handles and `cudnn.Graph`. Handles that were made before `install` go on to work as before.
+    If `install` is already in force, it replaces only names that other code has restored. It uses no GPU, so it may be called
+    during a capture.
 
     Raises
     ------
     DriverNotAvailableError
         For a frontend that lacks a replaced name, and for an unknown version that fails the self-test. The message
-        names the broken assumption. Nothing is changed then.
+        names the broken assumption. `install` then changes nothing.
 
     Warns
     -----
     RuntimeWarning
-        For an unknown version that passed the self-test. Also for each loaded module that has imported a function by
-        name, as after ``from cudnn import create_handle``: the module keeps the frontend's function. Import such
-        modules afterwards.
+        For an unknown version that passed the self-test. Also for each loaded module that has imported a function by name, as
+        after ``from cudnn import create_handle``: the module keeps the frontend's function. Import such a module after
+        `install`.
     """
     _installation.install()
 
@@ -424,14 +435,14 @@ def install() -> None:
 def uninstall() -> None:
     """Restore the frontend's functions.
 
-    Handles and graphs that were made meanwhile go on with the pool. If a context of `pooled_handles` is open, its end restores
-    the functions instead. If nothing is installed, nothing happens.
+    Handles and graphs that were made since `install` go on to use the pool. If a context of `pooled_handles` is open, the
+    functions are restored when this context ends. If `install` is not in force, `uninstall` does nothing.
 
     Raises
     ------
     OwnershipError
-        When other code has replaced a name since, with a function that is not the frontend's. Nothing is changed
-        then.
+        If other code has replaced a name since `install`, with a function that is not the frontend's. `uninstall` then changes
+        nothing.
     """
     _installation.uninstall()
 
@@ -440,7 +451,7 @@ def uninstall() -> None:
 def pooled_handles() -> Iterator[None]:
     """Install the replacements until a ``with`` statement ends.
 
-    The replacement holds in every thread. Of several contexts, the last to end restores the functions.
+    The replacements hold in every thread. If several contexts are open, the context that ends last restores the functions.
     """
     _installation.enter()
     try:
@@ -459,9 +470,9 @@ def _put(place: _ReplacedName) -> Callable[..., Any]:
 class Installation:
     """Track the replaced names, and the users of the replacement.
 
-    The users are `install` and the contexts of `pooled_handles`. The lock guards all of this state, so that each name is
-    replaced once, and the last user restores the name. A thread holds the lock while it changes names, and never while it makes
-    a handle. The lock is reentrant, because a finalizer may end a context while its thread holds the lock.
+    The users are `install` and the contexts of `pooled_handles`. The lock guards all of this state. So each name is replaced
+    once, and the user that ends last restores the name. A thread holds the lock while it changes names, and never while it
+    makes a handle. The lock is reentrant, because a finalizer may end a context while its thread holds the lock.
     """
 
     def __init__(self) -> None:
@@ -504,8 +515,8 @@ class Installation:
         wrong = verdict.broken or missing([place[:2] for place in functions + methods])
         if wrong is not None:
             raise DriverNotAvailableError(
-                f"nvidia-cudnn-frontend {verdict.version} cannot use the pool's handles, because an assumption about it fails: "
-                f"{wrong}. Install {_KNOWN}, or call handlepool.get_handle where handles are needed"
+                f"nvidia-cudnn-frontend {verdict.version} cannot use the pool's handles, because it breaks an assumption of "
+                f"handlepool: {wrong}. Install {_KNOWN}, or call handlepool.get_handle where handles are needed"
             )
         if not verdict.known:
             warnings.warn(
@@ -531,7 +542,7 @@ class Installation:
             if getattr(place.owner, place.name, None) is not made and not _is_back(place, made):
                 raise OwnershipError(
                     f"other code has replaced {called(place.owner, place.name)} since handlepool.integrations.cudnn was "
-                    "installed: let that code restore it, then call uninstall again"
+                    "installed: let that code restore the function, then call uninstall again"
                 )
         while self.replaced:
             _, (place, made) = self.replaced.popitem()
@@ -543,10 +554,10 @@ _installation = Installation()
 
 
 def _is_back(place: _ReplacedName, made: Callable[..., Any]) -> bool:
-    """Return whether other code has restored a name.
+    """Return whether other code has restored the name of ``place``.
 
-    The name then refers to the function that it had before `install`, or to the frontend's own function. Code that patched the
-    name before `install`, and has now ended its patch, restores the name in this way.
+    Code that patched the name before `install` restores the name when it ends its patch. The name then refers to the function
+    that `install` replaced, or to the frontend's own function.
     """
     now = getattr(place.owner, place.name, None)
     return now is vars(made)["__wrapped__"] or getattr(now, "__globals__", None) is vars(place.owner)
@@ -565,8 +576,8 @@ def _warn_of_copies(originals: dict[int, _ReplacedName]) -> None:
         if kept:
             warnings.warn(
                 f"{module_name} keeps the frontend's own {', '.join(sorted(kept))}, imported before "
-                f"handlepool.integrations.cudnn was installed: import {module_name} afterwards, or call these as "
-                "attributes of cudnn",
+                f"handlepool.integrations.cudnn was installed, so its calls do not use the pool: import {module_name} after "
+                "install(), or call these functions as attributes of cudnn",
                 RuntimeWarning,
                 stacklevel=5,
             )

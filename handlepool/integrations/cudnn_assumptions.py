@@ -1,8 +1,8 @@
 """Check assumptions about nvidia-cudnn-frontend without a GPU.
 
-`handlepool.integrations.cudnn` makes these assumptions. The checks change nothing. They are for versions that the integration
-was not written against. They run copies of the frontend's functions with a fake binding that only notes its calls. A copy
-cannot reach the real binding, because cuDNN would crash on the fake handles.
+`handlepool.integrations.cudnn` makes these assumptions. The checks are for versions of the frontend that the integration was
+not written against. A check runs a copy of a frontend's function, and changes nothing. The copy calls a fake binding, which
+only notes its calls. It cannot call the real binding, in which cuDNN would crash on the fake handles.
 """
 
 import inspect
@@ -17,15 +17,15 @@ Place = tuple[Any, str]
 
 _BUILTINS = {each.__name__: each for each in (isinstance, getattr, hasattr, type, int, TypeError, ValueError, RuntimeError)}
 _POINTER = 4096
-"""Stand for a stream's pointer."""
+"""A number that stands for the pointer of a stream."""
 
 
 def missing(places: Sequence[Place]) -> str | None:
-    """Return an assumption that names the first missing function or method.
+    """Return the assumption that the first missing function or method breaks.
 
-    The result is None if none is missing.
+    The result is None if the frontend has all of ``places``.
     """
-    return next((f"{called(*place)} is there" for place in places if not callable(getattr(*place, None))), None)
+    return next((f"{called(*place)} exists" for place in places if not callable(getattr(*place, None))), None)
 
 
 def broken() -> str | None:
@@ -60,14 +60,14 @@ def _assumption(text: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]
 
 
 def _own(owner: object, name: str) -> Any:
-    """Return a frontend function, even if it was replaced."""
+    """Return the frontend's own function, even while it is replaced."""
     return inspect.unwrap(getattr(owner, name))
 
 
 def _over(binding: object, name: str) -> Any:
-    """Return a copy of a `cudnn` function that calls a binding.
+    """Return a copy of a `cudnn` function that calls ``binding``.
 
-    The copy finds no other names except the frontend's class.
+    Apart from ``binding``, the copy finds only some built-in names and the class `cudnn.Handle`.
     """
     function = _own(cudnn, name)
     found = {"__builtins__": _BUILTINS, "__name__": "cudnn", "_pybind_module": binding, "Handle": cudnn.Handle}
@@ -127,20 +127,22 @@ def _create_takes_nothing() -> bool:
     return _takes("create_handle") and "Handle" in _own(cudnn, "create_handle").__code__.co_names
 
 
-@_assumption("cudnn.set_stream(handle, stream) binds cuDNN's handle, then sets the attribute stream, and sets nothing else")
+@_assumption(
+    "cudnn.set_stream(handle, stream) binds cuDNN's handle to the stream, then sets handle.stream, and sets nothing else"
+)
 def _set_stream_binds_and_sets() -> bool:
     handle, notes, binding = _noted_handle()
     _over(binding, "set_stream")(handle=handle, stream=_POINTER)
     return notes == [("bind", _POINTER), ("stream", _POINTER)]
 
 
-@_assumption("cudnn.get_stream(handle) returns the attribute stream")
+@_assumption("cudnn.get_stream(handle) returns handle.stream")
 def _get_stream_returns_the_attribute() -> bool:
     handle, notes, binding = _noted_handle()
     return _over(binding, "get_stream")(handle) == 0 and not notes
 
 
-@_assumption("cudnn.destroy_handle(handle) destroys cuDNN's handle, then sets backend_handle to None")
+@_assumption("cudnn.destroy_handle(handle) destroys cuDNN's handle, then sets handle.backend_handle to None")
 def _destroy_destroys_and_sets() -> bool:
     handle, notes, binding = _noted_handle()
     _over(binding, "destroy_handle")(handle)
@@ -159,7 +161,7 @@ def _parameters(owner: object, name: str) -> list[str]:
     return [*inspect.signature(_own(owner, name)).parameters]
 
 
-@_assumption("a cudnn.pygraph keeps the handle that it is made with as _handle, and takes attributes")
+@_assumption("a cudnn.pygraph keeps the handle that it is made with as _handle, and other code can set attributes of the graph")
 def _graphs_keep_their_handle() -> bool:
     handle, _, _ = _noted_handle()
     graph, without = cudnn.pygraph(handle=handle), cudnn.pygraph()
@@ -167,7 +169,7 @@ def _graphs_keep_their_handle() -> bool:
     return graph._handle is handle and without._handle is None  # noqa: SLF001
 
 
-@_assumption("a cudnn.pygraph asks its handle for backend_handle at each lowering, by _backend_handle_for_lowering(settings)")
+@_assumption("cudnn.pygraph._backend_handle_for_lowering(settings) reads backend_handle of the graph's handle at each lowering")
 def _lowering_asks_the_handle() -> bool:
     handle, _, _ = _noted_handle()
     lowering = _own(cudnn.pygraph, "_backend_handle_for_lowering")
@@ -191,9 +193,9 @@ def _execute_at_takes_a_handle() -> bool:
 
 
 def _wrapped(**attributes: object) -> tuple[Any, list[dict[str, Any]]]:
-    """Return a `cudnn.Graph` over a graph that only takes notes.
+    """Return a `cudnn.Graph` over a fake graph, and the graph's launches.
 
-    Its ``with`` statement has not ended yet.
+    The fake graph only notes the options of each launch. The ``with`` statement of the `cudnn.Graph` has not ended yet.
     """
     from cudnn import wrapper
 
@@ -212,7 +214,7 @@ def _wrapped(**attributes: object) -> tuple[Any, list[dict[str, Any]]]:
     return wrapped, launches
 
 
-@_assumption("a cudnn.Graph has no handle and no workspace before it is given some, and keeps them by these names")
+@_assumption("a new cudnn.Graph has no handle and no workspace, and keeps them later in the attributes __handle and __workspace")
 def _wrapped_begins_without() -> bool:
     from cudnn import wrapper
 
@@ -222,7 +224,7 @@ def _wrapped_begins_without() -> bool:
     return kept and wrapped._Graph__handle is None and wrapped._Graph__workspace is None  # noqa: SLF001
 
 
-@_assumption("cudnn.Graph allocates a workspace at the end of its with statement only where it has none")
+@_assumption("cudnn.Graph allocates a workspace at the end of its with statement only if it has none")
 def _wrapped_keeps_its_workspace() -> bool:
     from cudnn import wrapper
 

@@ -51,29 +51,30 @@ Each program serves one geometry of tiles. If there are more, the worker drops t
 middle, at the edges and in the corners of an image have up to nine geometries.
 """
 _MOST_TOLD = 64
-"""The maximum number of tuple entries that distinguish functions."""
+"""The maximum number of a tuple's entries that `_telling` examines."""
 _NO_VALUE = CellType()
-"""Stand for a closure's variable that has no value yet."""
+"""An empty cell, as of a closure's variable without a value."""
 _CLOSING = 30.0
-"""Maximum seconds that a task waits for its worker's end.
+"""The maximum time in seconds that a task waits for its worker.
 
-The task found the device's context lost, and its worker closes. After this time, the task reports its error.
+A task that finds the context of its device lost closes its worker, and waits. After this time, the task reports its error.
 """
 _STEP = 3.0
 """The maximum time of each step of a closing worker, in seconds.
 
-It is short, because the worker's results have to be computed again in any case.
+The time is short, because a longer time would save nothing: other workers compute the closed worker's results again in any
+case.
 """
 
 logger = logging.getLogger("distributed.worker.handlepool")
 
 
-class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed or not
+class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # distributed is untyped
     """Make a worker's handles early, and replace a broken worker.
 
-    The handles exist before the first task. A closing worker releases idle resources. A worker that lost its context is
-    replaced. Register the plugin with ``client.register_plugin(PoolPlugin())``. Later workers get the plugin, too. A
-    second registration replaces the first registration. The plugin uses the default pool of the worker's process.
+    The handles exist before the first task. A closing worker releases idle resources. Dask replaces a worker that lost its CUDA
+    context. Register the plugin with ``client.register_plugin(PoolPlugin())``. Later workers get the plugin, too. A second
+    registration replaces the first registration. The plugin uses the default pool of the worker's process.
 
     Parameters
     ----------
@@ -88,10 +89,11 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
     Raises
     ------
     DriverNotAvailableError
-        In the worker, and so by ``register_plugin``: if the driver cannot run, for example on a machine without a
-        GPU.
+        If the driver cannot run, for example on a machine without a GPU. The worker raises the error, and ``register_plugin``
+        raises it again.
     ArgumentError
-        Also in the worker: if the default pool of the process has another driver, and for sizes as in `prewarm`.
+        If the default pool of the worker's process has another driver, and for sizes that `prewarm` refuses. The worker raises
+        this error, too.
     """
 
     name = "handlepool"
@@ -108,14 +110,14 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
         seen, first = driver.device_count(), worker.name in (0, "0")
         if driver.name == "cuda" and seen > 1 and not first and "CUDA_VISIBLE_DEVICES" not in os.environ:
             logger.warning(
-                "worker %s computes on the first of %d GPUs, as all workers of this machine do: start workers with dask-cuda, or "
-                "with another CUDA_VISIBLE_DEVICES each",
+                "worker %s computes on the first of %d GPUs, as all workers of this machine do: start the workers with "
+                "dask-cuda, or give each worker another CUDA_VISIBLE_DEVICES",
                 worker.name,
                 seen,
             )
         count = worker.state.nthreads
-        # All threads must hold their handles at the same time. If one thread ended early, the next thread would reuse its
-        # handle.
+        # All threads must hold their handles at the same time. If a thread ended early, the next thread would reuse its handle,
+        # and fewer than ``count`` handles would be made.
         together = threading.Barrier(count)
 
         def make(states: int) -> None:
@@ -144,9 +146,9 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # of no type, installed o
         handlepool.close()
 
     def transition(self, key: object, start: str, finish: str, **kwargs: object) -> None:
-        """Close the worker after a task that found its context lost.
+        """Close the worker if a task failed because the context is lost.
 
-        Without this, every later task of the worker would fail.
+        If the worker went on, every later task would fail on it.
         """
         if finish == "error" and _is_lost():
             _leave(self._worker)
@@ -166,7 +168,7 @@ def map_tiles(
     dtype: Any = None,
     lanes: int | None = 8,
 ) -> Array:
-    """Map a function over the chunks of an array with margins.
+    """Map a function over an array's chunks, extended by margins.
 
     Each chunk is extended by a margin of its neighbours, and each result is trimmed. The call is lazy. ``function(tile,
     *shared)`` is recorded once for each worker and geometry of a tile, and replayed for each further tile. If it cannot
@@ -176,8 +178,8 @@ def map_tiles(
     Parameters
     ----------
     function : callable
-        As for `spread`: takes an array of the driver and the values of ``shared``, and returns one array as large as
-        the tile. It goes to the workers as Dask's functions do: by name from a module, else by value.
+        As for `spread`: takes an array of the driver and the values of ``shared``, and returns one array as large as the tile.
+        Dask sends it to the workers: a function of a module by its name, any other function by its value.
     x : dask.array.Array
         An array whose chunks are NumPy arrays.
     depth, boundary
@@ -197,35 +199,38 @@ def map_tiles(
     Returns
     -------
     dask.array.Array
-        Consists of NumPy arrays. Tiles of one geometry are computed alike on every worker. With deterministic plans
-        the bits are therefore the same as in one process.
+        Its chunks are NumPy arrays. Every worker computes tiles of one geometry in the same way. With deterministic plans the
+        bits are therefore the same as in one process.
 
     Raises
     ------
     ArgumentError
-        For an object that is not a function or not a Dask array. For a program: pass the function that was recorded.
-        For a ``depth`` or ``boundary`` that names axes outside ``x`` or leaves out axes. For ``extents`` of an axis
-        with several chunks or a depth. In a task, with the place of its tile: for a result of another shape or type.
+        For an object that is not a function or not a Dask array. For a program: pass the function that was recorded. For a
+        ``depth`` or ``boundary`` that names axes outside ``x`` or leaves out axes. For ``extents`` of an axis with several
+        chunks or a depth. For a result of another shape or type: the task raises this error, with the place of its tile.
     ArrayTypeError
-        For other values in ``shared``; in a task, for tiles that are not NumPy arrays.
+        For other values in ``shared``. For a tile that is not a NumPy array: the task raises this error.
 
     Notes
     -----
-    Workers treat a function as new if its code, its defaults or its closure changed. The same holds for a number, a text
-    or a function among the globals that it names. The comparison follows the functions that it calls by these names, four
-    deep, and operations. It ignores changes inside an object, a class or a container: pass such values in ``shared``.
+    Workers treat a function as new if its code, its defaults or its closure changed. The same holds for a number, a text or a
+    function among the globals that it names. The comparison also examines functions and operations that the function calls by
+    these names, to a depth of four. It ignores changes inside an object, a class or a container: pass such values in
+    ``shared``.
 
-    A task that finds the context of its device lost closes its worker. Other workers then compute its tiles, and the
-    tiles whose results it held.
+    A task that finds the context of its device lost closes its worker. Other workers then compute the tiles of that worker, and
+    again the tiles whose results it held.
     """
     name = _name(function)
     if isinstance(function, Program) or not callable(function):
-        raise ArgumentError(f"map_tiles({function!r}): pass a function of a tile; each worker records it for itself")
+        raise ArgumentError(
+            f"map_tiles was given {function!r}: pass a function of a tile; each worker records this function itself"
+        )
     if not isinstance(x, Array):
         raise ArgumentError(f"map_tiles({name}): x is of type {type(x).__name__}; pass a dask.array.Array")
     if not isinstance(shared, (list, tuple)):
         raise ArgumentError(
-            f"map_tiles({name}): shared is of type {type(shared).__name__}; pass a tuple of arguments, (weights,) for one"
+            f"map_tiles({name}): shared is of type {type(shared).__name__}; pass a tuple of arguments, for example (weights,)"
         )
     for value in shared:
         if not isinstance(value, (np.ndarray, np.generic, int, float, str)) or isinstance(value, np.ma.MaskedArray):
@@ -234,11 +239,12 @@ def map_tiles(
                 "or strings"
             )
     if lanes is not None and not (type(lanes) is int and 1 <= lanes <= _MOST_LANES):
-        raise ArgumentError(f"map_tiles({name}, lanes={lanes!r}); it must be an integer from 1 to {_MOST_LANES}, or None")
-    # Workers identify shared arrays by their contents at this moment, so the arrays are copied now.
+        raise ArgumentError(f"map_tiles({name}, lanes={lanes!r}): lanes must be an integer from 1 to {_MOST_LANES}, or None")
+    # The token below identifies the shared arrays by their present contents. So the arrays are copied now, before the caller
+    # can write to them.
     shared = tuple([_packed(value) if isinstance(value, np.ndarray) else value for value in shared])
     depth, boundary = _margins(name, x.ndim, depth, boundary)
-    # Without margins each tile is one task.
+    # If no axis has a margin, `overlap` is not called, so that each tile stays a single task.
     alone = all(beyond in (0, (0, 0)) for beyond in depth.values())
     tiles = x if alone else overlap(x, depth=depth, boundary=boundary)
     if extents is not None and not isinstance(extents, Mapping):
@@ -247,10 +253,10 @@ def map_tiles(
     for axis, extent in extents.items():
         if not _counts(extent):
             raise ArgumentError(
-                f"map_tiles({name}): extents has {extent!r} for axis {axis!r}; it must be an integer of 0 or more"
+                f"map_tiles({name}): extents has {extent!r} for axis {axis!r}; an extent must be an integer of 0 or more"
             )
         if axis not in range(x.ndim) or len(chunks[axis]) != 1 or depth[axis] not in (0, (0, 0)):
-            raise ArgumentError(f"map_tiles({name}): extents has axis {axis!r}; it must be one of x, with one chunk and no depth")
+            raise ArgumentError(f"map_tiles({name}): extents has axis {axis!r}; name only axes of x with one chunk and no depth")
         chunks[axis] = (extent,)
     kind = np.dtype(x.dtype if dtype is None else dtype)
     token = tokenize(function, shared, lanes)
@@ -267,9 +273,10 @@ def map_tiles(
 
 
 def _packed(values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
-    """Return a contiguous copy, and the place of each axis in it.
+    """Return a contiguous copy of ``values``, and its axes' places.
 
-    The copy has its axes in memory order. Dask sends arrays in C order, so the worker restores the layout from the places.
+    In the copy, the axes of ``values`` stand in the order in which they lie in memory. The second value is the place of each
+    axis in the copy. Dask sends arrays in C order, so the worker uses the places to restore the layout of ``values``.
     """
     order = sorted(range(values.ndim), key=lambda axis: -abs(values.strides[axis]))
     return values.transpose(order).copy(), tuple(np.argsort(order).tolist())
@@ -282,25 +289,27 @@ def _margins(name: str, ndim: int, depth: object, boundary: object) -> tuple[dic
     """
     for what, given in (("depth", depth), ("boundary", boundary)):
         if isinstance(given, (list, tuple)) and len(given) != ndim:
-            raise ArgumentError(f"map_tiles({name}): {what} has {len(given)} entries, and x {ndim} axes")
+            raise ArgumentError(
+                f"map_tiles({name}): {what} has {len(given)} entries and x has {ndim} axes; give one entry for each axis"
+            )
         wrong = [axis for axis in given if axis not in range(ndim)] if isinstance(given, dict) else []
         if wrong:
             raise ArgumentError(f"map_tiles({name}): {what} has axis {wrong[0]!r}; x has the axes 0 to {ndim - 1}")
     depth, boundary = (tuple(given) if isinstance(given, list) else given for given in (depth, boundary))
     for each in [*depth.values()] if isinstance(depth, dict) else depth if isinstance(depth, tuple) else [depth]:
         if not all(map(_counts, each if isinstance(each, (list, tuple)) else [each])):
-            raise ArgumentError(f"map_tiles({name}): depth has {each!r}; it must be integers of 0 or more")
+            raise ArgumentError(f"map_tiles({name}): depth has {each!r}; each depth must be an integer of 0 or more")
     for each in [*boundary.values()] if isinstance(boundary, dict) else boundary if isinstance(boundary, tuple) else [boundary]:
         if not (each is None or isinstance(each, (int, float, np.number)) or (isinstance(each, str) and each in _BOUNDARIES)):
             raise ArgumentError(
-                f"map_tiles({name}): boundary has {each!r}; it must be one of {', '.join(_BOUNDARIES)}, or a number"
+                f"map_tiles({name}): boundary has {each!r}; each boundary must be a number or one of {', '.join(_BOUNDARIES)}"
             )
     depths, boundaries = coerce_depth(ndim, depth), coerce_boundary(ndim, boundary)
     for axis, beyond in depths.items():
         if isinstance(beyond, tuple) and boundaries[axis] != "none":
             raise ArgumentError(
-                f"map_tiles({name}): depth has {beyond} for axis {axis}; Dask takes two depths for an axis only with "
-                "boundary 'none'"
+                f"map_tiles({name}): depth has {beyond} for axis {axis}; Dask takes two depths for an axis only if "
+                "the axis has the boundary 'none'"
             )
     return depths, boundaries
 
@@ -322,20 +331,21 @@ def _made(
     """Return the function's result for a tile; runs in a worker."""
     try:
         if not isinstance(tile, np.ndarray) or isinstance(tile, np.ma.MaskedArray):
-            raise ArrayTypeError(f"a tile is of type {type(tile).__name__}; map_tiles takes arrays of NumPy's")
+            raise ArrayTypeError(f"a tile is of type {type(tile).__name__}; map_tiles takes a Dask array of NumPy arrays")
         # Tiles that come from other workers are contiguous. Making all tiles contiguous avoids a second program for the same
         # shape.
         tile = np.asarray(tile, order="C")
         recorded = _functions.latest(token, function, _Function(weights, lanes))
         value, ran = recorded(tile, function)
-        # Running the function may have changed state that is part of its key, so it is stored again.
+        # If the function itself ran, it may have changed state that is part of its key. So it is stored again, under its
+        # present key.
         if ran:
             _functions.latest(token, function, recorded)
         shape = tuple([extents.get(axis, extent) for axis, extent in enumerate(tile.shape)])
         if (value.shape, value.dtype) != (shape, kind):
             raise ArgumentError(
-                f"the function returned {value.shape} of {value.dtype} for a tile of {tile.shape}; it must be {shape} of {kind}, "
-                f"or give map_tiles extents= and dtype="
+                f"the function returned an array of shape {value.shape} and type {value.dtype} for a tile of shape {tile.shape}, "
+                f"not of shape {shape} and type {kind}: return such an array, or pass extents= and dtype= to map_tiles"
             )
         return value
     except Exception as error:
@@ -346,8 +356,8 @@ def _made(
             # Outside a worker's task there is no worker to close.
             except ValueError:
                 raise error from None
-            # While the worker closes it reports nothing, and the scheduler gives the task to another worker. Dask bounds the
-            # repetitions.
+            # A worker that closes reports no error of this task, so the scheduler gives the task to another worker. Dask limits
+            # the number of such repetitions.
             wait([_leave(worker)], _CLOSING)
         raise
 
@@ -355,8 +365,8 @@ def _made(
 class KeptFunctions(OrderedDict[Hashable, "_Function"]):
     """Keep this worker's functions, the most recently used last.
 
-    The lock makes two tiles find the same function. A thread holds the lock while the dictionary changes, and never while
-    a function runs.
+    Because of the lock, two tiles at once find the same function. A thread holds the lock while the dictionary changes, and
+    never while a function runs.
     """
 
     def __init__(self) -> None:
@@ -366,13 +376,14 @@ class KeptFunctions(OrderedDict[Hashable, "_Function"]):
     def latest(self, token: str, function: Callable[..., Any], own: "_Function") -> "_Function":
         """Return the kept function of a token, or keep ``own``.
 
-        The function becomes the most recently used. If a module has the function, its token is only its name. The
-        token was made when `map_tiles` was called. So the key also has the function's present state. A function that
-        runs eagerly uses its present state at each tile anyway.
+        The returned function becomes the most recently used. Its token was made when `map_tiles` was called. For a function of
+        a module, the token contains only the name, not the state of the function. So the key also contains the present state,
+        from `_telling`. If a function runs eagerly, its key contains no state, because an eager call reads the present state
+        anyway.
         """
         key: Hashable = token, _telling(function)
         with self._lock:
-            # The entry is still under the key of its former state.
+            # ``own`` may still be stored under the key of its former state.
             if self.get(own.key) is own:
                 del self[own.key]
             recorded = self.pop((token, None), None) or self.pop(key, own)
@@ -389,10 +400,10 @@ _PLAIN = (str, bytes, int, bool, type(None))
 def _telling(function: object, depth: int = 4) -> Hashable:
     """Return a key that distinguishes functions.
 
-    The key has the function's code, and values from its defaults, its closure and the globals that it names. Numbers,
-    text and functions count by value, also in modules that the function names. The same holds for these functions, four
-    deep. The contents of lists, dictionaries and objects do not count, because the function may keep its own results
-    there. All other values, such as arrays, count by type.
+    The key has the function's code, and values from its defaults, its closure and the globals that it names. Numbers, text and
+    functions count by value, also in modules that the function names. Functions among these values are examined in the same
+    way, to a depth of four. The contents of lists, dictionaries and objects do not count, because the function may keep its own
+    results there. All other values, such as arrays, count by type.
     """
     told: list[Any] = []
     entered: set[int] = set()
@@ -404,14 +415,15 @@ def _telling(function: object, depth: int = 4) -> Hashable:
         if type(value) in _PLAIN:
             told.append((type(value), value))
         elif isinstance(value, (float, complex, np.generic, Enum)):
-            # The text form also makes NaN equal to itself.
+            # The key has the text form of the value, because a NaN does not equal itself.
             told.append((type(value), repr(value)))
         elif isinstance(value, FunctionType):
             names = _names(value.__code__)
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != _NO_VALUE]
             named = [value.__globals__.get(name) for name in names]
             modules: list[ModuleType] = []
-            # The list grows while the loop runs, by names of modules, and of modules inside modules.
+            # The loop appends to the list over which it runs: for each module, the values of ``names`` in that module. So
+            # modules inside modules are found as well.
             for each in named:
                 if isinstance(each, ModuleType) and each not in modules:
                     modules.append(each)
@@ -427,7 +439,7 @@ def _telling(function: object, depth: int = 4) -> Hashable:
             told.append((tuple, len(value)))
         else:
             called = getattr_static(type(value), "__call__", None) if value is function else None
-            # Operations and caches wrap the function of interest.
+            # An operation or a cache keeps the user's function in the attribute ``__wrapped__``.
             wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
             inside = (each for each in (called, wrapped) if isinstance(each, (FunctionType, MethodType)))
             told.append(type(value))
@@ -457,9 +469,10 @@ class _Function:
     def __init__(self, shared: tuple[Any, ...], lanes: int | None) -> None:
         self._given, self._lanes = shared, lanes
         self._recorded: RecordedFunction[..., Any] | None = None
-        # This is the key under which `KeptFunctions` has this object.
+        # `KeptFunctions` stores this object under this key.
         self.key: Hashable = None
-        # The first tile copies ``shared`` for all threads. The lock keeps two first tiles from copying it twice.
+        # The first tile copies ``shared`` to the device for all threads. If two threads begin at once, the lock prevents a
+        # second copy.
         self._lock = threading.Lock()
 
     @property
@@ -483,8 +496,8 @@ class _Function:
             y = recorded(x)
             if not isinstance(y, driver.array_types):
                 raise ArgumentError(f"the function returned a value of type {type(y).__name__}; it must return one array")
-            # A copy to pageable memory waits inside CUDA, where it would block other threads. So this thread first waits for
-            # its stream.
+            # A copy to pageable host memory would wait for the stream inside CUDA, and would block other threads meanwhile. So
+            # this thread waits for its stream before the copy.
             driver.synchronize_stream(_threads.stream.ptr)
             now = recorded.stats()
             return driver.asnumpy(y), (now.recorded, now.eager) != (before.recorded, before.eager)
@@ -499,8 +512,8 @@ class _Function:
             return function(tile, *put)
 
         call.__qualname__ = f"map_tiles({_name(function)})"
-        # The guards of a recorded function do not look into functions of a library. They have to look into this function, which
-        # refers to ``shared``, so it counts as a function of the user's main module.
+        # The guards of a recorded function do not look into functions of a library. They have to look into `call`, because
+        # `call` refers to ``shared``. So `call` gets the name of the user's main module.
         call.__module__ = "__main__"
         return handlepool.recorded(call, lanes=self._lanes, programs=MOST_PROGRAMS)
 
@@ -515,7 +528,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _choose(name: str) -> None:
-    """Make the default pool use a driver, or raise."""
+    """Make the default pool use the driver ``name``, or raise."""
     pool = HandlePool(driver=name)
     try:
         handlepool.set_default_pool(pool)
@@ -530,9 +543,9 @@ def _choose(name: str) -> None:
 
 
 def _is_lost() -> bool:
-    """Tell whether the device's context was lost after an error.
+    """Return whether the context of the device is lost.
 
-    The error may come from any code.
+    The plugin asks after each error of a task, because any code may have lost the context.
     """
     try:
         # `trim` asks CUDA for the state of the context before it destroys anything.
@@ -545,7 +558,7 @@ def _is_lost() -> bool:
 
 
 def _leave(worker: Worker) -> Future[Any]:
-    """Close a worker; its nanny replaces it by a new process."""
+    """Close ``worker``, so that its nanny starts a new worker."""
     logger.error("worker %s lost the context of its device, and closes", worker.name)
     closing = worker.close(_STEP, nanny=False, executor_wait=False, reason="the context of its device was lost")
     return asyncio.run_coroutine_threadsafe(closing, worker.loop.asyncio_loop)

@@ -42,8 +42,8 @@ _replaced: dict[tuple[Any, str], Any] = {}
 def install() -> None:
     """Open a range around each branch, join, replay and recorded call.
 
-    The ranges are host time, in the domain ``handlepool``. Nsight Systems also shows when the kernels of a range ran. A second
-    call changes nothing.
+    A range shows the time that the call takes on the host, in the domain ``handlepool``. Nsight Systems also shows when the
+    kernels of a range ran. A second call changes nothing.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore the methods of before `install`."""
+    """Restore the methods that `install` replaced."""
     while _replaced:
         (kind, name), method = _replaced.popitem()
         setattr(kind, name, method)
@@ -97,5 +97,5 @@ def _name_of(function: object) -> str:
 
 
 def _program(program: Program) -> str:
-    # A program shows its name in its text form alone.
+    # Only the text form of a program contains the program's name.
     return repr(program).removeprefix("<Program ").partition(" of device ")[0]

@@ -194,7 +194,7 @@ def test_what_is_no_name_of_a_module_is_told_so(name, tmp_path, capsys):
     properties.write_text(h200().text)
     build = ["plans", "build", name, "--device-properties", str(properties), "--directory", str(tmp_path / "plans")]
     assert main(build) == 2
-    assert f"{name!r} is no name of a module; pass one as in an import" in capsys.readouterr().err
+    assert f"{name!r} is no name of a module; pass a name as in an import" in capsys.readouterr().err
 
 
 def test_a_description_that_is_no_text_is_told_so(tmp_path, capsys):
@@ -202,4 +202,4 @@ def test_a_description_that_is_no_text_is_told_so(tmp_path, capsys):
     properties.write_bytes(b"\xff\xfe{}")
     build = ["plans", "build", "mymodule", "--device-properties", str(properties), "--directory", str(tmp_path / "plans")]
     assert main(build) == 2
-    assert "device.json is no file that info --device-properties wrote" in capsys.readouterr().err
+    assert "device.json is no file that handlepool info --device-properties wrote" in capsys.readouterr().err

@@ -280,14 +280,14 @@ def test_a_captured_training_pass_is_replayed(torch, conv2d):
 
 
 def test_a_tensor_on_another_device_is_a_typed_error(torch, conv2d):
-    with pytest.raises(handlepool.DeviceMismatchError, match="w is on cpu and x on cuda:0"):
+    with pytest.raises(handlepool.DeviceMismatchError, match="w is on cpu and x is on cuda:0"):
         conv2d(random(1, 8, 6, 6), random(8, 8, 3, 3, seed=1).cpu())
 
 
 @pytest.mark.two_gpus
 def test_tensors_on_two_devices_are_a_typed_error_and_the_other_device_works(torch, conv2d):
     x, w = random(1, 8, 6, 6), random(8, 8, 3, 3, seed=1)
-    with pytest.raises(handlepool.DeviceMismatchError, match="w is on cuda:1 and x on cuda:0"):
+    with pytest.raises(handlepool.DeviceMismatchError, match="w is on cuda:1 and x is on cuda:0"):
         conv2d(x, w.to("cuda:1"))
     with torch.cuda.device(1):
         y = conv2d(x.to("cuda:1"), w.to("cuda:1"))

@@ -193,7 +193,7 @@ BROKEN = {
             " handle.stream = stream; handle.device = 0; handle.backend_handle = 3"
         ),
     ),
-    "cudnn.set_stream.*binds cuDNN's handle, then": (
+    "cudnn.set_stream.*binds cuDNN's handle to the stream, then": (
         cudnn,
         "set_stream",
         from_source(
@@ -206,14 +206,14 @@ BROKEN = {
         from_source("def f(handle, stream): _other.bind(handle.backend_handle, stream)"),
     ),
     "cudnn.set_stream.*ImportError": (cudnn, "set_stream", from_source("def f(handle, stream):\n import ctypes\n ctypes.f()")),
-    "cudnn.get_stream.*returns the attribute": (cudnn, "get_stream", from_source("def f(handle): return 17")),
-    "cudnn.destroy_handle.*then sets backend_handle": (
+    "cudnn.get_stream.*returns handle.stream": (cudnn, "get_stream", from_source("def f(handle): return 17")),
+    "cudnn.destroy_handle.*then sets handle.backend_handle": (
         cudnn,
         "destroy_handle",
         from_source("def f(handle): _pybind_module._raw_destroy_handle(handle.backend_handle)"),
     ),
     "keeps the handle that it is made with as _handle": (cudnn.pygraph, "_handle", property(lambda self: None, lambda *_: None)),
-    "asks its handle for backend_handle at each lowering": (
+    "reads backend_handle of the graph's handle at each lowering": (
         cudnn.pygraph,
         "_backend_handle_for_lowering",
         from_source("def f(graph, settings): return 1"),
@@ -229,9 +229,9 @@ BROKEN = {
         "execute_plan_at_index",
         from_source("def f(graph, tensors, index, workspace, handle): pass"),
     ),
-    "a cudnn.Graph has no handle and no workspace": (wrapper.Graph, "_Graph__handle", "auto"),
-    "has no handle and no workspace before": (wrapper.Graph, "__init__", from_source("def f(self): self.graph = None")),
-    "only where it has none": (
+    "a new cudnn.Graph has no handle and no workspace": (wrapper.Graph, "_Graph__handle", "auto"),
+    "has no handle and no workspace, and keeps": (wrapper.Graph, "__init__", from_source("def f(self): self.graph = None")),
+    "only if it has none": (
         wrapper.Graph,
         "__exit__",
         from_source("def f(self, *error): self._Graph__workspace = torch.empty()", wrapper),
@@ -242,7 +242,7 @@ BROKEN = {
         from_source("def f(self, *tensors, **options): self._Graph__graph.execute({}, handle=options['handle'])"),
     ),
     "a cudnn.Graph asks cudnn.wrapper.get_default_handle": (wrapper, "get_default_handle", from_source("def f(device): pass")),
-    "cudnn.Graph.__call__ is there": (wrapper.Graph, "__call__", None),
+    "cudnn.Graph.__call__ exists": (wrapper.Graph, "__call__", None),
 }
 
 
@@ -251,7 +251,7 @@ def test_another_version_of_which_an_assumption_does_not_hold_is_refused_with_th
     monkeypatch.setattr(cudnn, "__version__", "1.33.0")
     monkeypatch.setattr(*BROKEN[assumption], raising=False)
     before = [getattr(cudnn, name) for name in NAMES]
-    with pytest.raises(DriverNotAvailableError, match=f"1.33.0 cannot use .* an assumption about it fails: .*{assumption}"):
+    with pytest.raises(DriverNotAvailableError, match=f"1.33.0 cannot use .* an assumption of handlepool: .*{assumption}"):
         shim.install()
     assert [getattr(cudnn, name) for name in NAMES] == before
     assert not shim.is_installed()
@@ -278,7 +278,7 @@ def test_a_frontend_without_a_name_that_is_replaced_is_refused_and_left_as_it_is
         ):
             with monkeypatch.context() as patch:
                 patch.delattr(owner, name)
-                with pytest.raises(DriverNotAvailableError, match=f"an assumption about it fails: {called} is there"):
+                with pytest.raises(DriverNotAvailableError, match=f"it breaks an assumption of handlepool: {called} exists"):
                     shim.install()
             assert cudnn.create_handle is before
 
@@ -781,7 +781,7 @@ def test_a_wrapped_graph_takes_the_callers_handle_and_workspace(installed, torch
 
 
 def test_info_says_whether_it_is_installed(pool):
-    assert "not installed; for nvidia-cudnn-frontend 1.32.*" in info.render(info.collect())
+    assert "not installed; handlepool knows nvidia-cudnn-frontend 1.32.*" in info.render(info.collect())
     with shim.pooled_handles():
         assert info.collect()["integrations"]["cudnn"]["installed"]
 

@@ -308,14 +308,14 @@ def test_empty_tensors_give_results_of_the_same_shape_with_and_without_memory(de
 def test_what_is_no_dense_tensor_or_on_another_device_is_a_typed_error_and_not_a_fake_result():
     x, w, b = (value.detach() for value in case())
     for arguments, error, message in (
-        ((x.numpy(), w), ArrayTypeError, "x is a ndarray, and this function takes torch tensors"),
+        ((x.numpy(), w), ArrayTypeError, "x is a ndarray, and this function takes only torch tensors"),
         ((x, w.numpy()), ArrayTypeError, "w is a ndarray"),
         ((x, None), ArrayTypeError, "w is a NoneType"),
         ((x, w, b.numpy()), ArrayTypeError, "bias is a ndarray"),
-        ((x.to_sparse(), w), ArgumentError, r"x is torch\.sparse_coo; pass a dense tensor"),
-        ((x, w.to("meta")), DeviceMismatchError, "w is on meta and x on cpu"),
-        ((x.to("meta"), w), DeviceMismatchError, "w is on cpu and x on meta"),
-        ((x, w, b.to("meta")), DeviceMismatchError, "bias is on meta and x on cpu"),
+        ((x.to_sparse(), w), ArgumentError, r"x has the layout torch\.sparse_coo; pass a dense tensor"),
+        ((x, w.to("meta")), DeviceMismatchError, "w is on meta and x is on cpu"),
+        ((x.to("meta"), w), DeviceMismatchError, "w is on cpu and x is on meta"),
+        ((x, w, b.to("meta")), DeviceMismatchError, "bias is on meta and x is on cpu"),
     ):
         with pytest.raises(error, match=f"^conv2d: {message}"):
             conv2d(*arguments)

@@ -123,7 +123,7 @@ def test_what_is_refused_before_cudnn_is_asked_is_counted(cudnn, tmp_path):
 
 def test_a_named_tuple_of_arrays_is_one_and_too_large_arrays_are_said(cudnn, tmp_path):
     status, said, files = cudnn("planning.planned.of_named_arrays_and_too_large_ones", str(tmp_path))
-    assert said[1].startswith("conv2d cannot be planned: its arrays are more than the memory of this machine: ")
+    assert said[1].startswith("conv2d cannot be planned: its arrays do not fit into the memory of this machine: ")
     assert (status, said[2], files) == (1, "1 plans for NVIDIA H200, 1 refused", 1)
 
 
@@ -135,7 +135,7 @@ def test_what_a_command_plans_is_known_by_the_device_alone_where_the_environment
 def test_plans_that_no_room_is_left_for_are_told(cudnn, tmp_path):
     status, said = cudnn("planning.planned.nowhere", str(tmp_path))
     assert status == 1
-    assert said[0] == f"3 plans could not be written to {tmp_path}/plans: it is full or read-only"
+    assert said[0] == f"3 plans could not be written to {tmp_path}/plans: the directory is full or read-only"
     assert said[1] == "3 plans for NVIDIA H200, 0 refused"
 
 

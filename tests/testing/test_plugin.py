@@ -82,7 +82,7 @@ def test_each_test_runs_for_several_seeds_and_one_that_fails_prints_its_own(run)
     gpu = drivers.available("cuda") is None
     done.assert_outcomes(passed=5 + gpu, failed=5, errors=2, skipped=1 - gpu)
     done.stdout.fnmatch_lines(
-        ["*The scheduler's seed was 1. This repeats it: pytest 'test_library.py::test_of_one_seed?seed1?' *=1"]
+        ["*The scheduler's seed was 1. This command repeats the test: pytest 'test_library.py::test_of_one_seed?seed1?' *=1"]
     )
     done.stdout.fnmatch_lines(["*ContractError: not ordered: 'add' on *test_library.py:*"])
     done.stdout.fnmatch_lines(
@@ -134,7 +134,7 @@ def test_a_test_without_a_fixture_is_told_of_one_where_there_is_no_gpu(run):
     done.stdout.fnmatch_lines(
         [
             "E*DriverNotAvailableError: *HANDLEPOOL_DRIVER=host*",
-            "E*A test that is to run without a GPU uses the fixture handlepool_host_pool*",
+            "E*To run this test without a GPU, use the fixture handlepool_host_pool*",
         ]
     )
 

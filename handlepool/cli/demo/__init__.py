@@ -44,8 +44,9 @@ def main(options: Namespace) -> int:
 def choose_driver(name: str | None) -> tuple[str, str]:
     """Return the driver for the demo, and the reason.
 
-    A driver that was requested by argument or by ``HANDLEPOOL_DRIVER`` is used, or raises an error. Otherwise the demo
-    uses cuda if available, else host. Library code never falls back like that.
+    If a driver was requested by argument or by ``HANDLEPOOL_DRIVER``, the demo uses this driver, or raises an error. If no
+    driver was requested, the demo uses cuda if cuda is available, else host. The library itself never replaces a missing driver
+    by another.
     """
     asked = name is not None or bool(os.environ.get("HANDLEPOOL_DRIVER"))
     chosen, reason = drivers.choose(name)
@@ -53,25 +54,27 @@ def choose_driver(name: str | None) -> tuple[str, str]:
     if missing is None:
         return chosen, reason
     if asked:
-        raise DriverNotAvailableError(f"the {chosen} driver was asked for ({reason}), but {missing}; `--driver host` needs none")
+        raise DriverNotAvailableError(
+            f"the {chosen} driver was asked for ({reason}), but {missing}; `--driver host` needs no GPU"
+        )
     return "host", f"because {missing}"
 
 
 def _check_out(out: Path, image: Path | None, filters: Path | None) -> None:
-    """Raise before the work if the output could not be written."""
+    """Raise if ``out`` cannot be written, before the demo does its work."""
     if out.is_dir() or not out.parent.is_dir():
         what = "is a folder" if out.is_dir() else "lies in a folder that does not exist"
         raise ArgumentError(f"{str(out)!r} {what}; pass the path of the PNG to write as --out")
     if not os.access(out if out.exists() else out.parent, os.W_OK):
         raise ArgumentError(f"{str(out)!r} may not be written by this user; pass another path as --out")
-    # A user may swap two paths. The demo would then overwrite its own input.
+    # If a user swaps two paths, the demo would overwrite its own input.
     for what, given in (("photograph", image), ("file of filters", filters)):
         if given is not None and out.exists() and given.exists() and out.samefile(given):
             raise ArgumentError(f"--out {str(out)!r} is the {what} itself; pass another file")
 
 
 def _run(options: Namespace) -> int:
-    # matplotlib and Pillow come with an extra. `main` names the extra where an import fails.
+    # These modules import matplotlib and Pillow, which an extra installs. If an import fails, `main` names the extra.
     from handlepool.cli.demo.figure import draw
     from handlepool.cli.demo.images import load_photograph, sample_photograph
     from handlepool.cli.demo.measure import measure, render
@@ -90,7 +93,7 @@ def _run(options: Namespace) -> int:
     tell(f"picture  {path.name}, {width} x {height} pixels; {len(filters)} filters and a chain over {options.states} states")
 
     progress = Progress("handlepool demo")
-    # The default pool may have another driver, so the demo makes a pool of its own.
+    # The default pool may have another driver than the demo, so the demo makes a pool of its own.
     pool = HandlePool(driver=driver)
     try:
         report = measure(photograph, filters, states=options.states, pool=pool, progress=progress)

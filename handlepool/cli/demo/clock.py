@@ -6,11 +6,11 @@ from typing import Any
 from handlepool.drivers.protocol import Driver
 
 _FEWEST, _MOST = 3, 31
-"""Bound the number of repeats."""
+"""The minimum and the maximum number of repeats."""
 
 
 def time(driver: Driver, work: Callable[[], Any]) -> float:
-    """Return the milliseconds of some work on the caller's stream."""
+    """Run ``work``, and return its milliseconds on the caller's stream."""
     # Another thread may be capturing, and these calls must not end its capture (guarantee 9).
     with driver.relaxed():
         start, end = driver.create_event(timing=True), driver.create_event(timing=True)
@@ -27,8 +27,8 @@ def time(driver: Driver, work: Callable[[], Any]) -> float:
 
 
 def repeats_of(budget: float, once: float) -> int:
-    """Return the number of repeats that fit into a budget.
+    """Return the number of repeats that fit into ``budget``.
 
-    Both arguments are in milliseconds. The result is at least three.
+    ``budget`` and the time ``once`` of one repeat are in milliseconds. The result is from `_FEWEST` to `_MOST`.
     """
     return int(min(max(budget / max(once, 1e-3), _FEWEST), _MOST))

@@ -98,7 +98,7 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
         top = total - over_tiles - row * (tile_height + _CAPTION + _GAP)
         box = (left, top - _CAPTION - tile_height, tile_width, tile_height)
         if index == 0:
-            # More pixels than the page can show would only cost memory.
+            # A step of more than 1 drops pixels that the page could not show, and so saves memory.
             step = -(-max(height, width) // DRAWN)
             _tile(figure, box, photograph[::step, ::step], "the photograph", _by(width, height), _GREY)
         else:
@@ -109,7 +109,7 @@ def draw(report: Report, photograph: NDArray[np.float32], title: str, path: Path
     if lanes:
         _time_line(axes_at(figure, (1.0, 0.62, WIDTH - 1.0 - MARGIN, line_height)), report, lanes, colours)
     with warnings.catch_warnings():
-        # A filter's name may use any script, and the font may lack its letters.
+        # A filter's name may have letters that the font lacks. Matplotlib would warn of each such letter.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         try:
             figure.savefig(path, format="png")
@@ -131,18 +131,18 @@ def _columns(tiles: int, aspect: float) -> int:
 
 
 def _colours(count: int) -> list[_Colour]:
-    """Return one colour for each filter, with neighbours far apart."""
+    """Return a colour for each filter; neighbours get very different colours."""
     hues = 0.9 * colormaps["turbo"](np.linspace(0.04, 0.96, count))[:, :3]
     stride = next((step for step in (5, 3, 7, 2, 1) if math.gcd(step, count) == 1), 1)
     return [(float(r), float(g), float(b)) for r, g, b in (hues[index * stride % count] for index in range(count))]
 
 
 def _displayable(result: Result) -> tuple[NDArray[np.float32], str]:
-    """Bring a filter's result to 0 ... 1, with a note.
+    """Return a filter's pixels from 0 to 1, and a note.
 
-    The note describes any change of the range. A kernel whose weights sum to zero gives values about zero. Then grey stands for
-    zero, and the shown range is symmetric. A kernel whose weights sum to one gives a picture, which stays as it is. The result
-    of any other kernel is stretched from its darkest value to its brightest value.
+    The note says how the range was changed. If the weights of a kernel sum to zero, its values lie around zero: grey stands for
+    zero, and the shown range is symmetric. If the weights sum to one, the result is a picture in this range, and is not
+    changed. The result of any other kernel is stretched, so that its darkest value is 0 and its brightest value is 1.
     """
     pixels, weight = result.pixels, result.weight
     if abs(weight) <= 1e-3 * result.absolute_weight:
@@ -176,10 +176,11 @@ def _time_line(axes: Axes, report: Report, lanes: int, colours: Sequence[_Colour
         start, taken, colour = span.start * factor, (span.end - span.start) * factor, colours[span.result]
         axes.barh(span.lane, taken, left=start, height=0.72, color=colour, edgecolor=PAPER, linewidth=0.8)
         label = _fitting_label(span, span.result + 1, taken / end * points)
-        # The eye sees green best and blue worst. Weighted so, the text stays readable on any colour.
+        # The weights give the brightness of the colour: the eye sees green best and blue worst. The text is dark on a bright
+        # colour, and white on a dark colour.
         ink = INK if sum(np.multiply(colour, (0.299, 0.587, 0.114))) > 0.55 else "white"
         text = axes.text(start + taken / 2, span.lane, label, size=SMALL, color=ink, ha="center", va="center")
-        # A filter's name is literal text. A dollar sign in it would start a formula.
+        # A filter's name is literal text. Without this setting, a dollar sign in the name would start a formula.
         text.set(parse_math=False, clip_on=True)
     axes.set_xlim(0, end * 1.005)
     axes.set_ylim(lanes - 0.45, -0.55)

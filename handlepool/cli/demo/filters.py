@@ -1,4 +1,4 @@
-"""Provide the demo's filters: eleven built in, or a JSON file's."""
+"""Provide the demo's filters: eleven built-in filters, or a file's filters."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,8 @@ class Filter:
     def weights(self) -> NDArray[np.float32]:
         """Return weights that filter each of three channels separately.
 
-        The shape is (3, 3, size, size), with the kernel on the diagonal. A convolution with ``groups=3`` would give
-        the same result with a third of the numbers. cuDNN has more and faster engines for the dense form.
+        The shape is (3, 3, size, size), with the kernel on the diagonal. A convolution with ``groups=3`` would give the same
+        result with a third of the numbers. But cuDNN has more engines for this dense form, and these engines are faster.
         """
         dense = np.zeros((3, 3, self.size, self.size), dtype=np.float32)
         for channel in range(3):
@@ -74,8 +74,8 @@ def builtin_filters() -> tuple[Filter, ...]:
 def chain_of(filters: Sequence[Filter]) -> tuple[Filter, Filter]:
     """Return two filters for a chain.
 
-    The second filter processes the result of the first filter. The pair is a blur and the edges, or the first and the
-    last filter.
+    The second filter processes the result of the first filter. The two filters are "box blur" and "edges". If ``filters`` lacks
+    one of these names, the first or the last filter takes its place.
     """
     named = {filter.name: filter for filter in filters}
     return named.get("box blur", filters[0]), named.get("edges", filters[-1])
@@ -103,7 +103,7 @@ def load_filters(path: Path) -> tuple[Filter, ...]:
         raise ArgumentError(f"cannot read {where}: {error.strerror or error}; pass a JSON file") from error
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error}") from error
-    # ValueError covers bad JSON, bad UTF-8, and a number of thousands of digits.
+    # A ValueError comes from invalid JSON, from invalid UTF-8, and from a number with thousands of digits.
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{where} is not JSON: {error}; {_EXPECTED}") from error
     try:
@@ -148,7 +148,8 @@ def _checked_kernel(name: str, kernel: object) -> NDArray[np.float32]:
     if rows % 2 == 0 or rows > _LARGEST_KERNEL:
         raise ArgumentError(f"the kernel of {name!r} is {rows} by {rows}; give an odd size of 1 to {_LARGEST_KERNEL}")
     for value in (value for row in kernel for value in row):
-        # True and False are ints to Python. NaN and Infinity are numbers to its JSON reader.
+        # Python counts True and False as integers, and its JSON reader accepts NaN and Infinity. A kernel may contain none of
+        # these values.
         usable = isinstance(value, int | float) and not isinstance(value, bool)
         # The comparison is negated, so that it refuses NaN as well.
         if not usable or not abs(value) <= _LARGEST_NUMBER:
@@ -158,7 +159,7 @@ def _checked_kernel(name: str, kernel: object) -> NDArray[np.float32]:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document: dict[str, Any] = {}
-    # By default the last of two equal keys wins in silence, and a filter would be lost.
+    # For equal keys, the JSON reader would keep only the last value without an error, and a filter would be lost.
     for name, value in pairs:
         if name in document:
             raise ArgumentError(f"the file has the key {_short(name)} more than once; give each filter its own name")

@@ -12,7 +12,7 @@ from PIL import Image, ImageCms, ImageOps
 
 from handlepool.errors import ArgumentError
 
-# The demo bounds the longer side, in pixels.
+# These are the limits of ``longest_side``, in pixels.
 _SMALLEST, _LARGEST = 16, 8192
 _BIT_DEPTHS = (8, 12, 16)
 
@@ -54,7 +54,8 @@ def load_photograph(path: Path, longest_side: int = 1024) -> NDArray[np.float32]
         raise ArgumentError(f"the image file {str(path)!r} does not exist; pass the path of a photograph")
     try:
         with warnings.catch_warnings():
-            # Pillow warns of large pictures and odd metadata, and raises on unreadable data.
+            # Pillow warns of large pictures and odd metadata. The demo needs no warning, because Pillow raises an error if it
+            # cannot read the data.
             warnings.simplefilter("ignore")
             with Image.open(path) as image:
                 # Pillow can decode a JPEG directly to a fraction of its size, so a large picture takes less time and memory.
@@ -69,7 +70,8 @@ def load_photograph(path: Path, longest_side: int = 1024) -> NDArray[np.float32]
 
 
 def _normalise(image: Image.Image, longest_side: int) -> NDArray[np.float32]:
-    # Pillow clips these modes to 8 bits when it converts them. So they are scaled first.
+    # When Pillow converts an image of one of these modes to RGB, it clips the values to 8 bits. So the values are scaled to 0
+    # ... 1 first.
     if image.mode.startswith("I") or image.mode == "F":
         image = Image.fromarray(_unit_range(np.asarray(image), is_float=image.mode == "F"))
         scale = 1.0
@@ -86,9 +88,9 @@ def _normalise(image: Image.Image, longest_side: int) -> NDArray[np.float32]:
 def _unit_range(values: NDArray[np.generic], *, is_float: bool) -> NDArray[np.float32]:
     """Map grey values of more than 8 bits to 0 ... 1.
 
-    No file says how many of its 16 or 32 bits are used, and cameras store 12 bits in 16. Whole numbers are assumed to
-    have the smallest usual depth that holds them all. Floats are assumed to lie in 0 ... 1 if they do. All other values
-    are stretched from the smallest value to the largest value.
+    A file does not say how many of its 16 or 32 bits are used: cameras store 12 bits in 16. So the largest integer decides the
+    depth, which is the smallest of 8, 12 and 16 bits that holds it. Floats that lie in 0 ... 1 stay unchanged. All other values
+    are stretched, so that the smallest value becomes 0 and the largest value 1.
     """
     grey = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(grey)
@@ -117,6 +119,7 @@ def _opaque_rgb(image: Image.Image) -> Image.Image:
         if image.mode == "La":
             image = image.convert("LA")
         image = image.convert("RGBA")
-        # Transparent pixels keep arbitrary colours in the file, which a plain conversion would show.
+        # In the file, transparent pixels may have any colour, which a plain conversion would show. So the picture is laid over
+        # white.
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return image.convert("RGB")

@@ -1,6 +1,6 @@
 """Run, check and time the demo's filters.
 
-A chain of two filters runs as well. The results are also rendered as text.
+The module also runs a chain of two filters, and renders the results as text.
 """
 
 import math
@@ -27,10 +27,10 @@ from handlepool.testing.reference import conv2d as reference_conv2d
 TOLERANCE = 2e-3
 CHAIN = "fork.run(g, fork.run(f, x)): its second branch reads the result of its first, and so starts after it"
 DRAWN = 2048
-"""Limit the pixels per side of a drawn result."""
+"""The maximum number of pixels along a side of a drawn result."""
 # This is the total time of all repeats, in milliseconds.
 _BUDGET = 4000.0
-# After a longer warm-up, in milliseconds, no work is repeated.
+# If the warm-up takes more than this many milliseconds, no work is repeated.
 _ENDURED = 10 * _BUDGET
 
 
@@ -47,7 +47,7 @@ class Result:
     sizes : tuple of int
         Sizes of the kernels.
     pixels : ndarray of float32, shape (height, width, 3)
-        The pixels for the drawing. Of a large picture these are only every second, third, ... pixel in each direction.
+        The pixels for the drawing. For a large picture, only every second, third or further pixel in each direction is kept.
     weight, absolute_weight : float
         The sum of the kernel's numbers, and the sum of their magnitudes. For a chain, the products of both kernels' sums.
     largest, relative : float
@@ -55,7 +55,7 @@ class Result:
     engine : str
         cuDNN's name for the plan of the last filter.
     workspace : int
-        Bytes of scratch of the plan that takes most.
+        Bytes of scratch of the plan that needs the largest scratch.
     """
 
     name: str
@@ -92,8 +92,8 @@ class Span:
 class Times:
     """Hold median times of three ways to filter, in milliseconds.
 
-    The ways are the forked region, the same work on one stream, and same-size filters as one convolution. With 0 repeats
-    the times are from the warm-up.
+    The ways are the forked region, the same work on one stream, and one convolution for all filters of the same size. If
+    ``repeats`` is 0, the times are from the warm-up.
     """
 
     forked: float
@@ -107,7 +107,8 @@ class Times:
 class Report:
     """Hold all results of the demo.
 
-    ``spans`` belong to a replay of the filters, recorded on ``states`` lanes. They may be empty.
+    ``spans`` belong to a replay of the filters, which were recorded on ``states`` lanes. They are empty if the driver took
+    several steps for a filter.
     """
 
     driver: str
@@ -127,7 +128,7 @@ class Report:
 
     @property
     def overlap(self) -> float:
-        """Return the mean number of recorded filters at a time."""
+        """Return the mean number of filters running at a time."""
         return at_a_time([(span.start, span.end) for span in self.spans])
 
 
@@ -150,7 +151,7 @@ class _Work:
         self.stacks = [self._channels_last(np.concatenate(group)) for group in by_size.values()]
 
     def _channels_last(self, values: NDArray[np.float32]) -> Any:
-        """Copy to the device in cuDNN's preferred layout.
+        """Copy ``values`` to the device in cuDNN's preferred layout.
 
         The channels are innermost in memory.
         """
@@ -159,8 +160,9 @@ class _Work:
     def options(self, w: DeviceArray) -> dict[str, Any]:
         """Return options that keep the size and full float32 precision.
 
-        Kernels whose weights cancel take small differences of large numbers. TF32's rounding of the pixels would be
-        about ten times larger in the result. On an H200 the plans without TF32 are also faster, for three channels.
+        If a kernel's weights sum to zero, the result is a small difference of large numbers. With TF32, the rounding error of
+        the pixels would be about ten times larger in the result. For three channels, the plans without TF32 are also faster on
+        an H200.
         """
         return {
             "padding": w.shape[2] // 2,
@@ -203,9 +205,9 @@ class _Work:
         Returns
         -------
         list of Span
-            The last two belong to the chain.
+            The last two spans belong to the chain.
         list of str
-            Names of results that differ from the forked ones.
+            Names of results that differ from the results of the forked region.
         """
         with record(self.plain, self.x, self.weights, self.chain, pool=self.pool, lanes=self.states.count) as program:
             how = program.explain(measure=True)
@@ -215,7 +217,7 @@ class _Work:
                 if not np.allclose(drawn(self.driver.asnumpy(y)), result.pixels, rtol=0, atol=TOLERANCE * result.absolute_weight)
             ]
         ran = [(step.lane, *times) for step, times in zip(how.steps, how.ran, strict=True) if step.lane is not None]
-        # A driver may take several steps for a filter. The steps then have no filters' names, and are not drawn.
+        # A driver may take several steps for a filter. Then the steps cannot be matched to filters, and are not drawn.
         if len(ran) != len(names):
             return [], wrong
         # Both filters of the chain belong to one result, so they share its colour.
@@ -260,7 +262,7 @@ def measure(
     for number, (each, y) in enumerate(outputs, 1):
         progress(f"comparing filter {number} of {len(given) + 1} with SciPy")
         results.append(_check(photograph, *each, work.driver.asnumpy(y), work))
-    # The outputs of all filters take as much memory as the next region needs.
+    # The next region needs as much memory as these outputs take, so the outputs are freed first.
     del outputs, y
     times = _times(work, progress)
     progress("recording the filters")
@@ -304,15 +306,15 @@ def _check(
 
 
 def drawn(y: NDArray[Any]) -> NDArray[np.float32]:
-    """Return the pixels of a result that the drawing has room for."""
+    """Return a result's pixels, reduced to the size of the drawing."""
     step = -(-max(y.shape) // DRAWN)
     return np.array(y[0, :, ::step, ::step].transpose(1, 2, 0), dtype=np.float32, order="C")
 
 
 def at_a_time(intervals: Sequence[tuple[float, float]]) -> float:
-    """Return the mean number of intervals at a time.
+    """Return the mean number of intervals that overlap at a time.
 
-    The mean covers the time in which there is any interval.
+    The mean is taken over all times at which at least one interval lasts.
     """
     busy, until = 0.0, 0.0
     for start, end in sorted(intervals):
@@ -322,10 +324,10 @@ def at_a_time(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def _times(work: _Work, progress: Callable[[str], None]) -> Times:
-    """Return medians of interleaved repeats.
+    """Return the median time of each way to filter.
 
-    Interleaving makes a change of the GPU's clock rate affect all three ways alike. If the warm-up took too long for any repeat,
-    the times of the warm-up count.
+    The repeats of the three ways are interleaved, so that a change of the GPU's clock rate affects all ways alike. If the
+    warm-up takes too long, the result has the times of the warm-up.
     """
     ways = (work.forked, work.single, work.stacked)
     convolutions = len(work.stacks) + len(work.chain)
@@ -368,7 +370,7 @@ def render(report: Report) -> str:
         (f"same-size filters as one convolution ({times.stacked_convolutions} in all)", times.stacked),
     ):
         clock.append((what, f"{value:.3f}", f"{times.single / value:.2f} x as fast as one stream"))
-    # The second way is the reference for the ratios, and its own ratio says nothing.
+    # The ratios are relative to the second way, so the second way's own ratio is left out.
     clock[2] = (*clock[2][:2], "")
     samples = f"medians of {times.repeats} interleaved repeats after a warm-up" if times.repeats else "one run of each"
     lines = [

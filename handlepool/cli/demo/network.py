@@ -22,15 +22,15 @@ from handlepool.testing import reference
 
 TOLERANCE = 2e-3
 SIDE = 128
-"""Limit the pixels per side of the network's input."""
+"""The maximum number of pixels along a side of the network's input."""
 LANES = 4
 MODULES, NARROW, WIDE = 3, 16, 64
-"""Give the number of modules and their channels.
+"""The number of modules, and their numbers of channels.
 
-Each module has four branches. The channel numbers are for a branch, and for all four branches.
+Each module has four branches. A branch has `NARROW` channels, and all four branches together have `WIDE`.
 """
 _BUDGET = 4000.0
-"""Limit the total time of all repeats, in milliseconds."""
+"""The total time of all repeats, in milliseconds."""
 ONE_STREAM, FORKED, ONE_LANE, RECORDED = "one stream", "forked", "recorded, one lane", f"recorded, {LANES} lanes"
 
 Weights = Mapping[str, tuple[Any, Any]]
@@ -105,7 +105,7 @@ def _convolved(x: object, layer: tuple[Any, Any], ops: Any, stride: int = 1, act
 
 
 def made_up() -> dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    """Make arbitrary weights that keep the variance.
+    """Make random weights that keep the variance of their input.
 
     The weights are the same each time.
     """
@@ -142,7 +142,7 @@ def measure(
     Parameters
     ----------
     photograph : ndarray of float32, shape (height, width, 3)
-        Of a large photograph every second, third, ... pixel is taken.
+        Of a large photograph, only every second, third or further pixel is used.
     states : int
         Number of side streams for the forks.
     pool : HandlePool
@@ -197,7 +197,8 @@ def measure(
             for step, (start, end) in zip(how.steps, how.ran, strict=True)
             if step.lane is not None
         ]
-        # The outputs belong to programs that close here. A reader afterwards would see freed memory.
+        # Some of these outputs belong to the two programs, which end with this ``with`` statement. So no reference to the
+        # outputs may outlive them.
         del given
     pixels = np.array(found[RECORDED][0].transpose(1, 2, 0), dtype=np.float32, order="C")
     return NetworkReport((picture.shape[1], picture.shape[2]), pixels, relative, times, repeats, tuple(calls))
@@ -206,7 +207,7 @@ def measure(
 def _times(
     ways: Mapping[str, Callable[[], Any]], pool: HandlePool, progress: Callable[[str], None]
 ) -> tuple[dict[str, float], int]:
-    """Return medians of interleaved repeats, and the number of repeats."""
+    """Return the median time of each way, and the number of repeats."""
     repeats = repeats_of(_BUDGET, sum(time(pool.driver, way) for way in ways.values()))
     samples: dict[str, list[float]] = {name: [] for name in ways}
     order: Sequence[str] = list(ways)

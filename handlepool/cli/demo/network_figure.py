@@ -1,6 +1,6 @@
 """Draw the network's part of the demo's picture.
 
-It shows the output, the duration of each way on a GPU, and a time line of the calls.
+This part shows the network's output, the duration of each way on a GPU, and a time line of the calls.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from handlepool.cli.demo.network import FORKED, LANES, ONE_LANE, ONE_STREAM, REC
 from handlepool.cli.demo.page import INK, MARGIN, PALE, PAPER, SMALL, TEXT, WIDTH, axes_at, bare, fits, unit_of, write
 
 HEIGHT = 3.35
-"""Give the height of the whole part, in inches."""
+"""The height of this part of the picture, in inches."""
 _BARS = {ONE_STREAM: "#aab3bb", FORKED: "#0b6bcb", ONE_LANE: "#7fbf9f", RECORDED: "#0a7d55"}
 _CALLS = ("#0b6bcb", "#d1552b", "#a8610a", "#7a4fc0")
 _PANEL, _TOP = 1.75, 0.75
@@ -21,7 +21,7 @@ _PANEL, _TOP = 1.75, 0.75
 def claim(report: Report) -> str:
     """Return the sentence above the picture.
 
-    The host driver's times say nothing about a GPU, so its sentence is about results and overlap.
+    On the host driver, the sentence is about results and overlap, because the host driver's times say nothing about a GPU.
     """
     found = report.network
     if report.driver != "cuda":

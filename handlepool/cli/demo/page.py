@@ -8,13 +8,13 @@ from matplotlib.figure import Figure
 
 WIDTH, MARGIN = 16.0, 0.35
 TITLE, TEXT, SMALL = 17.0, 11.0, 9.5
-"""Give the three sizes of letters, in points."""
+"""The three sizes of letters, in points."""
 _LETTER = 0.49
-"""Give a letter's mean width as a share of its size."""
+"""The mean width of a letter, as a share of its size."""
 INK, PALE, PAPER, GRID = "#1c2126", "#6b747c", "#ffffff", "#e3e7ea"
 
 Box = tuple[float, float, float, float]
-"""Describe a box by left, bottom, width and height."""
+"""A box: left, bottom, width and height in inches."""
 
 
 def axes_at(figure: Figure, box: Box) -> Axes:
@@ -27,7 +27,7 @@ def axes_at(figure: Figure, box: Box) -> Axes:
 def write(
     figure: Figure, left: float, middle: float, text: str, *, size: float = TEXT, color: str = INK, weight: str = "normal"
 ) -> None:
-    """Write literal text at a place."""
+    """Write literal text at a place, which is given in inches."""
     total_width, total_height = figure.get_size_inches()
     place = (left / total_width, middle / total_height)
     figure.text(*place, text, size=size, color=color, weight=weight, va="center", parse_math=False)
@@ -45,7 +45,10 @@ def fits(text: str, points: float, size: float) -> bool:
 
 
 def unit_of(milliseconds: float) -> tuple[str, float]:
-    """Return an axis's unit and its factor, by the longest time."""
+    """Return the unit and the factor of an axis with times.
+
+    The longest time on the axis, ``milliseconds``, decides the unit.
+    """
     return ("milliseconds", 1.0) if milliseconds >= 10 else ("microseconds", 1e3)
 
 

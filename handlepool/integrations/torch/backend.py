@@ -22,7 +22,7 @@ The references are weak, so a graph ends with the code that torch compiled."""
 
 
 class _Bound(nn.Module):  # type: ignore[misc]
-    """A graph that holds its weights."""
+    """A module that calls a graph with the weights it holds."""
 
     def __init__(self, graph: Callable[..., Any], weights: Mapping[int, Tensor], count: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def _is_weight(value: object) -> bool:
 def handlepool(
     graph: Any, inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile a graph of dynamo's.
+    """Return a `Graph` that runs a graph of Dynamo.
 
     This is the back end of ``torch.compile(model, backend="handlepool")``.
 
@@ -100,7 +100,7 @@ def handlepool(
     inputs : sequence
         Example arguments of the graph.
     mode : None
-        Only Inductor has modes.
+        No other mode than "default" is accepted, because only Inductor has modes.
     options : dict, optional
         The keywords of `handlepool.integrations.torch.recorded`.
 

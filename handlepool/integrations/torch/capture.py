@@ -1,4 +1,4 @@
-"""Take a model's functional graph for given arguments."""
+"""Trace a model for given arguments, as a functional graph."""
 
 import copy
 import warnings
@@ -24,7 +24,7 @@ class Captured:
     ----------
     graph : Graph
     weights : dict of Node to Tensor
-        The placeholders that stand for parameters, buffers and constants.
+        The tensor of each placeholder that stands for a parameter, a buffer or a constant.
     inputs : list of Node or None
         The placeholder for each leaf of the arguments; None for a leaf whose value is built into the graph.
     outputs : list of Node or plain
@@ -45,7 +45,7 @@ class Captured:
 
 
 def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-    """Return the graph of a model.
+    """Trace a model, and return its functional graph.
 
     The shapes of the arguments are built into the graph, and so are the values of numbers and texts.
 
@@ -54,8 +54,8 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     NotTaken
         If the model cannot be traced, for example because its control flow depends on values.
     """
-    # During tracing, torch's export replaces the weights of modules by fake tensors. Other threads may run the model meanwhile.
-    # So this thread traces copies of the modules. The copies share the weights with the model.
+    # During tracing, torch's export replaces the weights of modules by fake tensors, and other threads may run the model
+    # meanwhile. So copies of the modules are traced. The copies share the weights with the model.
     try:
         copied = copy.deepcopy(model, {id(each): each for each in _tensors(model)})
     except Exception as error:
@@ -63,9 +63,10 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     before = Snapshot([each.__dict__ for each in copied.modules()])
     args, kwargs = apart((args, kwargs))
     try:
-        # Outside of inference mode, torch cannot trace an inference tensor. Inside, exported programs refuse such a tensor.
+        # With inference mode off, torch cannot trace an inference tensor; with the mode on, the exported program refuses such a
+        # tensor. So the mode is off here, and a model with inference tensors is left to torch.
         with warnings.catch_warnings(), torch.inference_mode(False), torch.no_grad():
-            # Export warns of torch's own code.
+            # Torch's export warns of code in torch itself, which users cannot change.
             warnings.simplefilter("ignore")
             program = torch.export.export(copied, args, kwargs, strict=False)
             # With an empty table, torch decomposes no operation. So attention, layer_norm and the like stay single operations.
@@ -79,7 +80,10 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors in attributes of modules, and in containers there."""
+    """Yield the tensors in attributes of a model's modules.
+
+    Tensors in containers, such as lists, are included.
+    """
     yield from (*model.parameters(), *model.buffers())
     for module in model.modules():
         for value in module.__dict__.values():
@@ -87,10 +91,10 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def apart(values: Any) -> Any:
-    """Return ``values`` with a copy of each tensor that shares memory.
+    """Return ``values``, with copies in place of tensors that share memory.
 
-    The first tensor of some memory stays, and each later tensor there is copied. Without the copy, tracing would treat a tensor
-    that is given twice as one argument, and a recorded function would refuse the call.
+    If several tensors share memory, the first tensor stays, and a copy takes the place of each later tensor. Without the
+    copies, tracing would treat a tensor that is given twice as one argument, and a recorded function would refuse the call.
     """
     seen: set[int] = set()
 
@@ -107,7 +111,10 @@ def apart(values: Any) -> Any:
 
 
 def _sorted(program: Any) -> Captured:
-    """Sort a program's inputs and outputs by their kinds."""
+    """Return the `Captured` of an exported program.
+
+    The function sorts the inputs and outputs by their kinds.
+    """
     graph: fx.Graph = program.graph
     signature = program.graph_signature
     nodes = {node.name: node for node in graph.nodes}
@@ -121,7 +128,7 @@ def _sorted(program: Any) -> Captured:
         elif each.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR) and node is not None:
             weights[node] = tensors[each.target]
         else:
-            raise NotTaken(f"it has an input of the kind {each.kind.name}")
+            raise NotTaken(f"its graph has an input of the kind {each.kind.name}, which handlepool does not know")
     (output,) = (node for node in graph.nodes if node.op == "output")
     outputs: list[Any] = []
     writes: list[tuple[fx.Node, Any]] = []
@@ -134,5 +141,5 @@ def _sorted(program: Any) -> Captured:
         elif each.kind is OutputKind.USER_INPUT_MUTATION:
             writes.append((value, places[each.target]))
         else:
-            raise NotTaken(f"it has an output of the kind {each.kind.name}")
+            raise NotTaken(f"its graph has an output of the kind {each.kind.name}, which handlepool does not know")
     return Captured(graph, weights, inputs, outputs, program.call_spec.out_spec, writes)

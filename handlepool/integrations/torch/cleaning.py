@@ -60,8 +60,8 @@ def base_of(node: fx.Node) -> fx.Node:
 def clean(graph: fx.Graph, kept: set[fx.Node]) -> None:
     """Drop operations that do nothing, and needless copies.
 
-    A copy is needless if it has the layout and the type of its source. The caller gets the memory of the nodes in ``kept``, so
-    a copy that makes this memory stays.
+    A copy is needless if it has the layout and the type of its source. A program returns the memory of the nodes in ``kept``,
+    so a copy stays if its result is this memory.
     """
     for node in [*graph.nodes]:
         if node.op != "call_function":
@@ -86,13 +86,14 @@ _FILLED: dict[Any, Callable[[list[Any]], Any]] = {
 }
 """Operations whose value has the same number at each element.
 
-Each comes with a function that finds this number in the operation's arguments."""
+For each operation, a function finds this number in the operation's arguments."""
 
 
 def free_of_values(graph: fx.Graph) -> None:
-    """Replace operations such as `zeros_like` by constants.
+    """Replace operations such as `zeros_like` by the operation `full`.
 
-    Such an operation reads the shape and the type of its argument, and none of the argument's values.
+    Such an operation reads only the shape and the type of its argument. The new operation does not read the argument at all, so
+    it can be computed once.
     """
     for node in [*graph.nodes]:
         number = _FILLED.get(node.target)
@@ -122,7 +123,7 @@ def _active(node: fx.Node) -> bool:
 
 
 def _copies_in_vain(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Return whether a copy is needless, as `clean` says."""
+    """Return whether a node is a needless copy, as defined in `clean`."""
     source: Any = node.args[0] if node.args else None
     if node.target is aten.clone.default:
         form = node.kwargs.get("memory_format")

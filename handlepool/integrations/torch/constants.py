@@ -1,7 +1,7 @@
 """Keep tensors that are computed from weights alone.
 
-A program reads the constants at fixed addresses. After a write to a weight, they are computed again into the same memory, so no
-program has to be recorded again.
+A program reads the constants at fixed addresses. After a write to a weight, the constants are computed again into the same
+memory. So no program has to be recorded again.
 """
 
 from collections.abc import Callable
@@ -38,13 +38,13 @@ class Constants:
             if node.op == "call_function" and all(each in self.values for each in node.all_input_nodes):
                 tags = getattr(node.target, "tags", ())
                 if torch.Tag.nondeterministic_seeded in tags:
-                    raise NotTaken(f"it draws random numbers, by {node.target}")
+                    raise NotTaken(f"it draws random numbers, in the operation {node.target}")
                 self._add(node, node.target, node.args, node.kwargs)
 
     def made(self, graph: fx.Graph, function: Callable[..., Tensor], *args: Any) -> fx.Node:
-        """Return a new constant node for a function of constants.
+        """Return a new constant node, whose value is ``function(*args)``.
 
-        The arguments are constant nodes and plain values.
+        ``args`` are constant nodes and plain values.
         """
         node = graph.create_node("get_attr", f"constant_{len(self._made)}")
         self._add(node, function, args, {})

@@ -50,7 +50,7 @@ def conv2d(
     stride, padding, dilation : int or sequence of two
         Along height and width, in pixels.
     groups : int
-        Groups of channels that are convolved apart.
+        Number of groups of channels. Each group is convolved separately.
     allow_tf32, deterministic : bool, optional
         As in `handlepool.conv2d`. By default torch's settings decide when each pass runs:
         ``torch.backends.cudnn.allow_tf32`` or ``.conv.fp32_precision``, and ``torch.backends.cudnn.deterministic`` or
@@ -59,12 +59,12 @@ def conv2d(
     Returns
     -------
     Tensor, shape (N, K, P, Q)
-        Has the layout of ``x``, without gaps. Under autocast tensors are converted as for torch's own convolution.
+        Has the layout of ``x``, without gaps. Under autocast, the arguments are converted as for torch's own convolution.
 
     Raises
     ------
     ArgumentError, GraphNotSupportedError
-        As in `handlepool.conv2d`. The backward pass raises the errors of its gradients.
+        As in `handlepool.conv2d`. The backward pass raises these errors if a gradient cannot be computed.
     ArrayTypeError, DeviceMismatchError
         For objects other than tensors, and for tensors on several devices.
     """
@@ -84,16 +84,19 @@ def conv2d(
 
 
 def _check(name: str, value: Tensor, x: Tensor) -> None:
-    """Raise for values that torch's dispatcher accepts or refuses unclearly."""
+    """Raise for a value that `conv2d` does not take.
+
+    Torch's dispatcher would accept such a value, or refuse it with an unclear message.
+    """
     if not isinstance(value, Tensor):
         raise ArrayTypeError(
-            f"conv2d: {name} is a {type(value).__name__}, and this function takes torch tensors; use "
+            f"conv2d: {name} is a {type(value).__name__}, and this function takes only torch tensors; use "
             "handlepool.conv2d for other arrays"
         )
     if value.layout is not torch.strided:
-        raise ArgumentError(f"conv2d: {name} is {value.layout}; pass a dense tensor, as of {name}.to_dense()")
+        raise ArgumentError(f"conv2d: {name} has the layout {value.layout}; pass a dense tensor, such as {name}.to_dense()")
     if value.device != x.device:
-        raise DeviceMismatchError(f"conv2d: {name} is on {value.device} and x on {x.device}; copy one to the device of the other")
+        raise DeviceMismatchError(f"conv2d: {name} is on {value.device} and x is on {x.device}; move both to one device")
 
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -121,9 +124,10 @@ def _check_groups(groups: object, numbers: list[int]) -> None:
 
 
 def _integers(value: Any, count: int) -> list[int]:
-    """Return a list of Python integers of a given length.
+    """Return ``value`` as a list of ``count`` Python integers.
 
-    The list is empty for anything else. As in torch, True is not an integer.
+    A single integer is repeated. The list is empty if ``value`` is neither an integer nor a sequence of ``count`` integers. As
+    in torch, True is not an integer.
     """
     try:
         values = [*value] if isinstance(value, Iterable) else [value] * count
@@ -138,7 +142,7 @@ def _integers(value: Any, count: int) -> list[int]:
 
 
 def _like(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a new tensor in another tensor's memory format.
+    """Return a new tensor of ``shape``, in the memory format of ``x``.
 
     The format is channels-last or contiguous.
     """
@@ -174,7 +178,7 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
         if value is not None and value.dtype not in _TYPES:
             raise ArgumentError(f"conv2d: {name} is {_named(value)}; it must be one of float16, bfloat16, float32")
         if value is not None and value.dtype is not x.dtype:
-            raise ArgumentError(f"conv2d: {name} is {_named(value)} and x is {_named(x)}; convert one to the type of the other")
+            raise ArgumentError(f"conv2d: {name} is {_named(value)} and x is {_named(x)}; convert both to one type")
     filters, channels = w.shape[:2]
     if x.shape[1] != channels * groups or filters % groups:
         raise ArgumentError(
@@ -182,7 +186,7 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
             f"and K a multiple of the groups"
         )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != filters):
-        raise ArgumentError(f"conv2d: bias of shape {tuple(bias.shape)} for {filters} filters; it must be ({filters},)")
+        raise ArgumentError(f"conv2d: bias of shape {tuple(bias.shape)} for {filters} filters; its shape must be ({filters},)")
     return y
 
 
@@ -209,14 +213,14 @@ def _options(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return a tensor in a layout that cuDNN takes."""
+    """Return ``x``, or a copy in a layout that cuDNN takes."""
     if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last):
         return x
     return x.contiguous(memory_format=torch.channels_last if x.stride(1) == 1 else torch.contiguous_format)
 
 
 def _plainly() -> ExitStack:
-    """Switch off derivatives of backward and forward mode.
+    """Return a context without derivatives of backward and forward mode.
 
     `derive` gives the operation its derivatives. So autograd must record nothing inside the kernel.
     """

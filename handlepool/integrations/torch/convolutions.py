@@ -1,4 +1,4 @@
-"""Lower convolutions, each with later operations that its kernel can compute."""
+"""Replace convolutions by kernels, which also compute operations after them."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -47,9 +47,9 @@ ALONE: dict[str, Callable[..., Any]] = {
     "swish": handlepool.math.silu,
     "gelu": handlepool.math.gelu,
 }
-"""Activations that may get a launch of their own, behind the convolution.
+"""Activations that may get a launch of their own, after the convolution.
 
-cuDNN has few plans for a convolution with such an activation.
+cuDNN has few plans that fuse a convolution with such an activation.
 """
 RANKS = {
     aten.conv1d.default: 3,
@@ -69,7 +69,7 @@ Each is ("norm", epsilon), "mul" or "add".
 
 
 def lower_convolutions(lowering: Lowering) -> None:
-    """Lower the convolutions of images and of rows."""
+    """Replace the convolutions that have constant weights, of images and of rows."""
     for node in lowering.nodes(*RANKS):
         x, w, bias, *how = arguments(node)
         rank = RANKS[node.target]
@@ -126,7 +126,8 @@ def _kernel(rank: int, biased: bool, added: bool, activation: str | None, option
         y = torch.conv2d(x, w, given.get("bias"), **options)
         return PLAIN[activation](y + given["add"] if added else y)
 
-    # For an activation other than relu, cuDNN has few plans, and these plans are slow.
+    # cuDNN has few plans that fuse a convolution with an activation in `ALONE`, and these plans are slow. So the way with a
+    # separate launch comes first.
     ways = {"apart": apart, "fused": fused} if activation in ALONE else {"fused": fused}
     kind = ("conv1d" if rank == 3 else "conv2d") if options["groups"] == 1 else "grouped"
     name = "_".join([kind, *(["add"] if added else []), *([activation] if activation else [])])
@@ -241,9 +242,9 @@ def _addend(lowering: Lowering, node: fx.Node) -> tuple[fx.Node, fx.Node | None]
 def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:
     """Find an activation after a node.
 
-    Return the activation's node and name, or the node itself and None. The result is None for an activation other than relu
-    whose value goes into an elementwise product or sum. The kernel of that product or sum then computes the activation at no
-    cost, while cuDNN has few plans for a convolution with such an activation.
+    Return the activation's node and name, or the node itself and None. An activation other than relu is left out if its value
+    goes into an elementwise product or sum. The kernel of this product or sum then computes the activation at no cost, while
+    cuDNN has few plans that fuse a convolution with the activation.
     """
     user = sole_user(node)
     if user is None or user.target not in ACTIVATIONS or user.kwargs.get("approximate", "none") != "none":
@@ -260,7 +261,8 @@ def activation_behind(node: fx.Node) -> tuple[fx.Node, str | None]:
 def affine(steps: Steps, parts: list[Any]) -> tuple[Any, Any]:
     """Return the factor and the summand of each channel, in float64.
 
-    Together they do the same as all operations in ``steps`` one after another.
+    One product with the factor and one sum with the summand give the same values as all operations in ``steps``, one after
+    another.
     """
     left: Iterator[Any] = iter(parts)
     scale: Value = 1.0

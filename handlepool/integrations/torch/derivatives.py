@@ -21,7 +21,8 @@ from handlepool import ArgumentError
 Backward = Callable[[Tensor, Tensor, Sequence[Any], Sequence[bool], Tensor], tuple[Tensor | None, ...]]
 """Compute the gradients of an operation's leading arguments.
 
-The arguments are the first two arguments, the geometry, the gradients that are needed, and the output's gradient.
+The function takes the operation's first two arguments, the geometry, a bool for each argument that says whether its gradient is
+needed, and the output's gradient.
 """
 
 _library = torch.library.Library("handlepool", "FRAGMENT")
@@ -35,7 +36,7 @@ def define(name: str, arguments: str, kernel: Callable[..., Tensor], fake: Calla
     name : str
         Without the namespace, which is ``handlepool``.
     arguments : str
-        The arguments of its schema. It returns one tensor.
+        The arguments in the operation's schema. The operation returns one tensor.
     kernel : callable
         Computes the operation on tensors in memory.
     fake : callable
@@ -73,7 +74,7 @@ def derive(operation: torch._ops.OpOverload, backward: Backward, *, folds: bool)
 
 
 class _Call(NamedTuple):
-    """Hold a kernel call for autograd, with its modes."""
+    """Hold an operation that autograd calls, with torch's modes at the call."""
 
     operation: Any
     backward: Backward
@@ -84,8 +85,9 @@ class _Call(NamedTuple):
     def below(self, *inputs: object) -> Tensor:
         """Call the dispatcher's next kernel.
 
-        The next kernel is the operation's own kernel, or the kernel of the transform below. `torch.autograd.Function` has
-        switched derivatives off by then. The transform below needs them, so they are switched on again.
+        The next kernel is the operation's own kernel, or the kernel of the transform below. `torch.autograd.Function` switches
+        derivatives off before it calls this method. The transform below needs derivatives, so this method switches them on
+        again.
         """
         with (
             torch.set_grad_enabled(self.gradients),
@@ -124,8 +126,8 @@ class _Derived(torch.autograd.Function):  # type: ignore[misc]
     def jvp(ctx: torch.autograd.function.FunctionCtx, _: None, *tangents: Tensor | None) -> Tensor | None:
         of_first, of_second, of_third = tangents[:3]
         operation, third, geometry = ctx.call.operation, ctx.third, ctx.geometry
-        # Torch switches all tangents off here, even those of the transforms below. So they are switched on again, and only the
-        # tangents of this level are removed.
+        # Before it calls `jvp`, torch switches off the tangents of this level and of all transforms below. The transforms below
+        # need their tangents. So all tangents are switched on again, and only the tangents of this level are removed.
         with forward_ad._set_fwd_grad_enabled(ctx.call.tangents):  # noqa: SLF001 - it has no public name
             first, second = [forward_ad.unpack_dual(value, level=0).primal for value in ctx.saved_tensors]
             terms = []
@@ -151,8 +153,8 @@ def _with_derivatives(operation: object, backward: Backward, keyset: object, *in
     needed = call.gradients and any(value.requires_grad for value in tensors)
     if not (needed or transforms or any(map(_has_tangent, tensors))):
         return call.below(*inputs)
-    # The dispatcher already calls each transform in turn. `_Derived.apply` would call them a second time, so its base's method
-    # is used.
+    # The dispatcher already calls each transform in turn. `_Derived.apply` would call the transforms a second time, so `apply`
+    # of its base class is called.
     apply = super(torch.autograd.Function, _Derived).apply
     with enable_single_level_autograd_function() if transforms else nullcontext():
         result: Tensor = apply(call, *inputs)
@@ -162,7 +164,8 @@ def _with_derivatives(operation: object, backward: Backward, keyset: object, *in
 def _batched(operation: Any, folds: bool, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
     """Compute an operation for a batch of `torch.vmap`.
 
-    If the operation `folds`, the batch becomes more images. Otherwise each sample is computed by itself.
+    If ``folds`` is set and only the first argument has samples, all samples become images of one call. Otherwise each sample is
+    computed by a call of its own.
     """
     first, second, third, *geometry = inputs
     shape = None if third is None or isinstance(third, Tensor) else third
@@ -176,7 +179,7 @@ def _batched(operation: Any, folds: bool, info: Any, in_dims: tuple[Any, ...], *
         return y.unflatten(0, (batch, count)), 0
 
     if not info.batch_size:
-        raise ArgumentError(f"{operation}: torch.vmap was given a batch of no samples; give it one of at least one sample")
+        raise ArgumentError(f"{operation}: torch.vmap was given a batch of no samples; pass a batch of at least one sample")
 
     def sample(index: int) -> list[Any]:
         pairs = zip((first, second, third), dims, strict=True)

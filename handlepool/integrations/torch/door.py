@@ -1,4 +1,7 @@
-"""Call a model by recorded programs, without torch's compiler in the call."""
+"""Call a model through recorded programs.
+
+A call replays a program, and does not pass through torch's compiler.
+"""
 
 import threading
 from collections import OrderedDict
@@ -31,7 +34,7 @@ _making = threading.RLock()
 
 
 MOST_RENEWED = 8
-"""The maximum number of times that replaced weights are recorded anew.
+"""The maximum number of times that replaced weights are recorded again.
 
 Beyond this number, torch runs each call whose weights are not the recorded weights."""
 
@@ -130,7 +133,7 @@ class RecordedModel:
         return value
 
     def _called(self, key: object, program: Program, leaves: Sequence[Any]) -> Any:
-        """Call the program of a key.
+        """Call ``program``, the program of ``key``.
 
         If the program cannot be recorded, torch runs all later calls of the key.
         """
@@ -145,8 +148,8 @@ class RecordedModel:
     def _made(self, key: object, leaves: Sequence[Any], args: Any, kwargs: Any) -> Program | Together | str | None:
         """Trace and lower the model for the arguments of a key.
 
-        Return the program, or the reason why torch has to run all calls of the key. Return None if torch has to run only this
-        call.
+        The result is the program, or the reason why torch has to run all calls of the key. It is None if torch has to run this
+        call only.
         """
         made: Program | Together | str | None
         # A call inside of a trace or a transform becomes a part of that trace or transform.
@@ -218,7 +221,7 @@ class RecordedModel:
         return peer if peer.recorded is not None and peer.recorded.stats().programs else None
 
     def refresh(self) -> None:
-        """Compute again the values that the programs hold of the weights.
+        """Compute again all values that programs computed from the weights.
 
         Call this method after a write that torch does not count, such as a write through ``weight.data``.
         """
@@ -262,11 +265,14 @@ class RecordedModel:
 
     @property
     def programs(self) -> list[Program | Together | str]:
-        """The program of each key, or the reason why torch runs it."""
+        """The program of each key, or the reason for using torch."""
         return [*self._programs.values()]
 
     def _say(self, why: str) -> None:
-        """Warn once for each reason; with ``strict`` raise."""
+        """Warn that torch runs the model; with ``strict`` raise instead.
+
+        The warning comes once for each reason.
+        """
         if self._settings.strict:
             raise CaptureError(f"{self!r} has no program: {why}")
         if why not in self._said:
@@ -308,7 +314,7 @@ def _inside(leaves: Sequence[Any]) -> bool:
 
 
 def device_of(values: list[Any]) -> torch.device:
-    """Return the one device of all tensors.
+    """Return the device that all tensors in ``values`` are on.
 
     Raises
     ------
@@ -321,12 +327,12 @@ def device_of(values: list[Any]) -> torch.device:
 
 
 def _part(value: Any) -> Any:
-    """Return a leaf's part of the key.
+    """Return the part that a leaf contributes to a program's key.
 
     Raises
     ------
     NotTaken
-        For a value without a hash.
+        If the value has no hash.
     """
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
@@ -410,9 +416,9 @@ def recorded(
     strict : bool
         Whether a call that cannot be recorded raises an error. Otherwise torch runs it, and a warning gives the reason.
     **options
-        With ``tune=True``, the first call of a key times kernels, and then times numbers of lanes for ``seconds``. With
-        ``fallback="inductor"``, the default if ``tune`` is set, the first call also records Inductor's kernels, and keeps these
-        kernels if they are quicker.
+        With ``tune=True``, the first call of a key times the kernels, and then spends ``seconds`` on timing programs of
+        different numbers of lanes. With ``fallback="inductor"``, the default if ``tune`` is set, the first call also records
+        Inductor's kernels, and keeps these kernels if they are quicker.
 
     Returns
     -------

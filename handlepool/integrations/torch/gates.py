@@ -15,7 +15,7 @@ from handlepool.integrations.torch.kernel import Kernel, Lowering, Value, argume
 
 GATES = {aten.sigmoid.default: "sigmoid", aten.hardsigmoid.default: "hardsigmoid"}
 MOST_CHANNELS, MOST_SQUEEZED = 8192, 1024
-"""The maximum numbers of channels, and of features between the two convolutions."""
+"""The maximum numbers of channels before, and between, a block's convolutions."""
 
 
 def lower_gates(lowering: Lowering) -> None:
@@ -59,7 +59,7 @@ def _gate(lowering: Lowering, x: Any, gate: Any) -> tuple[list[fx.Node], str | N
 def _layer(lowering: Lowering, node: Any) -> fx.Node | None:
     """Return ``node`` if it is a 1x1 convolution with constant weights.
 
-    Otherwise, and if several operations read the node, return None.
+    For any other node, and if several operations read the node, return None.
     """
     if not isinstance(node, fx.Node) or node.target is not aten.conv2d.default or sole_user(node) is None:
         return None

@@ -4,9 +4,9 @@ from typing import Any
 
 
 class Held:
-    """Hold an object that the walk does not enter.
+    """Hide ``value`` from the walk over a call's arguments.
 
-    The walk over a call's arguments enters no objects of this package.
+    The walk enters no objects of this package, so it does not reach ``value``.
     """
 
     __slots__ = ("value",)

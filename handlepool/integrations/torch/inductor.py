@@ -1,4 +1,4 @@
-"""Compile with Inductor."""
+"""Compile modules with Inductor."""
 
 import threading
 from collections.abc import Callable
@@ -26,9 +26,10 @@ def compiled(model: nn.Module) -> Callable[..., Any]:
 
 
 def elsewhere(make: Callable[[], Any]) -> Any:
-    """Call a function in a new thread, without gradients.
+    """Call ``make`` in a new thread, without gradients.
 
-    While torch's compiler calls this back end, it compiles nothing else in the same thread.
+    While torch's compiler calls a back end in a thread, the compiler compiles nothing else in this thread. So ``make`` can
+    compile only in another thread.
     """
     inference = torch.is_inference_mode_enabled()
     found: list[Any] = []

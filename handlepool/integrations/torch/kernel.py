@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 class Kernel:
-    """The target of a node that stands for operations of torch.
+    """The target of a graph node that replaces operations of torch.
 
     Parameters
     ----------
@@ -26,8 +26,8 @@ class Kernel:
     plain : callable
         The same computation by torch, on tensors.
     key : hashable, optional
-        The options of the kernel. Kernels of the same name and key take the same time for the same geometry, so it is measured
-        once. None for a kernel that is not timed.
+        The options of the kernel. Kernels of the same name and key take the same time for the same geometry, so the ways of
+        only the first such kernel are timed. None for a kernel whose ways are not timed.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Kernel:
         self.ways, self.plain, self.key = ways, plain, key
 
     def __call__(self, *args: Any) -> Any:
-        """Compute by torch."""
+        """Compute the kernel's value by torch."""
         return self.plain(*args)
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class Lowering:
         self.graph, self.constants, self.kind = graph, constants, kind
 
     def nodes(self, *targets: object) -> list[fx.Node]:
-        """Return the non-constant operations of some kinds, in order."""
+        """Return the operations with one of ``targets``, without constants, in order."""
         return [each for each in self.graph.nodes if each.target in targets and self.varies(each)]
 
     def varies(self, node: fx.Node) -> bool:
@@ -76,9 +76,9 @@ class Lowering:
         return all(each is None or each in self.constants for each in nodes)
 
     def emit(self, kernel: Kernel, inputs: Iterable[fx.Node], last: fx.Node) -> fx.Node:
-        """Put a kernel in the place of a node.
+        """Replace the node ``last`` by a kernel.
 
-        Nodes that only led to that node go.
+        Nodes whose values only ``last`` needed are erased.
         """
         with self.graph.inserting_before(last):
             node = self.graph.call_function(kernel, tuple(inputs))
@@ -88,7 +88,7 @@ class Lowering:
         return node
 
     def remove(self, node: fx.Node) -> None:
-        """Erase a node, and operations that only led to it."""
+        """Erase an unused node, and operations that only this node needed."""
         left = [node]
         while left:
             each = left.pop()
@@ -97,9 +97,9 @@ class Lowering:
                 self.graph.erase_node(each)
 
     def made(self, function: Callable[..., Tensor], *args: Any) -> fx.Node:
-        """Return a new constant node for a function of constants.
+        """Return a new constant node, whose value is ``function(*args)``.
 
-        The arguments are constant nodes and plain values.
+        ``args`` are constant nodes and plain values.
         """
         first = next(iter(self.graph.nodes))
         with self.graph.inserting_before(first):
@@ -107,12 +107,18 @@ class Lowering:
 
 
 def value_of(node: fx.Node) -> Any:
-    """Return a node's tensor from tracing, which has no values."""
+    """Return the tensor without values that stands for a node's value.
+
+    Tracing made this tensor. It has a shape, strides and a type.
+    """
     return node.meta["val"]
 
 
 def is_tensor(node: Any, rank: int | None = None, dtypes: tuple[Any, ...] = FLOATS) -> bool:
-    """Return whether a node is a tensor with elements of such types."""
+    """Return whether a node's value is a tensor of one of ``dtypes``.
+
+    The tensor must have at least one element, and ``rank`` axes if ``rank`` is given.
+    """
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and value.dtype in dtypes and value.numel() > 0 and (rank is None or value.dim() == rank)
 
@@ -134,6 +140,6 @@ def arguments(node: fx.Node) -> list[Any]:
 
 
 def pair(value: Any) -> tuple[int, int]:
-    """Return a number or a sequence as a pair: height and width."""
+    """Return a number or a sequence as a pair (height, width)."""
     values = [*value] if isinstance(value, (list, tuple)) else [value]
     return values[0], values[-1]

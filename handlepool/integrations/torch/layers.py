@@ -1,4 +1,7 @@
-"""Lower products, pools, normalisations, attention and moves, one kernel for each."""
+"""Replace further torch operations, each by one kernel.
+
+These are matrix products, pools, normalisations, softmax, attention, and operations that only move values.
+"""
 
 import operator
 from collections.abc import Callable
@@ -28,7 +31,7 @@ def lower_layers(lowering: Lowering) -> None:
 
 
 def _emit(lowering: Lowering, name: str, node: fx.Node, inputs: list[Any], run: Callable[..., Any], key: object = None) -> None:
-    """Replace a single operation by a kernel."""
+    """Replace the operation ``node`` by a kernel that calls ``run``."""
     target, args, kwargs = node.target, node.args, node.kwargs
     order = [*node.all_input_nodes]
 
@@ -141,7 +144,7 @@ def _rms_norm(lowering: Lowering, node: fx.Node) -> None:
     x, shape, weight, epsilon = arguments(node)
     if is_tensor(x) and (weight is None or is_tensor(weight)):
         axes = tuple(range(-len(shape), 0))
-        # Torch's default is the machine epsilon of the type.
+        # If ``epsilon`` is None, torch uses the machine epsilon of the type.
         small = torch.finfo(value_of(x).dtype).eps if epsilon is None else epsilon
         _normed(lowering, node, (x, weight, None), lambda x, **w: handlepool.rms_norm(x, axis=axes, eps=small, **w))
 
@@ -231,7 +234,10 @@ def _shuffle(lowering: Lowering, node: fx.Node) -> None:
 
 
 def lower_slices(lowering: Lowering) -> None:
-    """Copy each slice of channels whose first element is misaligned."""
+    """Copy each slice of channels whose first element is misaligned.
+
+    The copy is aligned to `ALIGNED` bytes, as the kernels need it.
+    """
     for node in [*lowering.graph.nodes]:
         part = _slice(node) if lowering.varies(node) and is_tensor(node, 4) else None
         if part is None or not any(isinstance(user.target, Kernel) for user in node.users):

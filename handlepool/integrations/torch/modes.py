@@ -8,7 +8,7 @@ _c: Any = torch._C
 
 
 def _flag(name: str) -> Any:
-    # A version of torch without the setting counts as having it switched off.
+    # If this version of torch does not have the setting, the setting counts as switched off.
     return getattr(_c, name, lambda: False)
 
 

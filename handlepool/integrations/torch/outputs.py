@@ -42,7 +42,10 @@ class Source:
     views: tuple[View, ...] = ()
 
     def value(self, own: Sequence[Any], given: Sequence[Any]) -> Any:
-        """Return the value of one call."""
+        """Return this result of the model for one call.
+
+        ``own`` are the results of the program in this call, and ``given`` are the arguments.
+        """
         found = own[self.at] if self.kind is OWN else given[self.at] if self.kind is INPUT else self.at
         for target, args, kwargs in self.views:
             args, kwargs = fx.node.map_arg((args, kwargs), lambda _, found=found: found)
@@ -63,7 +66,7 @@ class Outputs:
     returned : list of Node
         The nodes whose values a program returns.
     writes : list of (Source, Tensor or int)
-        Each new value with its target: a buffer, or an argument's place.
+        Each new value with its target: a buffer, or the index of an argument.
     """
 
     def __init__(self, graph: Captured) -> None:
@@ -96,9 +99,9 @@ class Outputs:
             return Source(INPUT, self._inputs[base], _views(base, value))
         if base in self._weights:
             return Source(TENSOR, self._weights[base], _views(base, value))
-        # An output that shares memory with no other output, and has no gaps, is a result of the program by itself. It may be
-        # smaller than the memory of ``base``. All other outputs become views of ``base``: outputs that share memory have to be
-        # views of one result, and a program returns no tensors with gaps.
+        # If an output shares memory with no other output and has no gaps, the program returns the output itself, which may be
+        # smaller than ``base``. For any other output, the program returns ``base``, and the output becomes a view of it:
+        # outputs that share memory have to be views of one result, and a program returns no tensors with gaps.
         if len(self._views[base]) == 1 and is_dense(value_of(value)):
             return Source(OWN, self._place(value))
         return Source(OWN, self._place(base), _views(base, value))
@@ -123,7 +126,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _views(base: fx.Node, node: fx.Node) -> tuple[View, ...]:
-    """Return the views that lead from one node to another node."""
+    """Return the views that lead from ``base`` to ``node``, in order."""
     found: list[View] = []
     while node is not base:
         found.append((node.target, node.args, node.kwargs))

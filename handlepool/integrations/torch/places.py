@@ -2,7 +2,7 @@
 
 On a GPU, the operations take the tensors themselves. The host driver records no tensors, so there the values are arrays of the
 host driver, which are copies of CPU tensors. The host driver cannot queue torch's own operations either. Tests replace `_host`
-by a place that can.
+by a place that can queue these operations.
 """
 
 from collections.abc import Callable
@@ -66,15 +66,15 @@ class Cuda:
         """Do nothing: the array is the tensor."""
 
     def tensors(self, values: object) -> Any:
-        """Return the values."""
+        """Return ``values``, whose arrays are tensors already."""
         return values
 
     def arrays(self, values: object) -> Any:
-        """Return the values."""
+        """Return ``values``, because the arrays are the tensors."""
         return values
 
     def view(self, function: View, value: Any) -> Any:
-        """Return the function's value."""
+        """Return the view that ``function`` makes of the tensor."""
         return function(value)
 
     def pointer(self, value: Any) -> int:
@@ -83,7 +83,7 @@ class Cuda:
         return address
 
     def operation(self, name: str, function: Function) -> Function:
-        """Return a declared operation."""
+        """Return ``function`` as an operation that writes none of its arguments."""
         # The function refers to nodes, and a node refers to the whole graph. `Held` hides the function, so that the walk over a
         # call's arguments does not enter the graph.
         held = Held(function)
@@ -141,7 +141,7 @@ class Host:
 
     def operation(self, name: str, function: Function) -> Function:
         """Raise, because the host driver queues no work of torch."""
-        raise NotTaken(f"the host driver cannot run operations of torch, and the model has {name}")
+        raise NotTaken(f"its operation {name} has to run in torch, and the host driver cannot run operations of torch")
 
 
 def _numpy(tensor: Tensor) -> Any:
@@ -179,4 +179,4 @@ def place_for(device: torch.device) -> Place:
         return Cuda()
     if (name, device.type) == ("host", "cpu"):
         return _host()
-    raise NotTaken(f"its tensors are on {device}, and handlepool's driver is {name!r}")
+    raise NotTaken(f"its tensors are on {device}, and handlepool's driver {name!r} cannot use such tensors")

@@ -1,4 +1,4 @@
-"""Lower elementwise operations: each tree of such operations becomes one kernel."""
+"""Replace each tree of elementwise operations by one kernel."""
 
 import operator
 from collections.abc import Callable
@@ -105,14 +105,17 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.where.self: _where,
     aten.masked_fill.Scalar: _filled,
 }
-"""Functions of traced values, by torch's elementwise operation.
+"""The function of traced values for each elementwise operation of torch.
 
-`handlepool.elementwise` traces these functions. Each takes the operation's arguments, with the same defaults."""
+`handlepool.elementwise` traces these functions. Each function takes the operation's arguments, with the same defaults."""
 _TYPED = (aten.to.dtype, aten._to_copy.default)
 
 
 class _Tree:
-    """An elementwise operation, with the operations that only this tree reads."""
+    """A tree of elementwise operations, for one kernel.
+
+    The tree consists of the operation ``root``, and of operations whose values only the tree reads.
+    """
 
     def __init__(self, root: fx.Node, lowering: Lowering) -> None:
         self.root, self._lowering = root, lowering
@@ -134,7 +137,7 @@ class _Tree:
 
 
 def is_pointwise(lowering: Lowering, node: fx.Node) -> bool:
-    """Return whether an operation may be a part of an elementwise kernel."""
+    """Return whether ``node`` may be a part of an elementwise kernel."""
     if not lowering.varies(node) or not is_tensor(node, dtypes=(*FLOATS, torch.bool)):
         return False
     if any(not is_tensor(each, dtypes=(*FLOATS, torch.bool)) for each in node.all_input_nodes):
@@ -152,7 +155,7 @@ def is_pointwise(lowering: Lowering, node: fx.Node) -> bool:
 def lower_norms(lowering: Lowering) -> None:
     """Replace each batch norm that is not part of a convolution's kernel.
 
-    The new kernel multiplies each channel by a constant, and adds a constant.
+    The new kernel multiplies each channel by a constant, and adds another constant.
     """
     for node in lowering.nodes(NORM):
         x, weight, bias, mean, variance, _, epsilon = arguments(node)
@@ -203,7 +206,7 @@ def lower_pointwise(lowering: Lowering) -> None:
 
 
 def _emit(lowering: Lowering, tree: _Tree) -> None:
-    """Replace a tree by a kernel."""
+    """Replace ``tree`` by one kernel."""
     order = [each for each in lowering.graph.nodes if each in tree.members]
     inputs, root = tree.inputs, tree.root
     steps = [(each, _function(each), each.args, {**each.kwargs}) for each in order]

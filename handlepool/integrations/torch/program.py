@@ -1,7 +1,7 @@
 """Run a lowered graph step by step, and record it.
 
-The first run settles how each step runs. Torch computes a kernel that this library refuses. A view that is impossible in the
-given layout gets a copy before it.
+The first run settles how each step runs. If this library refuses to compute a kernel, torch computes it. If a view is
+impossible in the given layout, the step copies the value before it takes the view.
 """
 
 import operator
@@ -35,9 +35,12 @@ aten = torch.ops.aten
 HANDLEPOOL, TORCH, VIEW, COPY = "handlepool", "torch", "view", "copy"
 _REFUSALS = (ArgumentError, ArrayTypeError, GraphNotSupportedError, TraceError, NotTaken)
 MOST_TIMED = 4096
-"""The most kernels whose quickest way is remembered."""
+"""The maximum number of kernels whose quickest way is remembered."""
 _quickest: dict[Any, str] = {}
-"""The quickest way of each timed kernel, by name, options and geometry."""
+"""The name of each timed kernel's quickest way.
+
+A key has the kernel's name, its options, and the geometry of its arguments.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +54,7 @@ class Step:
         `HANDLEPOOL`, `TORCH` or `VIEW`.
     name : str
     inputs : list of int
-        The slots of the step's arguments: places in the list of values of a run.
+        The slots of the step's arguments. Here a slot is an index in the list of all values of a run.
     output : int
         The slot of the step's value.
     run : callable
@@ -82,7 +85,7 @@ class Program:
     name : str
         The model's name, for messages.
     tune : bool
-        Whether the ways to compute each kernel are timed, to use the quickest.
+        Whether the ways to compute each kernel are timed, so that the quickest way is used.
     options : dict
         The options of `handlepool.recorded`.
 
@@ -101,7 +104,7 @@ class Program:
         self._place = place
         self._inputs = [(at, node) for at, node in enumerate(graph.inputs) if node is not None]
         written = {id(target) for _, target in graph.writes if isinstance(target, Tensor)}
-        # A buffer that the model writes is passed as an argument of each call. If it were a weight, it would count as changed
+        # A buffer that the model writes is passed as an argument of each call. As a weight, the buffer would count as changed
         # after each call.
         self._state = [(node, tensor) for node, tensor in graph.weights.items() if id(tensor) in written]
         fixed = {node: tensor for node, tensor in graph.weights.items() if id(tensor) not in written}
@@ -123,8 +126,8 @@ class Program:
         self.times: dict[str, float] = {}
         self._tunes = tune and place.kind == "cuda"
         self._copies = place.operation("copy", _copied) if place.kind == "cuda" else _copied
-        # The program owns the recorded function. The recorded function refers back to the program weakly, because only the
-        # collector could free a cycle of the two.
+        # The program owns the recorded function. The recorded function refers back to the program by a weak reference. With a
+        # strong reference, only Python's garbage collector could free the two objects.
         run = partial(_run, self._arrays, Held(weakref.ref(self)))
         run.__name__ = run.__qualname__ = name  # type: ignore[attr-defined]
         self.recorded = handlepool.recorded(run, strict=True, **options)
@@ -198,7 +201,7 @@ class Program:
         return tuple([lay(value) for lay, value in zip(self._lays, found, strict=True)])
 
     def settle(self, leaves: Sequence[Any]) -> None:
-        """Run all steps once without recording, to settle each step."""
+        """Run all steps once without recording, to decide how each step runs."""
         self.run(self._place.arrays(self._given(leaves)), self._arrays)
 
     def _given(self, leaves: Sequence[Any]) -> list[Tensor]:
@@ -208,9 +211,9 @@ class Program:
         return given
 
     def _apart(self, given: list[Tensor]) -> list[Tensor]:
-        """Copy tensors that share memory with an earlier tensor.
+        """Return ``given``, with copies of tensors that share memory.
 
-        A recorded function refuses arguments that share memory.
+        A tensor is copied if it shares memory with an earlier tensor. A recorded function would refuse such arguments.
         """
         seen: set[int] = set()
         apart = []
@@ -218,7 +221,7 @@ class Program:
             storage = each.untyped_storage().data_ptr()
             if storage in seen:
                 if self.writes:
-                    raise NotNow("it writes an argument, and arguments share memory")
+                    raise NotNow("it writes an argument, and some arguments of this call share memory: pass separate tensors")
                 each = each.clone(memory_format=torch.preserve_format)
             seen.add(storage)
             apart.append(each)
@@ -261,7 +264,10 @@ class Program:
         return step.run(*given)
 
     def _ways(self, kernel: Kernel, step: Step, given: list[Any], expected: Tensor) -> dict[str, Callable[..., Any]]:
-        """Return the ways that give ``expected``'s shape and type."""
+        """Return the kernel's ways that give ``expected``'s shape and type.
+
+        If a way is left out, ``step.why`` gets the reason.
+        """
         found = {}
         for name, way in kernel.ways.items():
             try:
@@ -272,7 +278,10 @@ class Program:
             if tuple(value.shape) == tuple(expected.shape) and _dtype(value) == _dtype(expected):
                 found[name] = way
             else:
-                step.why = f"it gave {tuple(value.shape)} {_dtype(value)}, for {tuple(expected.shape)} {_dtype(expected)}"
+                step.why = (
+                    f"handlepool's result has shape {tuple(value.shape)} and type {_dtype(value)}, "
+                    f"torch's has shape {tuple(expected.shape)} and type {_dtype(expected)}"
+                )
         return found
 
     def _chosen(self, kernel: Kernel, ways: dict[str, Callable[..., Any]], given: list[Any]) -> str:
@@ -291,7 +300,7 @@ class Program:
         return _quickest[key]
 
     def _misaligned(self, given: list[Any]) -> bool:
-        """Return whether an array's address is misaligned for this library."""
+        """Return whether an array in ``given`` is misaligned for this library."""
         return any(self._place.pointer(each) % ALIGNED for each in given)
 
     def _copy(self, value: Value) -> Any:
@@ -307,7 +316,7 @@ class Program:
             try:
                 found = look(value)
             except RuntimeError as error:
-                step.why = f"a view that has to copy: {str(error)[:100]}"
+                step.why = f"the view needs a copy of its argument: {str(error)[:100]}"
             else:
                 step.run = look
                 return found
@@ -333,7 +342,7 @@ class Program:
         return self._place.operation("copy", laid)
 
     def _lay_results(self, found: list[Any]) -> None:
-        """Decide which results need a copy into the traced strides."""
+        """Decide for each result whether it is copied into its traced strides."""
         self._lays: list[Callable[[Any], Any]] = []
         varying = [node for node in self._returned if node not in self._constants]
         for node, value in zip(varying, found, strict=True):
@@ -357,7 +366,7 @@ class Program:
             raise NotTaken(str(error)) from error
         if len(own) != len(self._returned):
             left = iter(own)
-            # The program keeps its constants, so a call returns copies of them.
+            # The program goes on to use its constants, so a call returns copies of the constants.
             own = [self._constants.values[node].clone() if node in self._constants else next(left) for node in self._returned]
         return self._outputs.build(own, leaves)
 
@@ -384,12 +393,12 @@ class Program:
 
     @property
     def writes(self) -> bool:
-        """Whether a call writes more than new tensors."""
+        """Whether a call writes buffers or arguments of the model."""
         return bool(self._outputs.writes)
 
 
 def _run(constants: tuple[Any, ...], program: Held, *inputs: Any) -> tuple[Any, ...]:
-    """Run a program; `handlepool.recorded` records this function."""
+    """Run ``program``; `handlepool.recorded` records this function."""
     found: tuple[Any, ...] = program.value().run(inputs, constants)
     return found
 
@@ -437,13 +446,16 @@ def _name(node: fx.Node) -> str:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Return the node that a view reads, past operations with several results."""
+    """Return the node whose tensor a view reads.
+
+    An operation with several results, such as `split`, is a view itself, so its argument is returned.
+    """
     source = node.all_input_nodes[0]
     return source if isinstance(value_of(source), Tensor) else _source(source)
 
 
 def _view(node: fx.Node) -> Callable[[Tensor], Any]:
-    """Return a view as a function of its source."""
+    """Return a view as a function of the tensor that it views."""
     if node.target is operator.getitem:
         parts, at = _view(node.args[0]), node.args[1]
         return lambda tensor: parts(tensor)[at]
@@ -478,20 +490,22 @@ def _check(graph: fx.Graph) -> None:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise NotTaken(f"it has the operation {node.target}, and only operations of aten are known")
+            raise NotTaken(f"it has the operation {node.target}, and handlepool knows only operations of aten")
         tags = node.target.tags
         drawn = torch.Tag.nondeterministic_seeded in tags and not _draws_nothing(node)
         if drawn:
-            raise NotTaken(f"it draws random numbers, by {node.target}")
+            raise NotTaken(f"it draws random numbers, in the operation {node.target}")
         if node.target._schema.is_mutable:
-            raise NotTaken(f"it writes in place, by {node.target}")
+            raise NotTaken(f"it writes in place, in the operation {node.target}")
         values = node.meta.get("val")
         for value in values if isinstance(values, (tuple, list)) else [values]:
             if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_sparse):
-                raise NotTaken(f"a tensor has the layout {value.layout}, from {node.target}")
+                raise NotTaken(
+                    f"its operation {node.target} makes a tensor of the layout {value.layout}, which no program can hold"
+                )
             symbols = [value, *(value.shape if isinstance(value, Tensor) else ())]
             if any(isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool)) for each in symbols):
-                raise NotTaken(f"the values of its tensors decide shapes or control flow, by {node.target}")
+                raise NotTaken(f"values of its tensors decide shapes or control flow, in the operation {node.target}")
 
 
 def _draws_nothing(node: fx.Node) -> bool:
@@ -501,12 +515,12 @@ def _draws_nothing(node: fx.Node) -> bool:
 
 
 def _bring_to_device(lowering: Lowering, device: torch.device) -> None:
-    """Replace constant CPU tensors with one number by tensors on the device.
+    """Move constant CPU tensors of a single number to the device.
 
     Raises
     ------
     NotTaken
-        For a tensor on another device.
+        For any other tensor that is not on ``device``.
     """
     for node in [*lowering.graph.nodes]:
         value = node.meta.get("val")
@@ -514,7 +528,7 @@ def _bring_to_device(lowering: Lowering, device: torch.device) -> None:
         if not isinstance(value, Tensor) or value.device == device or not (users or lowering.varies(node)):
             continue
         if node not in lowering.constants or value.dim():
-            raise NotTaken(f"a tensor is on {value.device}, and the model on {device}")
+            raise NotTaken(f"a tensor is on {value.device}, and the model is on {device}")
         moved = lowering.made(_moved, node, device)
         for user in users:
             user.replace_input_with(node, moved)

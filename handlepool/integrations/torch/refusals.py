@@ -5,11 +5,11 @@ import warnings
 
 
 class NotTaken(Exception):
-    """A model, or a part of one model, is left to torch."""
+    """A model, or a part of a model, is left to torch."""
 
 
 class NotNow(NotTaken):
-    """One call is left to torch; later calls may be recorded."""
+    """A single call is left to torch; later calls may be recorded."""
 
 
 def warn(name: str, why: object) -> None:

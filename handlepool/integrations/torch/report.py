@@ -20,13 +20,13 @@ class ProgramReport:
     Attributes
     ----------
     kernels : dict
-        Counts of the library's kernels, by name.
+        Number of handlepool's kernels of each name.
     torch : dict
-        Counts of the operations that torch computes, by name and reason.
+        Number of operations that torch computes, by name and reason.
     views : int
         Number of views, which cost nothing.
     nbytes : int
-        Bytes of the recorded programs.
+        Bytes of memory that the recorded programs hold.
     left : str
         The reason why torch runs the model; empty where a program runs it.
     times : dict

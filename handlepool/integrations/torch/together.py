@@ -25,7 +25,7 @@ from handlepool.integrations.torch.weights import Versions, Weights
 pytree = torch.utils._pytree
 KERNELS = ("torch", "inductor")
 MOST_KEYS = 1024
-"""The maximum number of remembered geometries that were tried."""
+"""The maximum number of tried geometries that a `Together` remembers."""
 
 
 class _Untried(Exception):
@@ -70,7 +70,8 @@ class Together:
         """
         args = self._split(given)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            # The kernels of the models then become a part of the caller's graph.
+            # The caller captures the current stream. So torch runs the models, and their kernels become a part of the caller's
+            # graph.
             return self._plain(args)
         shared = len(given) < len(self._models)
         try:
@@ -83,7 +84,7 @@ class Together:
                     values = self._called(args, shared)
                 except _Untried:
                     return self._try(args, shared)
-                # If a weight has changed, the program ran with the old weight. The program writes only its own results, so these
+                # If a weight has changed, the program ran with the old weight. The program wrote only its own results. So these
                 # results are dropped, and the call is repeated.
                 if self._same():
                     return values
@@ -109,7 +110,8 @@ class Together:
         count = len(self._models)
         if len(given) not in (1, count):
             raise ArgumentError(
-                f"{len(given)} tuples of arguments were given for {count} models: pass one tuple for each model, or one for all"
+                f"{len(given)} tuples of arguments were given for {count} models: pass one tuple for each model, "
+                f"or one tuple for all models"
             )
         args = tuple([each if type(each) is tuple else (each,) for each in given])
         return args if len(args) == count else args * count
@@ -140,7 +142,7 @@ class Together:
         self._place = place
 
     def _renew(self) -> None:
-        """Forget all programs, and note the present state of the models."""
+        """Drop all programs, and note the present state of the models."""
         if self.recorded is not None:
             self.recorded.clear()
         self._place = None
@@ -149,7 +151,7 @@ class Together:
         self._calls = [*map(compiled, self._models)] if self._kernels == "inductor" else [*self._models]
 
     def _same(self) -> bool:
-        """Return whether a program still computes what the models do."""
+        """Return whether a program still computes the models' values."""
         # Inductor builds the values of weights into its kernels, so a write to a weight counts as a change. Torch's kernels read
         # the weights in place, so with these kernels only a replaced weight counts.
         return self._weights.bound() and (self._kernels == "torch" or self._weights.versions.same())
@@ -166,14 +168,14 @@ class Together:
         return found
 
     def _check(self, given: tuple[Any, ...]) -> None:
-        """Raise for arguments whose geometry `_try` has not seen."""
+        """Raise `_Untried` for arguments whose geometry was not tried."""
         if _geometry(given) not in self._tried:
             raise _Untried
 
     def _try(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
-        """Call the models by torch, and look for writes.
+        """Call the models by torch, and detect writes to buffers or arguments.
 
-        If a model writes a buffer or an argument, torch runs the models from then on.
+        If there is such a write, torch runs the models from then on.
         """
         key = _geometry(self._given(args, shared))
         written = Versions([*self._weights.tensors, *_tensors(args)])
@@ -221,7 +223,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _geometry(value: object) -> Any:
-    """Return a value with geometries in place of its arrays."""
+    """Return a key of ``value``, with the geometry of each array."""
     leaves, spec = pytree.tree_flatten(value)
     return repr(spec), tuple([_part(each) for each in leaves])
 
@@ -241,10 +243,10 @@ def together(*models: nn.Module, kernels: str = "torch", strict: bool = False, *
     *models : Module
         In eval mode, all on one device.
     kernels : {"torch", "inductor"}
-        The kernels of each model: torch's own, or Inductor's. Inductor builds the weights into its kernels, so each changed
-        weight compiles the models again.
+        The kernels of each model: torch's own, or Inductor's. Inductor builds the weights into its kernels, so the models are
+        compiled again after each change of a weight.
     strict : bool
-        Whether models that cannot be recorded raise an error.
+        Whether the call raises an error if the models cannot be recorded.
     **options
         ``lanes``, ``instances``, ``programs`` and ``outputs`` of `handlepool.recorded`.
 
@@ -262,10 +264,10 @@ def together(*models: nn.Module, kernels: str = "torch", strict: bool = False, *
     for each in models:
         if not isinstance(each, nn.Module):
             raise ArgumentError(
-                f"together was given a {type(each).__name__}: pass modules, as a torch.nn.Module around a function"
+                f"together was given a {type(each).__name__}: pass a torch.nn.Module, such as a module that calls your function"
             )
     if kernels not in KERNELS:
-        raise ArgumentError(f"together(kernels={kernels!r}); it can be 'torch' or 'inductor'")
-    # This checks the options now, rather than at the first call.
+        raise ArgumentError(f"together(kernels={kernels!r}): kernels must be 'torch' or 'inductor'")
+    # Making a recorded function checks the options now, not only at the first call.
     handlepool.recorded(_call, strict=strict, **options)
     return Together(models, kernels, strict, options)

@@ -12,14 +12,17 @@ _CYCLES = 2_000_000
 CALLS = 16
 ROUNDS = 3
 GAIN = 1.05
-"""The minimum gain for which another way is used.
+"""The minimum gain for which another way replaces the preferred way.
 
 The gain is the ratio of the preferred way's time to the other way's time.
 """
 
 
 def microseconds(function: Callable[..., Any], given: Sequence[Any]) -> float:
-    """Return the device time of a call in a full queue."""
+    """Return the microseconds of device time that a call takes.
+
+    The queue of the GPU is kept full, so the host's time for launches does not count.
+    """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     cycles, taken = _CYCLES, list[float]()
     function(*given)
@@ -34,8 +37,8 @@ def microseconds(function: Callable[..., Any], given: Sequence[Any]) -> float:
         host = time.perf_counter() - began
         end.record()
         end.synchronize()
-        # A delay of this many cycles at 2 GHz was shorter than the launches on the host. So the queue may have run empty, and the
-        # measurement is repeated with a longer delay.
+        # At 2 GHz, the delay was shorter than the time that the host took to enqueue the calls. So the GPU may have waited for
+        # the host, and the measurement is repeated with a longer delay.
         if host * 2e9 > cycles and cycles < 100 * _CYCLES:
             cycles *= 4
             continue
@@ -44,9 +47,9 @@ def microseconds(function: Callable[..., Any], given: Sequence[Any]) -> float:
 
 
 def quickest(ways: dict[str, Callable[..., Any]], given: Sequence[Any]) -> tuple[str, dict[str, float]]:
-    """Return the name of the quickest way, with the microseconds of each.
+    """Return the name of the quickest way, and each way's microseconds.
 
-    The first way is preferred: another way must be quicker by the factor `GAIN`.
+    The first of ``ways`` is preferred: another way must be quicker by the factor `GAIN` to be returned.
     """
     times = {name: microseconds(way, given) for name, way in ways.items()}
     first = next(iter(times))

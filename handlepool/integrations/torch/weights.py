@@ -27,10 +27,10 @@ def _compared(tensors: list[Tensor], pointers: list[int], places: list[int]) -> 
     return [*map(_pointer, tensors)] == pointers
 
 
-# CUDA builds of torch have this function in C++, which takes a tenth of the time.
+# CUDA builds of torch have a C++ function for this comparison, which takes a tenth of the time.
 _at: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _compared)
 _INERT = ("conv", "linear", "pooling", "container", "flatten", "padding", "upsampling", "pixelshuffle", "channelshuffle", "fold")
-"""Files of `torch.nn.modules` whose layers compute the same in training."""
+"""Files of `torch.nn.modules` whose layers ignore training mode."""
 
 
 def _trains(module: nn.Module) -> bool:
@@ -42,9 +42,9 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _is_single(key: str, value: object) -> bool:
-    """Return whether an entry is a tensor of at most one element.
+    """Return whether ``value`` is a tensor of at most one element.
 
-    The counter of a batch norm does not count, because the layer reads the counter only in training.
+    The result is false for the counter of a batch norm, because the layer reads this counter only in training mode.
     """
     return isinstance(value, Tensor) and value.numel() < 2 and key != "num_batches_tracked"
 
@@ -75,7 +75,7 @@ class Weights:
     """The parameters, buffers, hooks and plain attributes of modules.
 
     Plain attributes hold numbers, texts and the like. Plain globals that a module's methods use count as its attributes. If a
-    module's class is torch's own, no plain attribute counts except ``training``.
+    module's class is torch's own, ``training`` is the only plain attribute that counts.
 
     Parameters
     ----------
@@ -118,12 +118,16 @@ class Weights:
         self.versions = Versions(self.tensors)
 
     def bound(self) -> bool:
-        """Return whether the same objects are bound, at the same addresses."""
+        """Return whether all names are bound to the same objects as before.
+
+        The addresses of the tensors must be the same as well.
+        """
         try:
             return (
                 _at(self.tensors, self._pointers, self._places)
-                # ``==`` of dictionaries compares entries by identity first. Only a replaced tensor is compared by its values. The
-                # result is a tensor of several elements, which has no truth value, so Python raises RuntimeError.
+                # ``==`` of dictionaries compares entries by identity first. So only a replaced tensor is compared by its
+                # values. The result is a tensor of several elements, which has no truth value. Python then raises RuntimeError,
+                # and the method returns False.
                 and self._tables == self._copies
                 and [space["training"] for space in self._spaces] == self._training
                 and not any(self._hooks)
@@ -134,7 +138,7 @@ class Weights:
             return False
 
     def check(self) -> None:
-        """Raise for modules that no program repeats.
+        """Raise for modules whose calls no program can repeat.
 
         Such modules are in training mode, have hooks, or have weights of other classes.
 
@@ -146,7 +150,7 @@ class Weights:
             raise NotTaken("it is in training mode: call its eval()")
         for each in self.tensors:
             if type(each) not in (Tensor, nn.Parameter, nn.Buffer) or each.layout is not torch.strided:
-                raise NotTaken(f"a weight is a {type(each).__name__} with the layout {each.layout}")
+                raise NotTaken(f"a weight is a {type(each).__name__} with the layout {each.layout}, and not a dense torch.Tensor")
         if any(self._hooks):
             raise NotTaken("it has hooks, and a recorded program would not call them")
 
@@ -209,7 +213,10 @@ def _alike(one: Any, other: object) -> bool:
 
 
 def _plain_places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the places of plain values that a module's code may read."""
+    """Yield the places of plain values that a module's code may read.
+
+    A place is a dictionary of attributes or globals, and a key in the dictionary.
+    """
     if type(module).__module__.startswith("torch."):
         return
     for key, value in module.__dict__.items():
