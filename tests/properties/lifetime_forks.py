@@ -234,9 +234,16 @@ class Body:
         self.nested(i, j, nbytes, hidden=[*self.values, None])
 
     def inside(self, i, j, nbytes):
-        """A fork in the body of this one."""
+        """A fork in the body of this one.
+
+        Its join is on this one's stream. Where this one has had no branch yet, the order by data ends with the join, so a fork on
+        another stream may not have the values.
+        """
         if self.rest and self.ordered:
-            self.own(self.machine.region(self.rest, list(self.values), self.hidden, self.key))
+            made = self.machine.region(self.rest, list(self.values), self.hidden, self.key)
+            for value in made:
+                value.wrote = self.key
+            self.own(made)
 
     def own(self, made):
         for value in made:
