@@ -72,7 +72,7 @@ def test_a_shared_handle_is_found(tmp_path, spoil):
     spoil("get_handle", shared)
     status, bundle = run(tmp_path)
     assert status == 1
-    assert "shared 1 handles" in failed(bundle)["handles"]
+    assert "had only 1 handles" in failed(bundle)["handles"]
 
 
 def test_shared_scratch_is_found(tmp_path, spoil):

@@ -389,8 +389,8 @@ def test_the_default_pool_of_another_driver_is_not_taken(unused, make_driver, mo
 def test_a_failure_of_one_thread_is_the_setups(unused, make_driver):
     driver = make_driver()
     handlepool.set_default_pool(HandlePool(driver=driver))
-    driver.fail_at(1, "create_handle", MemoryError("no more"))
-    with pytest.raises(MemoryError, match="no more"):
+    driver.fail_at(1, "bind_handle", RuntimeError("no more"))
+    with pytest.raises(RuntimeError, match="no more"):
         PoolPlugin(driver="host").setup(worker(3))
 
 

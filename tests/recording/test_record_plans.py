@@ -268,7 +268,7 @@ def test_in_a_recording_or_a_branch_it_is_refused_as_ever(make):
 
     def function(x, w):
         if thread.recording is not None:
-            with pytest.raises(CaptureError, match="inside a recording"):
+            with pytest.raises(CaptureError, match="inside another recording"):
                 inside()
         return conv(x, w)
 
