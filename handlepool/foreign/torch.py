@@ -157,16 +157,16 @@ def check_elements(tensor: torch.Tensor) -> int:
         For a tensor without strided memory, and for a tensor whose memory holds its values negated or conjugated.
     """
     if derives() and (found := derived(tensor)) is not None:
-        raise ArgumentError(f"it {found}, which a copy loses; pass a plain tensor")
+        raise ArgumentError(f"the tensor {found}, which a copy would lose; pass a plain tensor")
     if tensor.layout is not torch.strided:
-        raise ArrayTypeError(f"it is without strided memory ({tensor.layout}); pass a dense tensor")
+        raise ArrayTypeError(f"the tensor has no strided memory ({tensor.layout}); pass a dense tensor")
     if tensor.is_neg() or tensor.is_conj():
         raise ArrayTypeError(
             "its memory holds its values negated or conjugated; pass a copy, such as tensor.resolve_conj().resolve_neg()"
         )
     pointer: int = tensor.data_ptr()
     if not pointer and tensor.numel():
-        raise ArrayTypeError("it has no memory")
+        raise ArrayTypeError("the tensor has no memory; pass a tensor with values")
     return pointer
 
 

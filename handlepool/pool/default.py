@@ -139,13 +139,14 @@ def set_default_pool(pool: HandlePool) -> None:
 
 @contextmanager
 def substitute_default(pool: HandlePool) -> Iterator[None]:
-    """Let a pool act as the default pool in tests.
+    """Let ``pool`` do the work of the default pool in tests.
 
-    The substitution lasts to the end of a ``with`` statement, and holds in every thread. `default_pool` still returns the
-    default pool. So a library that keeps the pool, its `HandlePool.get_handle`, a `ParallelStates` or an executor keeps an
-    object of the default pool. Such an object uses ``pool`` only during the substitution. Arrays, programs, and forks and tasks
-    under way belong to the pool that they were made on. Meanwhile ``pool`` is shared: its `HandlePool.close` destroys only idle
-    handles and scratch. With several substitutes, the latest is used, and they may end in any order.
+    The substitution lasts to the end of a ``with`` statement, and holds in every thread. Meanwhile the default pool forwards each
+    call to ``pool``, and `default_pool` still returns the default pool. So a library may keep the default pool, its
+    `HandlePool.get_handle`, a `ParallelStates` or an executor, and uses ``pool`` only during the substitution. Arrays, programs,
+    and forks and tasks under way belong to the pool that made them. During the substitution, ``pool`` is shared: its
+    `HandlePool.close` destroys only idle handles and scratch. With several substitutes, the default pool uses the latest. They
+    may end in any order.
 
     Parameters
     ----------

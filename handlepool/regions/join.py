@@ -201,7 +201,8 @@ class Join:
 
     def _settle(self, leases: Leases) -> bool:
         if leases.order is not None and leases.order.busy and not leases.order.closed:
-            # A finalizer or another thread found the books in the middle of a change. So a later call joins the fork.
+            # The fork's thread is in the middle of a change to its books, and this call comes from a finalizer or from another
+            # thread. So a later call joins the fork.
             return False
         if self.given_up():
             return True

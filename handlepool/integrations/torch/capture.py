@@ -59,7 +59,7 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     try:
         copied = copy.deepcopy(model, {id(each): each for each in _tensors(model)})
     except Exception as error:
-        raise NotTaken(f"its modules cannot be copied ({type(error).__name__}: {error})") from error
+        raise NotTaken(f"the model's modules cannot be copied ({type(error).__name__}: {error})") from error
     before = Snapshot([each.__dict__ for each in copied.modules()])
     args, kwargs = apart((args, kwargs))
     try:
@@ -75,7 +75,7 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         text = str(error).strip().partition("\n")[0]
         raise NotTaken(f"torch cannot trace it ({type(error).__name__}: {text[:200]})") from error
     if before.restore():
-        raise NotTaken("it changes attributes of its modules, and a recorded program would not repeat these changes")
+        raise NotTaken("the model changes attributes of its modules, and a recorded program would not repeat these changes")
     return _sorted(program)
 
 
@@ -128,7 +128,7 @@ def _sorted(program: Any) -> Captured:
         elif each.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR) and node is not None:
             weights[node] = tensors[each.target]
         else:
-            raise NotTaken(f"its graph has an input of the kind {each.kind.name}, which handlepool does not know")
+            raise NotTaken(f"the model's graph has an input of the kind {each.kind.name}, which handlepool does not know")
     (output,) = (node for node in graph.nodes if node.op == "output")
     outputs: list[Any] = []
     writes: list[tuple[fx.Node, Any]] = []
@@ -141,5 +141,5 @@ def _sorted(program: Any) -> Captured:
         elif each.kind is OutputKind.USER_INPUT_MUTATION:
             writes.append((value, places[each.target]))
         else:
-            raise NotTaken(f"its graph has an output of the kind {each.kind.name}, which handlepool does not know")
+            raise NotTaken(f"the model's graph has an output of the kind {each.kind.name}, which handlepool does not know")
     return Captured(graph, weights, inputs, outputs, program.call_spec.out_spec, writes)

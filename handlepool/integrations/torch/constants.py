@@ -38,7 +38,7 @@ class Constants:
             if node.op == "call_function" and all(each in self.values for each in node.all_input_nodes):
                 tags = getattr(node.target, "tags", ())
                 if torch.Tag.nondeterministic_seeded in tags:
-                    raise NotTaken(f"it draws random numbers, in the operation {node.target}")
+                    raise NotTaken(f"the model draws random numbers, in the operation {node.target}")
                 self._add(node, node.target, node.args, node.kwargs)
 
     def made(self, graph: fx.Graph, function: Callable[..., Tensor], *args: Any) -> fx.Node:

@@ -90,7 +90,7 @@ class RecordedModel:
         if torch.is_grad_enabled() and (
             self._weights.derived() or any(isinstance(each, Tensor) and each.requires_grad for each in leaves)
         ):
-            raise NotTaken("it needs gradients: call it under torch.no_grad()")
+            raise NotTaken("the model needs gradients: call it under torch.no_grad()")
         kind = self._kind or _kind_of(leaves)
         if kind == "cuda" and torch.cuda.is_current_stream_capturing():
             # The model's own kernels become a part of the caller's graph.
@@ -108,7 +108,7 @@ class RecordedModel:
             # the training.
             self._weights.check()
             if self._renewed >= MOST_RENEWED:
-                raise NotTaken(f"its weights were replaced {MOST_RENEWED} times: write new values into the same tensors")
+                raise NotTaken(f"the model's weights were replaced {MOST_RENEWED} times: write new values into the same tensors")
             self._renewed += 1
             self._renew()
             program = None
@@ -169,7 +169,7 @@ class RecordedModel:
                 except Exception as error:
                     if self._settings.strict:
                         raise
-                    made = f"it cannot be lowered ({type(error).__name__}: {error})"
+                    made = f"the model cannot be lowered ({type(error).__name__}: {error})"
                 self._programs[key] = made
                 while len(self._programs) > self._settings.programs:
                     _end(self._programs.popitem(last=False)[1])
@@ -256,7 +256,7 @@ class RecordedModel:
         """
         self(*args, **kwargs)
         leaves, structure = _flat(args, kwargs)
-        found = self._programs.get(_key(self._kind or _kind_of(leaves), leaves, structure), "its call was left to torch")
+        found = self._programs.get(_key(self._kind or _kind_of(leaves), leaves, structure), "this call was left to torch")
         if isinstance(found, Together):
             found = "Inductor's kernels were quicker, and these are a single node; pass fallback=None"
         if isinstance(found, str):
@@ -322,7 +322,7 @@ def device_of(values: list[Any]) -> torch.device:
     """
     devices = {each.device for each in values if isinstance(each, Tensor)}
     if len(devices) != 1:
-        raise NotTaken(f"its tensors are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))})")
+        raise NotTaken(f"the model's tensors are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))})")
     return devices.pop()
 
 

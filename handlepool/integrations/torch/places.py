@@ -141,7 +141,7 @@ class Host:
 
     def operation(self, name: str, function: Function) -> Function:
         """Raise, because the host driver queues no work of torch."""
-        raise NotTaken(f"its operation {name} has to run in torch, and the host driver cannot run operations of torch")
+        raise NotTaken(f"the model's operation {name} has to run in torch, and the host driver cannot run operations of torch")
 
 
 def _numpy(tensor: Tensor) -> Any:
@@ -174,9 +174,9 @@ def place_for(device: torch.device) -> Place:
     try:
         name = handlepool.default_pool().driver.name
     except handlepool.DriverNotAvailableError as error:
-        raise NotTaken(f"its tensors are on {device}, and there is no driver for a GPU ({error})") from error
+        raise NotTaken(f"the model's tensors are on {device}, and there is no driver for a GPU ({error})") from error
     if (name, device.type) == ("cuda", "cuda"):
         return Cuda()
     if (name, device.type) == ("host", "cpu"):
         return _host()
-    raise NotTaken(f"its tensors are on {device}, and handlepool's driver {name!r} cannot use such tensors")
+    raise NotTaken(f"the model's tensors are on {device}, and handlepool's driver {name!r} cannot use such tensors")

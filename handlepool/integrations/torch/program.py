@@ -221,7 +221,9 @@ class Program:
             storage = each.untyped_storage().data_ptr()
             if storage in seen:
                 if self.writes:
-                    raise NotNow("it writes an argument, and some arguments of this call share memory: pass separate tensors")
+                    raise NotNow(
+                        "the model writes an argument, and some arguments of this call share memory: pass separate tensors"
+                    )
                 each = each.clone(memory_format=torch.preserve_format)
             seen.add(storage)
             apart.append(each)
@@ -490,18 +492,18 @@ def _check(graph: fx.Graph) -> None:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise NotTaken(f"it has the operation {node.target}, and handlepool knows only operations of aten")
+            raise NotTaken(f"the model has the operation {node.target}, and handlepool knows only operations of aten")
         tags = node.target.tags
         drawn = torch.Tag.nondeterministic_seeded in tags and not _draws_nothing(node)
         if drawn:
-            raise NotTaken(f"it draws random numbers, in the operation {node.target}")
+            raise NotTaken(f"the model draws random numbers, in the operation {node.target}")
         if node.target._schema.is_mutable:
-            raise NotTaken(f"it writes in place, in the operation {node.target}")
+            raise NotTaken(f"the model writes in place, in the operation {node.target}")
         values = node.meta.get("val")
         for value in values if isinstance(values, (tuple, list)) else [values]:
             if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_sparse):
                 raise NotTaken(
-                    f"its operation {node.target} makes a tensor of the layout {value.layout}, which no program can hold"
+                    f"the model's operation {node.target} makes a tensor of the layout {value.layout}, which no program can hold"
                 )
             symbols = [value, *(value.shape if isinstance(value, Tensor) else ())]
             if any(isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool)) for each in symbols):

@@ -78,7 +78,7 @@ class Together:
             if self._place is None:
                 self._begin(args)
             if torch.is_grad_enabled() and (self._weights.derived() or any(each.requires_grad for each in _tensors(args))):
-                raise NotTaken("it needs gradients: call it under torch.no_grad()")
+                raise NotTaken("the model needs gradients: call it under torch.no_grad()")
             while True:
                 try:
                     values = self._called(args, shared)
@@ -129,7 +129,7 @@ class Together:
             raise NotTaken(self._why)
         devices = {each.device for each in (*self._weights.tensors, *_tensors(args))}
         if len(devices) != 1:
-            raise NotTaken(f"its tensors are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))})")
+            raise NotTaken(f"the model's tensors are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))})")
         self._weights.check()
         place = place_for(devices.pop())
         nodes, weights = [], []

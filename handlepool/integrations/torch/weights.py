@@ -147,12 +147,12 @@ class Weights:
         NotTaken
         """
         if any(space["training"] for space in self._spaces):
-            raise NotTaken("it is in training mode: call its eval()")
+            raise NotTaken("the model is in training mode: call its eval()")
         for each in self.tensors:
             if type(each) not in (Tensor, nn.Parameter, nn.Buffer) or each.layout is not torch.strided:
                 raise NotTaken(f"a weight is a {type(each).__name__} with the layout {each.layout}, and not a dense torch.Tensor")
         if any(self._hooks):
-            raise NotTaken("it has hooks, and a recorded program would not call them")
+            raise NotTaken("the model has hooks, and a recorded program would not call them")
 
     def derived(self) -> bool:
         """Return whether a weight requires a gradient."""
