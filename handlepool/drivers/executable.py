@@ -59,8 +59,8 @@ class AliasPair:
     reach, others : int
         Size in bytes of the output's memory and of the other operand's memory, gaps included.
     same : int or None
-        The other operand's distance in bytes from the output at which an overlap is allowed, because each element is then written
-        where it was read. None if no overlap is allowed.
+        A distance in bytes. The other operand may overlap the output if it begins this far behind the output, because each
+        element is then written where it was read. None if no overlap is allowed.
     meet : callable or None
         Gets the other operand's distance in bytes from the output, and returns whether the two operands share an element. None if
         a comparison of the byte ranges is enough.
@@ -81,7 +81,7 @@ def scratch_of(copies: Iterable[OperandCopy]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SavedPlan:
-    """A compiled graph in the form in which a file keeps it.
+    """Hold a compiled graph's data as a file stores them.
 
     Attributes
     ----------
