@@ -58,7 +58,7 @@ _loaded = LoadedDrivers()
 
 
 def choose(name: str | None = None) -> tuple[str, str]:
-    """Return the name of the driver to use, and why it is chosen.
+    """Return the driver's name, and the reason for this choice.
 
     Parameters
     ----------

@@ -57,7 +57,7 @@ class RecordedGraph(Protocol):
     def marked(
         self, add: Sequence[tuple[Any, Any]], remove: Sequence[tuple[Any, Any]], groups: Sequence[Sequence[Any]]
     ) -> "MarkedGraph":
-        """Return a graph as `arranged` does, and let it time groups of nodes.
+        """Return a graph like `arranged`, which also times groups of nodes.
 
         At each launch, the graph records the time when all nodes of a group have ended. Raises the same errors as `arranged`.
         """

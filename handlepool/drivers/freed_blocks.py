@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 MOST_TRIED = 4
-"""The maximum number of blocks that `take` tries at each end of a list.
+"""The maximum number of blocks that `take` tries per list end.
 
-A list has the freed blocks of one size, in the order in which they were freed.
+`take` tries the blocks at both ends of a list. The list has the freed blocks of one size, in the order in which they were freed.
 """
 MOST_SIZES = 8
 """The maximum number of block sizes that `take` tries."""
@@ -31,13 +31,13 @@ class SizeClass(list[B]):
         self._log = log
 
     def append(self, block: B) -> None:
-        """Add a freed block, and note in the log that it was freed."""
+        """Add a freed block, and log that it was freed."""
         self._log.append((id(block), 0))
         super().append(block)
 
 
 class FreedBlocks(Generic[B]):
-    """Hold the freed blocks of one device, in a list for each size."""
+    """Hold the freed blocks of one device, in lists by size."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []

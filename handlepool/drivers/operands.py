@@ -28,7 +28,7 @@ def operand_name(index: int, inputs: int = sys.maxsize, outs: int = 0) -> str:
 
 
 ASARRAY = "pool.driver.asarray"
-"""The function that messages recommend to convert an array to the driver's type."""
+"""The function that messages recommend for converting arrays to the driver's type."""
 
 
 def taken(driver: Driver) -> str:

@@ -71,9 +71,9 @@ class Driver(Protocol):
         """Record the stream's work so far in the event."""
 
     def record_event_next(self, event: Any, pointer: int, /) -> None:
-        """Record an event on a stream to which this thread just added work.
+        """Record an event right after this thread enqueued work on the stream.
 
-        If the stream's queue was full, the call that added the work has waited for room. So this method does not wait, and
+        If the stream's queue was full, the call that enqueued this work has waited for room. So this method does not wait, and
         may keep Python's lock. Then this thread need not wait to get the lock back.
         """
 

@@ -1,4 +1,4 @@
-"""Record on the cuda driver: graphs, and memory for a recording."""
+"""Hold captured graphs, and the memory of recordings, on the cuda driver."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -138,7 +138,7 @@ class CudaGraph:
 class MarkedGraph(CudaGraph):
     """Hold a graph with added nodes that record events.
 
-    The first two event nodes run before all other nodes.
+    The first two event nodes run before all other nodes. The time between these two events is the cost of an event.
     """
 
     __slots__ = ("events",)

@@ -1,4 +1,4 @@
-"""Choose variant, geometry and grid for the kernels of networks.
+"""Choose variant, geometry and grid for each `NetworkKernel`.
 
 This module needs no CUDA. The source is ``network.cu``, which follows ``kernels.cu``.
 """
@@ -89,10 +89,11 @@ def _pack(axes: Axes, others: Axes, itemsize: int) -> int:
 
 
 def _ways(axes: Axes, others: Axes, pack: int) -> list[int]:
-    """Return for each parameter how the kernel loads it for a pack.
+    """Return a number per parameter that says how a pack loads it.
 
-    The number is 0 for one element that serves the pack, 1 for a pack of neighbours, and 2 for elements at a step. It is
-    ``WAY`` of ``load`` in ``network.cu``.
+    The parameters are the operands between x and the result, such as the weight. The number is 0 if one element serves the whole
+    pack, 1 if the pack's elements are neighbours in memory, and 2 if they lie at a step. The number is the argument ``WAY`` of
+    ``load`` in ``network.cu``.
     """
     (_, inner), *outer = axes
     found = []
@@ -266,9 +267,9 @@ def _affine(kernel: Affine, operands: Sequence[Layout]) -> Launch:
 
 
 def _optional(kernel: Normalise | Affine) -> list[tuple[bool, int]]:
-    """Return for weight and bias whether it exists, and its place.
+    """Return whether weight and bias exist, and their indices.
 
-    The place is its index among the parameters.
+    The indices count the parameters: the operands between x and the result.
     """
     first = 2 if isinstance(kernel, Affine) else 0
     return [(kernel.weighted, first), (kernel.biased, first + kernel.weighted)]

@@ -20,7 +20,7 @@ _PASSED = (
 )
 """The name of each shared state, and the function that returns it.
 
-The function is given by the module in which CuPy looks it up, and by its name there.
+Each entry has the name of the state, the module in which CuPy looks the function up, and the function's name in that module.
 """
 
 
@@ -38,7 +38,7 @@ class Watchers:
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def add(self, report: Callable[[str], None]) -> Callable[[], None]:
-        """Add a function to call before each use; return its remover."""
+        """Call ``report`` before each use of shared state; return a remover."""
         with self.lock:
             if not self._reports:
                 self._replace()
