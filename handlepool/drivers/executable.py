@@ -81,7 +81,7 @@ def scratch_of(copies: Iterable[OperandCopy]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SavedPlan:
-    """Hold a compiled graph's data as a file stores them.
+    """Hold the data of a compiled graph, as a file stores them.
 
     Attributes
     ----------
@@ -142,7 +142,8 @@ class Executable(Protocol):
         workspace : int
             Device pointer to at least ``workspace_size`` bytes. It may be 0 only if ``workspace_size`` is 0.
         check : callable, optional
-            Called with the operands' addresses before any work is enqueued. If it raises an error, the launch raises that error.
+            Called with the operands' addresses before any work is enqueued. If ``check`` raises an error, the launch raises that
+            error.
         """
 
     def shortcut(

@@ -47,7 +47,7 @@ def check_operands(
     """Raise for the first array of ``operands`` that a launch cannot take.
 
     The graph ``name`` was planned for ``device``. ``operand`` returns the name of an operand for messages. A launch copies the
-    operands whose places are in ``copied``, so these arrays may begin at any element.
+    operands whose indices are in ``copied``, so these arrays may begin at any element.
 
     Raises
     ------

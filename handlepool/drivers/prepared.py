@@ -25,7 +25,7 @@ class Copies(NamedTuple):
     inputs : sequence of array
         The program's own input arrays. A call copies the caller's arrays, which have the same layouts, into them.
     outputs : sequence of array
-        The program's own output arrays, each once. A call returns copies of them.
+        The program's own output arrays, without duplicates. A call returns copies of them.
     steps : sequence of tuple
         For each output, the strides in bytes of its copy.
     back : sequence of int

@@ -59,8 +59,8 @@ class Driver(Protocol):
     The text names the setting for the amount of memory. If there is no such setting, the text is empty.
     """
 
-    # These methods are on hot paths. They are called by position only, so that a driver can use the array library's C functions
-    # for them.
+    # These methods are on hot paths. They are called by position only, so that a driver can store C functions
+    # of the array library under these names.
     def current_device(self) -> int:
         """Return the ordinal of this thread's current device."""
 

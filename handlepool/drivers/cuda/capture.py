@@ -196,8 +196,8 @@ class CudaRecordingMemory:
         self._relaxed = relaxed
         self._tell: Callable[[object], None] | None = None
         self._devices: set[int] = set()
-        # Addresses of all blocks of this pool. An address tells whose a block is, because no other pool can have the address
-        # before this pool returns the block to the device.
+        # Addresses of all blocks of this pool. A block whose address is in this set belongs to this pool, because no other
+        # pool can have the address before this pool returns the block to the device.
         self._addresses: set[int] = set()
         # The reuse policy. If it is None, every block comes from CuPy's pool.
         self._may_have: Callable[[int, int], bool] | None = None

@@ -300,7 +300,7 @@ def _gather(
     edges = [(0, 0)] * len(axes) + [(before[axis], within[axis]) for axis in padded]
     both = [(extent, each, edge) for (extent, each), edge in zip([*axes, *rest], edges, strict=True)]
     # The output's innermost axis comes first, so that neighbouring threads write neighbours in memory. Packs lie along the first
-    # axis. An axis of one place comes last, because its step is 0 and no pack fits into it.
+    # axis. An axis of extent 1 comes last, because its step is 0 and no pack fits into it.
     both.sort(key=lambda axis: (axis[0] == 1, axis[1][1]))
     more = rank - len(both)
     first, last = zip(*[edge for _, _, edge in both], strict=True)

@@ -70,7 +70,7 @@ class Planned:
 
         Returns None for a plan of the frontend's own engines.
         """
-        # cuDNN would write a plan incompletely that it has read itself, so the original is returned. A graph on one of the
+        # If cuDNN has read a plan from a file, cuDNN writes it incompletely, so the original is returned. A graph on one of the
         # frontend's own engines has no plan of cuDNN, so None is returned.
         if self.saved is not None or self.graph.selected_engine is not None:
             return self.saved

@@ -27,9 +27,9 @@ Each entry has the name of the state, the module in which CuPy looks the functio
 class Watchers:
     """Keep the watching pools, and the replaced functions of CuPy.
 
-    The lock guards both. The first watcher replaces the functions, and the last watcher restores them. CuPy's modules are
-    imported under the lock. An import may run the garbage collector, and so a finalizer that takes the lock in the same thread.
-    The lock is therefore reentrant.
+    The lock guards the pools and the functions. The first watcher replaces the functions, and the last watcher restores them.
+    CuPy's modules are imported under the lock. An import may run the garbage collector, and so a finalizer that takes the lock in
+    the same thread. The lock is therefore reentrant.
     """
 
     def __init__(self) -> None:
