@@ -130,7 +130,7 @@ def load(name: str | None = None, *, strict: bool = False) -> Driver:
             # A forked child must not use the CUDA context of its parent.
             if name == "cuda" and name in _loaded.inherited:
                 raise ForkedProcessError(
-                    "the process that forked this one had used CUDA, which does not survive a fork: start the child with "
+                    "the parent of this process had used CUDA, which does not survive a fork: start the child with "
                     "multiprocessing.get_context('spawn'), or fork before CUDA is used"
                 )
             if (problem := available(name)) and name == "cuda" and _loaded.forked:

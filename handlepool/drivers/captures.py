@@ -121,7 +121,7 @@ class RecordingMemory(Protocol):
     def on_allocate(self, of: Callable[[object], None] | None) -> None:
         """Call ``of(block)`` for each block that is allocated later.
 
-        If ``of`` is None, no function is called. `Driver.block_range` tells the addresses of a block.
+        If ``of`` is None, no function is called. `Driver.block_range` returns the addresses of a block.
         """
 
     def set_reuse_policy(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
@@ -134,7 +134,7 @@ class RecordingMemory(Protocol):
         """
 
     def holds(self, value: object) -> bool:
-        """Return whether this memory holds an array or a block."""
+        """Return whether ``value`` is an array or a block in this memory."""
 
     def begins(self, pointer: int) -> bool:
         """Return whether a block of this memory begins at an address."""

@@ -59,8 +59,8 @@ class AliasPair:
     reach, others : int
         Size in bytes of the output's memory and of the other operand's memory, gaps included.
     same : int or None
-        A distance in bytes. The other operand may overlap the output if it begins this far behind the output, because each
-        element is then written where it was read. None if no overlap is allowed.
+        Distance in bytes from the output's first byte to the other operand's first byte. At this distance, an overlap is allowed,
+        because each element is then written where it was read. None if no overlap is allowed.
     meet : callable or None
         Gets the other operand's distance in bytes from the output, and returns whether the two operands share an element. None if
         a comparison of the byte ranges is enough.

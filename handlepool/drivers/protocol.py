@@ -273,7 +273,7 @@ class Driver(Protocol):
         """
 
     def capture_failure(self, error: BaseException) -> str | None:
-        """Return in words the operation that a capture refused.
+        """Describe in words the operation that a capture refused.
 
         The method searches ``error`` and its causes. If no error among them comes from a capture, return None.
         """
@@ -292,8 +292,8 @@ class Driver(Protocol):
     def watch_shared_state(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
         """Call ``report(name)`` before a thread uses state shared between streams.
 
-        The state belongs to the array library. If ``check`` is true, the driver also checks the order of all memory accesses, if
-        it can.
+        ``name`` is the name of the state, which belongs to the array library. If ``check`` is true, the driver
+        also checks the order of all memory accesses, if it can.
 
         Returns
         -------
@@ -304,7 +304,8 @@ class Driver(Protocol):
     def watch_untracked_work(self, report: Callable[[str], None]) -> Callable[[], None]:
         """Call ``report(name)`` if code outside of this package queues work.
 
-        The thread that queues the work makes the call. If a driver cannot detect such work, it never calls ``report``.
+        ``name`` is the name of the work. The thread that queues the work calls ``report``. If a driver cannot detect
+        such work, it never calls ``report``.
 
         Returns
         -------

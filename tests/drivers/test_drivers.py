@@ -155,7 +155,7 @@ NO_DRIVER = "def getDeviceCount():\n    raise CUDARuntimeError('cudaErrorInsuffi
     ("runtime", "cudnn", "problem"),
     [
         (NO_GPU, LIBRARY, "no NVIDIA GPU is visible"),
-        (NO_DRIVER, LIBRARY, "no usable NVIDIA GPU (cudaErrorInsufficientDriver)"),
+        (NO_DRIVER, LIBRARY, "CUDA found no usable NVIDIA GPU (cudaErrorInsufficientDriver)"),
         (
             ONE_GPU,
             NO_LIBRARY,
@@ -204,7 +204,7 @@ def test_g13_where_the_parent_has_loaded_the_cuda_driver_its_child_is_told_to_be
         f"{SPAWN}, or fork before anything uses CUDA"
     )
     assert then[0] == "done"
-    assert then[1].startswith("ForkedProcessError: the process that forked this one had used CUDA")
+    assert then[1].startswith("ForkedProcessError: the parent of this process had used CUDA")
     assert SPAWN in then[1]
 
 
@@ -212,7 +212,8 @@ def test_g13_where_another_library_has_used_cuda_before_the_fork_the_child_is_to
     first, *_ = with_stubs(FORKED.format(parent=""), runtime=NO_DRIVER, cudnn=LIBRARY).stdout.splitlines()
     assert first == (
         "DriverNotAvailableError: the cuda driver (the default; HANDLEPOOL_DRIVER is not set) cannot run in this forked process: "
-        "no usable NVIDIA GPU (cudaErrorInsufficientDriver). If any library of the parent process has used CUDA, " + SPAWN
+        "CUDA found no usable NVIDIA GPU (cudaErrorInsufficientDriver). If any library of the parent process has used CUDA, "
+        + SPAWN
     )
 
 

@@ -81,7 +81,7 @@ def unavailable() -> str | None:
     try:
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
-        return f"no usable NVIDIA GPU ({error})"
+        return f"CUDA found no usable NVIDIA GPU ({error})"
     if count == 0:
         return "no NVIDIA GPU is visible"
     try:
