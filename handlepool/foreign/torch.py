@@ -74,9 +74,9 @@ def view(tensor: torch.Tensor) -> View:
 
 
 def derives() -> bool:
-    """Return whether tensors may have derivatives besides backward mode now.
+    """Return whether forward mode or a transform of `torch.func` is active.
 
-    These are derivatives of forward mode and of `torch.func`. If the result is false, `derived` need not be called.
+    If the result is false, no tensor has a derivative of these two kinds, and `derived` need not be called.
     """
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - as `torch.autograd` asks
 
@@ -105,7 +105,7 @@ def refuse_derived(name: str, values: Iterable[object]) -> None:
     for value in values:
         if isinstance(value, torch.Tensor) and (found := derived(value)) is not None:
             raise ArgumentError(
-                f"{name} was given a tensor that {found}, so a region cannot order it: call {name} outside of regions and "
+                f"{name} was given a tensor that {found}, so a region cannot order the call: call {name} outside of regions and "
                 f"programs, or pass plain tensors, such as torch.autograd.forward_ad.unpack_dual(tensor).primal"
             )
 
@@ -134,7 +134,7 @@ def _refuse_derivatives(tensor: torch.Tensor) -> None:
 def _dtype(kind: object) -> np.dtype[Any]:
     name = str(kind).removeprefix("torch.")
     if name not in NAMES:
-        raise ArrayTypeError(f"cuDNN has no data type {name!r}; it has {', '.join(NAMES)}")
+        raise ArrayTypeError(f"cuDNN has no data type {name!r}; convert the tensor to one of {', '.join(NAMES)}")
     dtype = _dtypes[kind] = as_dtype(name)
     return dtype
 
@@ -162,7 +162,7 @@ def check_elements(tensor: torch.Tensor) -> int:
         raise ArrayTypeError(f"the tensor has no strided memory ({tensor.layout}); pass a dense tensor")
     if tensor.is_neg() or tensor.is_conj():
         raise ArrayTypeError(
-            "its memory holds its values negated or conjugated; pass a copy, such as tensor.resolve_conj().resolve_neg()"
+            "the tensor's memory holds negated or conjugated values; pass a copy, such as tensor.resolve_conj().resolve_neg()"
         )
     pointer: int = tensor.data_ptr()
     if not pointer and tensor.numel():
@@ -216,7 +216,10 @@ def prepared(
 
 
 def empty_like(tensor: torch.Tensor) -> Any:
-    """Return a new tensor like ``tensor``, without gaps, in its axis order."""
+    """Return a new tensor like ``tensor``, without gaps between elements.
+
+    The axes lie in memory in the same order as in ``tensor``.
+    """
     return torch.empty_like(tensor.detach(), memory_format=torch.preserve_format)
 
 
@@ -523,10 +526,10 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def read_unordered(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
-    """Return the bytes of a tensor's elements on the host.
+    """Return the bytes of a tensor's elements, as a NumPy array.
 
-    They are read after the present work of torch's current stream. The result is None if this stream is capturing, or if the
-    bytes cannot be read.
+    The bytes are read after the present work of torch's current stream. The result is None if this stream is capturing, or if
+    the bytes cannot be read.
     """
     if tensor.layout is not torch.strided or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
