@@ -29,7 +29,7 @@ _FLAGS = (
 
 
 def tf32() -> tuple[bool, bool]:
-    """Return whether matrix products and convolutions may use TF32."""
+    """Return whether matrix products may use TF32, and whether convolutions may."""
     try:
         return _c._get_cublas_allow_tf32(), _c._get_cudnn_allow_tf32()
     except RuntimeError:

@@ -141,7 +141,9 @@ class Host:
 
     def operation(self, name: str, function: Function) -> Function:
         """Raise, because the host driver queues no work of torch."""
-        raise NotTaken(f"the model's operation {name} has to run in torch, and the host driver cannot run operations of torch")
+        raise NotTaken(
+            f"the model's operation {name} has to run in torch, and the host driver cannot run operations of torch: use a GPU"
+        )
 
 
 def _numpy(tensor: Tensor) -> Any:
