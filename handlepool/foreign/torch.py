@@ -42,7 +42,7 @@ _types = {name: getattr(torch, name) for name in NAMES if hasattr(torch, name)}
 
 
 def view(tensor: torch.Tensor) -> View:
-    """Return ``tensor`` as an operand.
+    """Return a `View` of ``tensor``, with which a launch takes the tensor.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def derived(tensor: FrontendTensor) -> str | None:
 
 
 def refuse_derived(name: str, values: Iterable[object]) -> None:
-    """Raise for an argument with a forward or functional derivative.
+    """Raise for an argument with a derivative of forward mode or `torch.func`.
 
     A region cannot order work on such derivatives. ``name`` is the called function, and ``values`` are its arguments.
 
@@ -172,6 +172,8 @@ def check_elements(tensor: torch.Tensor) -> int:
 
 def elements(tensor: torch.Tensor) -> View:
     """Return a view of a tensor's elements as plain bits.
+
+    The view has a NumPy type of the same element size. A copy in this type keeps all bits.
 
     Raises
     ------
@@ -476,7 +478,7 @@ Appends and pops are atomic. Two threads that close at once may keep one pool mo
 
 
 def _spare_pool(device: int) -> tuple[int, Any] | None:
-    """Return a kept pool without live tensors, or None.
+    """Take a pool without live tensors from `_spare`, or return None.
 
     No work uses the pool's memory any more, because a program is closed only after its last replay has ended.
     """

@@ -359,10 +359,10 @@ class Verdict(NamedTuple):
 
 
 def judge() -> Verdict:
-    """Judge the installed frontend, with a self-test if necessary.
+    """Check whether the installed frontend works with the pool's handles.
 
-    An unknown version has to pass a self-test, which uses no GPU. The self-test imports `cudnn.wrapper`, which imports torch if
-    torch is installed.
+    A known version works. An unknown version has to pass a self-test, which uses no GPU. The self-test imports `cudnn.wrapper`,
+    which imports torch if torch is installed.
     """
     version = str(getattr(cudnn, "__version__", "of an unknown version"))
     known = version.startswith(tuple(f"{one}." for one in KNOWN_VERSIONS))

@@ -151,7 +151,7 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # distributed is untyped
     def transition(self, key: object, start: str, finish: str, **kwargs: object) -> None:
         """Close the worker if a task failed because the context is lost.
 
-        If the worker went on, every later task would fail on it.
+        If the worker went on, every later task would fail in this worker.
         """
         if finish == "error" and _is_lost():
             _leave(self._worker)
@@ -288,7 +288,7 @@ def _packed(values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], tuple[i
 
 
 def _margins(name: str, ndim: int, depth: object, boundary: object) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return depth and boundary of each axis.
+    """Check ``depth`` and ``boundary``; return the value of each for each axis.
 
     The function raises for entries that Dask would silently ignore.
     """
@@ -383,7 +383,7 @@ class KeptFunctions(OrderedDict[Hashable, "_Function"]):
     def latest(self, token: str, function: Callable[..., Any], own: "_Function") -> "_Function":
         """Return the kept function of a token, or keep ``own``.
 
-        The returned function becomes the most recently used. Its token was made when `map_tiles` was called. For a function of
+        The returned function becomes the most recently used. ``token`` was made when `map_tiles` was called. For a function of
         a module, the token contains only the name, not the state of the function. So the key also contains the present state,
         from `_telling`. If a function runs eagerly, its key contains no state, because an eager call reads the present state
         anyway.
@@ -484,7 +484,7 @@ class _Function:
 
     @property
     def eager(self) -> bool:
-        """Tell whether no tile has a program so far."""
+        """Tell whether a tile was computed, and no program exists so far."""
         return self._recorded is not None and not self._recorded.stats().programs
 
     def __call__(self, tile: np.ndarray[Any, Any], function: Callable[..., Any]) -> tuple[np.ndarray[Any, Any], bool]:

@@ -67,7 +67,7 @@ class RecordedModel:
         self._kind = self._weights.tensors[0].device.type if self._weights.tensors else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model.
+        """Call the model: replay a program if possible, else use torch.
 
         Parameters
         ----------
@@ -332,7 +332,7 @@ def device_of(values: list[Any]) -> torch.device:
 
 
 def _part(value: Any) -> Any:
-    """Return the part that a leaf contributes to a program's key.
+    """Return the entry of a program's key for the argument ``value``.
 
     Raises
     ------

@@ -49,7 +49,7 @@ class Kernel:
 
 
 class Lowering:
-    """A graph, while its operations are replaced by kernels.
+    """Hold a graph while functions replace torch's operations by kernels.
 
     Attributes
     ----------

@@ -44,9 +44,10 @@ def deterministic() -> bool:
 
 
 def modes(kind: str) -> str | int:
-    """Return torch's modes as one value.
+    """Return torch's settings that decide kernels, as one value.
 
-    Under equal modes, equal arguments get equal kernels. Of autocast, only the mode for the device type ``kind`` counts.
+    The value is a part of a program's key. With equal values, equal arguments get equal kernels. Of autocast, only the mode for
+    the device type ``kind`` counts.
     """
     bits = 0
     for flag in _FLAGS:

@@ -135,7 +135,7 @@ class Program:
     # Building
 
     def _build(self, graph: fx.Graph) -> None:
-        """Make the steps of a graph."""
+        """Make a step for each node that a run has to compute."""
         (output,) = (node for node in graph.nodes if node.op == "output")
         self._returned: list[fx.Node] = [*output.args[0]]
         for node in [node for _, node in self._inputs] + [node for node, _ in self._state]:
@@ -183,7 +183,7 @@ class Program:
     # Running
 
     def run(self, inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[Any, ...]:
-        """Run all steps."""
+        """Run all steps without autocast; return the program's results."""
         with _without_modes(self._place.kind):
             return self._steps(inputs, constants)
 
@@ -385,7 +385,7 @@ class Program:
         return self.recorded.program(*self._place.arrays(self._given(leaves)))
 
     def tune(self, seconds: float) -> None:
-        """Find the best number of lanes."""
+        """Find the best number of lanes within about ``seconds``."""
         self.recorded.tune(seconds=seconds)
 
     def refresh(self) -> None:

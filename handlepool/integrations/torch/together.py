@@ -119,7 +119,7 @@ class Together:
     # The programs
 
     def _begin(self, args: tuple[Any, ...]) -> None:
-        """Make the recorded function.
+        """Make the recorded function that calls each model as an operation.
 
         Raises
         ------
