@@ -10,18 +10,18 @@ from handlepool import __version__
 from handlepool.cli.terminal import silence
 
 _INTERRUPTED = 130
-"""Give the exit status that shells use after Ctrl-C."""
+"""The exit status after Ctrl-C, by the convention of shells."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Print one line, without argparse's usage text."""
+        """Print ``message`` on one line and exit, without argparse's usage text."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse unknown arguments, and name the help of this command.
+        """Refuse unknown arguments, and point to the help of this subcommand.
 
-        The parser above would otherwise collect them, and name its own help.
+        If this parser returned the unknown arguments, the top-level parser would refuse them and point to its own help.
         """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser("info", help="installed packages and devices, and the driver that would be chosen")
     form = info.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print it as JSON")
+    form.add_argument("--json", action="store_true", help="print the output as JSON")
     form.add_argument(
         "--device-properties", nargs="?", type=int, const=0, metavar="ORDINAL", help="print a device's properties as JSON"
     )
@@ -51,14 +51,14 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("handlepool-demo.png"), help="the PNG to write (%(default)s)")
     demo.add_argument("--states", type=int, default=4, help="side streams to run on, 1 to 32 (%(default)s)")
     demo.add_argument("--driver", choices=("cuda", "host"), help="default: cuda where there is a GPU, else host")
-    demo.add_argument("--filters", type=Path, help='JSON: {"name": [[...], ...], ...}, odd square kernels')
+    demo.add_argument("--filters", type=Path, help='a JSON file, {"name": [[...], ...], ...}, of square kernels with odd sides')
     demo.add_argument("--size", type=int, default=1024, help="longest side in pixels (%(default)s)")
 
     plans = commands.add_parser("plans", help="list a plan directory, and build plans for a device elsewhere")
     actions = plans.add_subparsers(dest="action", required=True, metavar="list | verify | clear | build")
     told = {
-        "list": "each plan, most recently used first",
-        "verify": "the files that cannot be used",
+        "list": "print each plan, most recently used first",
+        "verify": "print the files that cannot be used",
         "clear": "remove every plan",
         "build": "plan the calls that a module lists, for a described device",
     }
@@ -101,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> int:
     """Run the command of this process; return the exit status.
 
-    An error of the system and Ctrl-C print one line each. A reader that closes the pipe early, such as ``head``, causes no error.
+    After an `OSError` or Ctrl-C, the function prints one line on stderr. A reader that closes the pipe early, such as ``head``,
+    causes no error.
     """
     try:
         status = main()

@@ -36,7 +36,10 @@ class PoisonedContextError(HandlePoolError, RuntimeError):
 
 
 class PoolClosedError(HandlePoolError, RuntimeError):
-    """The pool or the program was closed, or the fork was left."""
+    """A call used a pool, program or fork that is not open.
+
+    The pool or the program was closed earlier, or the call stands outside the fork's ``with`` statement.
+    """
 
 
 class OutOfMemoryError(HandlePoolError, MemoryError):

@@ -64,7 +64,7 @@ class Finding:
 
 
 class Mismatch(Exception):
-    """Say that a check computed another result than the reference."""
+    """A check found a result that differs from the expected result."""
 
 
 def main(options: Namespace) -> int:
@@ -82,7 +82,9 @@ def main(options: Namespace) -> int:
     """
     bundle: Path | None = options.bundle
     if bundle is not None and (bundle.is_dir() or not bundle.parent.is_dir()):
-        complain("check", f"--bundle {str(bundle)!r} is a folder, or lies in no folder that exists; pass the path of a JSON file")
+        complain(
+            "check", f"--bundle {str(bundle)!r} is a folder, or its parent folder does not exist; pass the path of a JSON file"
+        )
         return 2
     findings, stats = _run(options.driver)
     good = all(finding.good for finding in findings)
@@ -128,7 +130,10 @@ def _run(driver: str | None) -> tuple[list[Finding], dict[str, int]]:
 
 
 def _driver(name: str | None, pools: list[HandlePool]) -> str:
-    """Make the pool, add it to ``pools``, and compute one convolution."""
+    """Make a pool, test the pool, and add the pool to ``pools``.
+
+    The test computes one convolution. Return the driver, the reason for its choice, and the device, as text.
+    """
     chosen, reason = drivers.choose(name)
     pool = HandlePool(driver=name)
     _convolution(pool, np.random.default_rng(0))()
@@ -319,9 +324,9 @@ def _placed(driver: Any, values: _Array) -> Any:
 
 
 def _report(findings: Iterable[Finding], stats: dict[str, int]) -> str:
-    """Return the whole run as JSON.
+    """Return the results, versions and settings of this run as JSON text.
 
-    ``~`` stands for the user's home folder.
+    In the text, ``~`` replaces the path of the user's home folder.
     """
     found = {
         "handlepool": __version__,

@@ -165,9 +165,9 @@ def cudnn_backend() -> dict[str, Any]:
 
 
 def libraries() -> dict[str, Any]:
-    """Return the place of each CUDA library, or None.
+    """Return the path of each CUDA library; None for missing libraries.
 
-    The search order is: loaded libraries, wheels, the search path.
+    The function searches the loaded libraries first, then NVIDIA's wheels, then the folders of the search path.
     """
     return {name: _guarded(partial(_locate, prefix)) for name, prefix in _LIBRARIES.items()}
 
@@ -196,7 +196,10 @@ def device_name(ordinal: int = 0) -> str:
 
 
 def host_memory() -> dict[str, Any]:
-    """Return the bytes of a simulated device, and the reason for them."""
+    """Return the memory size of the host driver's simulated device.
+
+    The fields are the size in bytes, and the reason for this size.
+    """
     from handlepool.drivers.host.limit import limit
 
     nbytes, reason = limit()

@@ -30,13 +30,13 @@ class PlannedGraph:
     Attributes
     ----------
     title : str
-        The name of its function, its nodes with their numbers, and its arrays.
+        The name of the graph's function, the graph's nodes with their parameters, and its arrays.
     said : str
         The engine of the plan, or the reason for a missing plan.
     refused : bool
         Whether the graph has no plan.
     kept : bool
-        Whether the plan directory can keep the plan, or need not keep it.
+        True if the plan directory can keep the plan, or if the plan needs no new file.
     """
 
     title: str
@@ -85,9 +85,9 @@ class Planner(HostDriver):
         self.met: list[PlannedGraph] = []
 
     def arrays_of(self, value: object) -> Any:
-        """Return an array for each specification in a value.
+        """Return ``value`` with an array in place of each `ArraySpec`.
 
-        Specifications may be in lists, tuples and dictionaries. All other values are returned as they are.
+        The specifications may stand in lists, tuples and dictionaries. All other values stay as they are.
         """
         if isinstance(value, ArraySpec):
             return self.empty(value.shape, value.strides, value.dtype)
@@ -110,7 +110,7 @@ class Planner(HostDriver):
     def compile(
         self, graph: Any, operands: Sequence[Any], *, handle: object = None, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> Any:
-        """Compile a graph as `Driver.compile` does, and record it."""
+        """Compile a graph as `Driver.compile` does, and note it in ``met``."""
         try:
             made = self._described.compile(graph, operands, copies=copies, **settings)
         except GraphNotSupportedError as error:

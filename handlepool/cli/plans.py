@@ -94,7 +94,9 @@ def _build(name: str, properties: Path, path: str) -> int:
     try:
         device = DeviceProperties(properties.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ArgumentError(f"{properties} is no file that handlepool info --device-properties wrote: {error}") from error
+        raise ArgumentError(
+            f"{properties} is no file that handlepool info --device-properties wrote: {error}; write a new file with this command"
+        ) from error
     # ``python -m`` puts the current folder on the search path, and so finds a module of this folder. The named module is found
     # in the same way.
     sys.path.insert(0, os.getcwd())
@@ -109,7 +111,8 @@ def _build(name: str, properties: Path, path: str) -> int:
     entries = getattr(module, "PLANS", None)
     if not isinstance(entries, (list, tuple)):
         raise ArgumentError(
-            f"module {name} has no list PLANS; write PLANS = [(function, specs), ...] or [(function, specs, options), ...] there"
+            f"module {name} has no list PLANS; write PLANS = [(function, specs), ...] or [(function, specs, options), ...] "
+            "in the module"
         )
     failed: list[str] = []
     progress = Progress("handlepool plans")
@@ -159,7 +162,7 @@ def _entry(entry: Any) -> tuple[Callable[..., Any], Iterable[Any], dict[str, Any
         return function, tuple(specs), dict(options)
     except (TypeError, ValueError):
         raise ArgumentError(
-            f"an entry of PLANS is {entry!r}; it must be (function, specs) or (function, specs, options)"
+            f"an entry of PLANS is {entry!r}; each entry must be (function, specs) or (function, specs, options)"
         ) from None
 
 

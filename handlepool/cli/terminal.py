@@ -9,7 +9,7 @@ _GREEN, _RED, _PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[0m"
 
 
 def tell(text: str = "") -> None:
-    """Print lines without a delay, for the reader of a pipe.
+    """Print ``text`` and flush stdout, for the reader of a pipe.
 
     A reader such as ``head`` may close the pipe early. The command then goes on without printing, and still writes its files.
     """
@@ -37,9 +37,10 @@ def silence() -> None:
 
 
 def coloured(text: str, *, good: bool) -> str:
-    """Colour a verdict for a terminal that shows colours.
+    """Return ``text`` in green if ``good`` is true, else in red.
 
-    ``NO_COLOR``, see https://no-color.org, and a terminal named ``dumb`` keep the text plain.
+    The text stays plain if stdout is no terminal, if the environment sets ``NO_COLOR`` (see https://no-color.org), or if ``TERM``
+    is ``dumb``.
     """
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not _is_terminal(sys.stdout)
     return text if plain else f"{_GREEN if good else _RED}{text}{_PLAIN}"
@@ -61,7 +62,7 @@ class Progress:
         self._shown = _is_terminal(sys.stderr)
 
     def __call__(self, step: str) -> None:
-        """Replace the line by the name of a step."""
+        """Show ``step`` as the current step, in place of the last step."""
         self._write(f"{self._command}: {step} ...")
 
     def clear(self) -> None:

@@ -42,7 +42,7 @@ _types = {name: getattr(torch, name) for name in NAMES if hasattr(torch, name)}
 
 
 def view(tensor: torch.Tensor) -> View:
-    """Return ``tensor`` as an operand.
+    """Return a `View` of ``tensor``, with which a launch takes the tensor.
 
     Raises
     ------
@@ -74,9 +74,9 @@ def view(tensor: torch.Tensor) -> View:
 
 
 def derives() -> bool:
-    """Return whether tensors may have derivatives besides backward mode now.
+    """Return whether forward mode or a transform of `torch.func` is active.
 
-    These are derivatives of forward mode and of `torch.func`. If the result is false, `derived` need not be called.
+    If the result is false, no tensor has a derivative of these two kinds, and `derived` need not be called.
     """
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()  # noqa: SLF001 - as `torch.autograd` asks
 
@@ -94,7 +94,7 @@ def derived(tensor: FrontendTensor) -> str | None:
 
 
 def refuse_derived(name: str, values: Iterable[object]) -> None:
-    """Raise for an argument with a forward or functional derivative.
+    """Raise for an argument with a derivative of forward mode or `torch.func`.
 
     A region cannot order work on such derivatives. ``name`` is the called function, and ``values`` are its arguments.
 
@@ -105,7 +105,7 @@ def refuse_derived(name: str, values: Iterable[object]) -> None:
     for value in values:
         if isinstance(value, torch.Tensor) and (found := derived(value)) is not None:
             raise ArgumentError(
-                f"{name} was given a tensor that {found}, so a region cannot order it: call {name} outside of regions and "
+                f"{name} was given a tensor that {found}, so a region cannot order the call: call {name} outside of regions and "
                 f"programs, or pass plain tensors, such as torch.autograd.forward_ad.unpack_dual(tensor).primal"
             )
 
@@ -134,7 +134,7 @@ def _refuse_derivatives(tensor: torch.Tensor) -> None:
 def _dtype(kind: object) -> np.dtype[Any]:
     name = str(kind).removeprefix("torch.")
     if name not in NAMES:
-        raise ArrayTypeError(f"cuDNN has no data type {name!r}; it has {', '.join(NAMES)}")
+        raise ArrayTypeError(f"cuDNN has no data type {name!r}; convert the tensor to one of {', '.join(NAMES)}")
     dtype = _dtypes[kind] = as_dtype(name)
     return dtype
 
@@ -162,7 +162,7 @@ def check_elements(tensor: torch.Tensor) -> int:
         raise ArrayTypeError(f"the tensor has no strided memory ({tensor.layout}); pass a dense tensor")
     if tensor.is_neg() or tensor.is_conj():
         raise ArrayTypeError(
-            "its memory holds its values negated or conjugated; pass a copy, such as tensor.resolve_conj().resolve_neg()"
+            "the tensor's memory holds negated or conjugated values; pass a copy, such as tensor.resolve_conj().resolve_neg()"
         )
     pointer: int = tensor.data_ptr()
     if not pointer and tensor.numel():
@@ -172,6 +172,8 @@ def check_elements(tensor: torch.Tensor) -> int:
 
 def elements(tensor: torch.Tensor) -> View:
     """Return a view of a tensor's elements as plain bits.
+
+    The view has a NumPy type of the same element size. A copy in this type keeps all bits.
 
     Raises
     ------
@@ -216,7 +218,10 @@ def prepared(
 
 
 def empty_like(tensor: torch.Tensor) -> Any:
-    """Return a new tensor like ``tensor``, without gaps, in its axis order."""
+    """Return a new tensor like ``tensor``, without gaps between elements.
+
+    The axes lie in memory in the same order as in ``tensor``.
+    """
     return torch.empty_like(tensor.detach(), memory_format=torch.preserve_format)
 
 
@@ -473,7 +478,7 @@ Appends and pops are atomic. Two threads that close at once may keep one pool mo
 
 
 def _spare_pool(device: int) -> tuple[int, Any] | None:
-    """Return a kept pool without live tensors, or None.
+    """Take a pool without live tensors from `_spare`, or return None.
 
     No work uses the pool's memory any more, because a program is closed only after its last replay has ended.
     """
@@ -523,10 +528,10 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def read_unordered(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
-    """Return the bytes of a tensor's elements on the host.
+    """Return the bytes of a tensor's elements, as a NumPy array.
 
-    They are read after the present work of torch's current stream. The result is None if this stream is capturing, or if the
-    bytes cannot be read.
+    The bytes are read after the present work of torch's current stream. The result is None if this stream is capturing, or if
+    the bytes cannot be read.
     """
     if tensor.layout is not torch.strided or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None

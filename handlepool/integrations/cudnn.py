@@ -62,7 +62,7 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
         Raises
         ------
         OwnershipError
-            When the handle was destroyed.
+            If this object was passed to `cudnn.destroy_handle`.
         DeviceMismatchError, StreamError
             When the stream belongs to another device. Also when this thread has set no stream, and the current streams of torch
             and CuPy differ.
@@ -81,7 +81,7 @@ class PooledHandle(getattr(cudnn, "Handle", object)):  # type: ignore[misc]
         self._mine.stream = self._last = None if stream is None else operator.index(stream)
 
     def destroy(self) -> None:
-        """Make this object unusable in every thread; the pool keeps its handles."""
+        """Make this object unusable in every thread; the pool keeps cuDNN's handles."""
         self._destroyed = True
 
     # Only the frontend's own functions set the two properties below, and only a module that saved such a function before
@@ -248,7 +248,7 @@ class Builders:
         self._handles: dict[tuple[int, int], Any] = {}
 
     def current(self) -> int:
-        """Return the handle of the current device."""
+        """Return the handle for building graphs on the current device."""
         driver = handlepool.default_pool().driver
         device = driver.current_device()
         # The key contains the process id, so a forked child uses no handle of its parent. In the child, the pool's `get_handle`
@@ -359,10 +359,10 @@ class Verdict(NamedTuple):
 
 
 def judge() -> Verdict:
-    """Judge the installed frontend, with a self-test if necessary.
+    """Check whether the installed frontend works with the pool's handles.
 
-    An unknown version has to pass a self-test, which uses no GPU. The self-test imports `cudnn.wrapper`, which imports torch if
-    torch is installed.
+    A known version works. An unknown version has to pass a self-test, which uses no GPU. The self-test imports `cudnn.wrapper`,
+    which imports torch if torch is installed.
     """
     version = str(getattr(cudnn, "__version__", "of an unknown version"))
     known = version.startswith(tuple(f"{one}." for one in KNOWN_VERSIONS))
@@ -371,7 +371,7 @@ def judge() -> Verdict:
     try:
         functions, methods = _places()
     except (AttributeError, ImportError) as error:
-        return Verdict(version, known, f"it has cudnn.pygraph and cudnn.wrapper.Graph ({error})")
+        return Verdict(version, known, f"the frontend has cudnn.pygraph and cudnn.wrapper.Graph ({error})")
     return Verdict(version, known, missing([place[:2] for place in functions + methods]) or broken())
 
 
@@ -413,8 +413,8 @@ def install() -> None:
 
     The replacement lasts until `uninstall`. It covers `cudnn.create_handle`, ``set_stream``, ``get_stream``,
     ``destroy_handle``, the default handles and `cudnn.Graph`. Handles that were made before `install` go on to work as before.
-    If `install` is already in force, it replaces only names that other code has restored. It uses no GPU, so it may be called
-    during a capture.
+    If `install` is already in force, a second call replaces only names that other code has restored. `install` uses no GPU, so
+    it may be called during a capture.
 
     Raises
     ------
@@ -516,7 +516,8 @@ class Installation:
         if wrong is not None:
             raise DriverNotAvailableError(
                 f"nvidia-cudnn-frontend {verdict.version} cannot use the pool's handles, because it breaks an assumption of "
-                f"handlepool: {wrong}. Install {_KNOWN}, or call handlepool.get_handle where handles are needed"
+                f"handlepool: {wrong}. Install version {_KNOWN} of the frontend, or pass the result of handlepool.get_handle() "
+                "as the handle"
             )
         if not verdict.known:
             warnings.warn(

@@ -2,7 +2,7 @@
 
 `handlepool.integrations.cudnn` makes these assumptions. The checks are for versions of the frontend that the integration was
 not written against. A check runs a copy of a frontend's function, and changes nothing. The copy calls a fake binding, which
-only notes its calls. It cannot call the real binding, in which cuDNN would crash on the fake handles.
+only notes its calls. The copy cannot call the real binding, where cuDNN would crash on the fake handles.
 """
 
 import inspect
@@ -234,7 +234,7 @@ def _wrapped_keeps_its_workspace() -> bool:
     return wrapped._Graph__workspace is workspace  # noqa: SLF001
 
 
-@_assumption("a call of a cudnn.Graph executes its graph with the handle and the workspace that it is given")
+@_assumption("a call of a cudnn.Graph executes its graph with the handle and the workspace that the call passes")
 def _wrapped_executes_with_what_it_is_given() -> bool:
     from cudnn import wrapper
 

@@ -51,7 +51,10 @@ Each program serves one geometry of tiles. If there are more, the worker drops t
 middle, at the edges and in the corners of an image have up to nine geometries.
 """
 _MOST_TOLD = 64
-"""The maximum number of a tuple's entries that `_telling` examines."""
+"""The maximum number of entries of a tuple that `_telling` examines.
+
+Two tuples of one length that differ only in later entries count as equal.
+"""
 _NO_VALUE = CellType()
 """An empty cell, as of a closure's variable without a value."""
 _CLOSING = 30.0
@@ -148,7 +151,7 @@ class PoolPlugin(WorkerPlugin):  # type: ignore[misc]  # distributed is untyped
     def transition(self, key: object, start: str, finish: str, **kwargs: object) -> None:
         """Close the worker if a task failed because the context is lost.
 
-        If the worker went on, every later task would fail on it.
+        If the worker went on, every later task would fail in this worker.
         """
         if finish == "error" and _is_lost():
             _leave(self._worker)
@@ -189,8 +192,8 @@ def map_tiles(
         Further arguments, such as weights: NumPy arrays with their present contents, numbers and strings. They are
         copied to each worker's device once, and keep their layout. The function must not write to them.
     extents : mapping, optional
-        New extents of the axes whose extent the function changes, such as channels. These axes have one chunk, and no
-        depth.
+        New extents, by axis, for axes whose extent the function changes, such as channels. Such an axis must have one chunk, and
+        no depth.
     dtype : optional
         Type of the function's result; the type of ``x`` by default.
     lanes : int, optional
@@ -213,10 +216,10 @@ def map_tiles(
 
     Notes
     -----
-    Workers treat a function as new if its code, its defaults or its closure changed. The same holds for a number, a text or a
-    function among the globals that it names. The comparison also examines functions and operations that the function calls by
-    these names, to a depth of four. It ignores changes inside an object, a class or a container: pass such values in
-    ``shared``.
+    Workers treat a function as new if its code, its defaults or its closure changed. A number, a text or a function among the
+    globals that the function names counts in the same way. The comparison also examines functions and operations that the
+    function calls by these names, to a depth of four. The comparison ignores changes inside an object, a class or a container:
+    pass such values in ``shared``.
 
     A task that finds the context of its device lost closes its worker. Other workers then compute the tiles of that worker, and
     again the tiles whose results it held.
@@ -224,7 +227,7 @@ def map_tiles(
     name = _name(function)
     if isinstance(function, Program) or not callable(function):
         raise ArgumentError(
-            f"map_tiles was given {function!r}: pass a function of a tile; each worker records this function itself"
+            f"map_tiles was given {function!r}: pass a function that takes a tile; each worker records this function itself"
         )
     if not isinstance(x, Array):
         raise ArgumentError(f"map_tiles({name}): x is of type {type(x).__name__}; pass a dask.array.Array")
@@ -248,7 +251,9 @@ def map_tiles(
     alone = all(beyond in (0, (0, 0)) for beyond in depth.values())
     tiles = x if alone else overlap(x, depth=depth, boundary=boundary)
     if extents is not None and not isinstance(extents, Mapping):
-        raise ArgumentError(f"map_tiles({name}): extents is of type {type(extents).__name__}; pass a dictionary, as in {{1: 8}}")
+        raise ArgumentError(
+            f"map_tiles({name}): extents is of type {type(extents).__name__}; pass a dictionary, such as {{1: 8}}"
+        )
     extents, chunks = dict(extents or {}), list(tiles.chunks)
     for axis, extent in extents.items():
         if not _counts(extent):
@@ -283,7 +288,7 @@ def _packed(values: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], tuple[i
 
 
 def _margins(name: str, ndim: int, depth: object, boundary: object) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return depth and boundary of each axis.
+    """Check ``depth`` and ``boundary``; return the value of each for each axis.
 
     The function raises for entries that Dask would silently ignore.
     """
@@ -308,8 +313,8 @@ def _margins(name: str, ndim: int, depth: object, boundary: object) -> tuple[dic
     for axis, beyond in depths.items():
         if isinstance(beyond, tuple) and boundaries[axis] != "none":
             raise ArgumentError(
-                f"map_tiles({name}): depth has {beyond} for axis {axis}; Dask takes two depths for an axis only if "
-                "the axis has the boundary 'none'"
+                f"map_tiles({name}): depth has {beyond} for axis {axis}; Dask takes two depths for an axis only with "
+                "the boundary 'none', so pass this boundary or a single depth"
             )
     return depths, boundaries
 
@@ -331,7 +336,9 @@ def _made(
     """Return the function's result for a tile; runs in a worker."""
     try:
         if not isinstance(tile, np.ndarray) or isinstance(tile, np.ma.MaskedArray):
-            raise ArrayTypeError(f"a tile is of type {type(tile).__name__}; map_tiles takes a Dask array of NumPy arrays")
+            raise ArrayTypeError(
+                f"a tile is of type {type(tile).__name__}; pass a Dask array whose chunks are NumPy arrays to map_tiles"
+            )
         # Tiles that come from other workers are contiguous. Making all tiles contiguous avoids a second program for the same
         # shape.
         tile = np.asarray(tile, order="C")
@@ -365,8 +372,8 @@ def _made(
 class KeptFunctions(OrderedDict[Hashable, "_Function"]):
     """Keep this worker's functions, the most recently used last.
 
-    Because of the lock, two tiles at once find the same function. A thread holds the lock while the dictionary changes, and
-    never while a function runs.
+    If two threads compute tiles at once, the lock makes both find the same function. A thread holds the lock while the
+    dictionary changes, and never while a function runs.
     """
 
     def __init__(self) -> None:
@@ -376,7 +383,7 @@ class KeptFunctions(OrderedDict[Hashable, "_Function"]):
     def latest(self, token: str, function: Callable[..., Any], own: "_Function") -> "_Function":
         """Return the kept function of a token, or keep ``own``.
 
-        The returned function becomes the most recently used. Its token was made when `map_tiles` was called. For a function of
+        The returned function becomes the most recently used. ``token`` was made when `map_tiles` was called. For a function of
         a module, the token contains only the name, not the state of the function. So the key also contains the present state,
         from `_telling`. If a function runs eagerly, its key contains no state, because an eager call reads the present state
         anyway.
@@ -398,7 +405,7 @@ _PLAIN = (str, bytes, int, bool, type(None))
 
 
 def _telling(function: object, depth: int = 4) -> Hashable:
-    """Return a key that distinguishes functions.
+    """Return a key that changes if ``function`` or its values change.
 
     The key has the function's code, and values from its defaults, its closure and the globals that it names. Numbers, text and
     functions count by value, also in modules that the function names. Functions among these values are examined in the same
@@ -477,7 +484,7 @@ class _Function:
 
     @property
     def eager(self) -> bool:
-        """Tell whether no tile has a program so far."""
+        """Tell whether a tile was computed, and no program exists so far."""
         return self._recorded is not None and not self._recorded.stats().programs
 
     def __call__(self, tile: np.ndarray[Any, Any], function: Callable[..., Any]) -> tuple[np.ndarray[Any, Any], bool]:

@@ -70,7 +70,7 @@ def is_installed() -> bool:
 
 @contextmanager
 def ranges() -> "Iterator[None]":
-    """Open ranges within a ``with`` statement."""
+    """Keep `install` in force until a ``with`` statement ends."""
     before = is_installed()
     install()
     try:

@@ -238,8 +238,8 @@ def test_the_check_writes_its_bundle_when_the_pipe_was_closed(tmp_path):
     ("arguments", "complaint"),
     [
         (("demo", "--driver", "host", "--out", "nowhere/out.png"), "lies in a folder that does not exist"),
-        (("check", "--bundle", "nowhere/bundle.json"), "is a folder, or lies in no folder that exists"),
-        (("check", "--bundle", "."), "is a folder, or lies in no folder that exists"),
+        (("check", "--bundle", "nowhere/bundle.json"), "is a folder, or its parent folder does not exist"),
+        (("check", "--bundle", "."), "is a folder, or its parent folder does not exist"),
     ],
 )
 def test_an_output_that_cannot_be_written_is_one_line_before_any_work(arguments, complaint, tmp_path, monkeypatch, capsys):

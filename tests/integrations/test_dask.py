@@ -225,7 +225,7 @@ def test_zarr_to_zarr(here, tmp_path):
 @pytest.mark.parametrize(
     ("function", "x", "options", "message"),
     [
-        (3, image(), {}, "pass a function of a tile"),
+        (3, image(), {}, "pass a function that takes a tile"),
         (tiles.conv, IMAGE, {}, "is of type ndarray; pass a dask.array.Array"),
         (tiles.conv, image(), {"extents": {2: 8}}, "axis 2"),
         (tiles.conv, image(), {"extents": {4: 8}}, "axis 4"),

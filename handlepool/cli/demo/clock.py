@@ -10,7 +10,7 @@ _FEWEST, _MOST = 3, 31
 
 
 def time(driver: Driver, work: Callable[[], Any]) -> float:
-    """Run ``work``, and return its milliseconds on the caller's stream."""
+    """Run ``work``; return its time on the caller's stream, in milliseconds."""
     # Another thread may be capturing, and these calls must not end its capture (guarantee 9).
     with driver.relaxed():
         start, end = driver.create_event(timing=True), driver.create_event(timing=True)

@@ -93,7 +93,7 @@ def load_filters(path: Path) -> tuple[Filter, ...]:
     Raises
     ------
     ArgumentError
-        With the file, the filter and the invalid value.
+        For a file that cannot be read, and for an invalid filter. The message names the file, the filter and the value.
     """
     where = f"filter file {str(path)!r}"
     try:
@@ -123,7 +123,7 @@ def _parse(document: object) -> tuple[Filter, ...]:
     else:
         raise ArgumentError(f"the document is {_short(document)}; {_EXPECTED}")
     if not 1 <= len(pairs) <= _MOST_FILTERS:
-        raise ArgumentError(f"it has {len(pairs)} filters; give 1 to {_MOST_FILTERS}")
+        raise ArgumentError(f"the file has {len(pairs)} filters; give 1 to {_MOST_FILTERS}")
     names = [_checked_name(name) for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:

@@ -89,8 +89,8 @@ def _unit_range(values: NDArray[np.generic], *, is_float: bool) -> NDArray[np.fl
     """Map grey values of more than 8 bits to 0 ... 1.
 
     A file does not say how many of its 16 or 32 bits are used: cameras store 12 bits in 16. So the largest integer decides the
-    depth, which is the smallest of 8, 12 and 16 bits that holds it. Floats that lie in 0 ... 1 stay unchanged. All other values
-    are stretched, so that the smallest value becomes 0 and the largest value 1.
+    depth, which is the smallest of 8, 12 and 16 bits that holds this integer. Floats that lie in 0 ... 1 stay unchanged. All
+    other values are stretched, so that the smallest value becomes 0 and the largest value 1.
     """
     grey = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(grey)

@@ -49,7 +49,8 @@ class Result:
     pixels : ndarray of float32, shape (height, width, 3)
         The pixels for the drawing. For a large picture, only every second, third or further pixel in each direction is kept.
     weight, absolute_weight : float
-        The sum of the kernel's numbers, and the sum of their magnitudes. For a chain, the products of both kernels' sums.
+        The sum of the kernel's numbers, and the sum of their magnitudes. For a chain, each value is the product of
+        the values of both kernels.
     largest, relative : float
         The largest absolute error against float64, and the norm of the error divided by the norm of the reference.
     engine : str
@@ -158,7 +159,7 @@ class _Work:
         return self.driver.asarray(np.ascontiguousarray(values.transpose(0, 2, 3, 1))).transpose(0, 3, 1, 2)
 
     def options(self, w: DeviceArray) -> dict[str, Any]:
-        """Return options that keep the size and full float32 precision.
+        """Return convolution options that keep image size and full float32 precision.
 
         If a kernel's weights sum to zero, the result is a small difference of large numbers. With TF32, the rounding error of
         the pixels would be about ten times larger in the result. For three channels, the plans without TF32 are also faster on
@@ -412,7 +413,7 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 def milliseconds(value: float) -> str:
     """Format milliseconds with three figures.
 
-    A number with more figures before its point keeps them all.
+    A number with more than three figures before its decimal point keeps all of these figures.
     """
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 

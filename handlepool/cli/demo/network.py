@@ -62,7 +62,7 @@ class NetworkReport:
     relative : float
         The largest relative error of the four ways: the norm of the error divided by the norm of the reference.
     times : dict
-        Median milliseconds, by way.
+        Median milliseconds of a run, by the name of the way to run the network.
     repeats : int
         Number of timed runs of each way.
     calls : tuple of Ran
@@ -83,7 +83,7 @@ class NetworkReport:
 
 
 def network(x: Any, weights: Weights, ops: Any = library) -> Any:
-    """Return a picture of half the size.
+    """Compute the network's output, a picture of half the size.
 
     The input has the shape (N, 3, H, W), the result (N, 3, H / 2, W / 2).
 

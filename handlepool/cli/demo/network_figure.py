@@ -19,7 +19,7 @@ _PANEL, _TOP = 1.75, 0.75
 
 
 def claim(report: Report) -> str:
-    """Return the sentence above the picture.
+    """Return the demo's main result, as the sentence above the picture.
 
     On the host driver, the sentence is about results and overlap, because the host driver's times say nothing about a GPU.
     """

@@ -73,7 +73,7 @@ def captured(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             program = program.run_decompositions({})
     except Exception as error:
         text = str(error).strip().partition("\n")[0]
-        raise NotTaken(f"torch cannot trace it ({type(error).__name__}: {text[:200]})") from error
+        raise NotTaken(f"torch cannot trace the model ({type(error).__name__}: {text[:200]})") from error
     if before.restore():
         raise NotTaken("the model changes attributes of its modules, and a recorded program would not repeat these changes")
     return _sorted(program)

@@ -18,6 +18,8 @@ Found = dict[fx.Node, Any]
 class Constants:
     """The constant nodes of a graph.
 
+    A node is constant if its value depends on weights alone.
+
     Attributes
     ----------
     values : dict of Node

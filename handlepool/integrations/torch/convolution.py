@@ -182,11 +182,13 @@ def _fake(x: Tensor, w: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
     filters, channels = w.shape[:2]
     if x.shape[1] != channels * groups or filters % groups:
         raise ArgumentError(
-            f"conv2d: {x.shape[1]} channels in x and groups={groups} for w {tuple(w.shape)}; w must be (K, C / groups, R, S), "
-            f"and K a multiple of the groups"
+            f"conv2d: {x.shape[1]} channels in x and groups={groups} do not fit w of shape {tuple(w.shape)}; the shape of w "
+            f"must be (K, C / groups, R, S), with C channels in x and K a multiple of groups"
         )
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != filters):
-        raise ArgumentError(f"conv2d: bias of shape {tuple(bias.shape)} for {filters} filters; its shape must be ({filters},)")
+        raise ArgumentError(
+            f"conv2d: bias of shape {tuple(bias.shape)} for {filters} filters; the shape of bias must be ({filters},)"
+        )
     return y
 
 
@@ -220,7 +222,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _plainly() -> ExitStack:
-    """Return a context without derivatives of backward and forward mode.
+    """Return a context in which autograd records no derivatives.
 
     `derive` gives the operation its derivatives. So autograd must record nothing inside the kernel.
     """

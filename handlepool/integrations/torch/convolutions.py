@@ -59,7 +59,7 @@ RANKS = {
     aten.conv2d.padding: 4,
     aten.conv_transpose2d.input: 4,
 }
-"""The axes of the arrays of each convolution."""
+"""The number of axes of each convolution's arrays, by torch's operation."""
 _OVER_ELEMENTS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor)
 Steps = tuple[Any, ...]
 """Operations that scale and shift channels, in order.
@@ -69,7 +69,7 @@ Each is ("norm", epsilon), "mul" or "add".
 
 
 def lower_convolutions(lowering: Lowering) -> None:
-    """Replace the convolutions that have constant weights, of images and of rows."""
+    """Replace 1-D and 2-D convolutions that have constant weights."""
     for node in lowering.nodes(*RANKS):
         x, w, bias, *how = arguments(node)
         rank = RANKS[node.target]
@@ -82,7 +82,7 @@ def lower_convolutions(lowering: Lowering) -> None:
 
 
 def _along(rank: int, value: object, other: int) -> tuple[int, int]:
-    """Return an option for height and width.
+    """Return an option of a convolution as a pair (height, width).
 
     A row is an image of height 1, whose option for the height is ``other``.
     """
@@ -135,7 +135,7 @@ def _kernel(rank: int, biased: bool, added: bool, activation: str | None, option
 
 
 def _of_rank(rank: int, kernel: Kernel) -> Kernel:
-    """Return a kernel of images as a kernel for some rank.
+    """Return ``kernel``, or its version for rows if ``rank`` is 3.
 
     Rows with channels are images of height 1. Torch has no channels-last rows, so a model cannot ask for the layout in which
     cuDNN is quickest. The kernel takes that layout itself, and the rows stay in it from kernel to kernel.
@@ -296,5 +296,5 @@ def _bias(steps: Steps, w: Tensor, bias: Tensor | None, parts: list[Any]) -> Ten
 
 
 def _lain(w: Tensor) -> Tensor:
-    """Return filters of images, channels-last; filters of rows get a height."""
+    """Return filters in channels-last layout; give 1-D filters a height of 1."""
     return (w[:, :, None] if w.dim() == 3 else w).contiguous(memory_format=torch.channels_last)

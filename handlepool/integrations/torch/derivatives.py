@@ -164,8 +164,8 @@ def _with_derivatives(operation: object, backward: Backward, keyset: object, *in
 def _batched(operation: Any, folds: bool, info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
     """Compute an operation for a batch of `torch.vmap`.
 
-    If ``folds`` is set and only the first argument has samples, all samples become images of one call. Otherwise each sample is
-    computed by a call of its own.
+    If ``folds`` is set and only the first argument has a batch axis, all samples of the batch become images of one call.
+    Otherwise each sample is computed by a call of its own.
     """
     first, second, third, *geometry = inputs
     shape = None if third is None or isinstance(third, Tensor) else third

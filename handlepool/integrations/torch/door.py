@@ -34,7 +34,7 @@ _making = threading.RLock()
 
 
 MOST_RENEWED = 8
-"""The maximum number of times that replaced weights are recorded again.
+"""The maximum number of new recordings after a model's weights were replaced.
 
 Beyond this number, torch runs each call whose weights are not the recorded weights."""
 
@@ -67,7 +67,7 @@ class RecordedModel:
         self._kind = self._weights.tensors[0].device.type if self._weights.tensors else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model.
+        """Call the model: replay a program if possible, else use torch.
 
         Parameters
         ----------
@@ -236,7 +236,7 @@ class RecordedModel:
             self._weights.versions.renew()
 
     def program(self, *args: object, **kwargs: object) -> handlepool.Program:
-        """Return the program for such arguments, recorded if it is missing.
+        """Return the program for these arguments; record it if it is missing.
 
         The program is for ``explain``, ``draw`` and ``tune``. Calls of the model go on using it.
 
@@ -252,15 +252,18 @@ class RecordedModel:
         Raises
         ------
         CaptureError
-            If torch or Inductor's kernels run the model with such arguments.
+            If torch or Inductor's kernels run the model with these arguments.
         """
         self(*args, **kwargs)
         leaves, structure = _flat(args, kwargs)
-        found = self._programs.get(_key(self._kind or _kind_of(leaves), leaves, structure), "this call was left to torch")
+        found = self._programs.get(
+            _key(self._kind or _kind_of(leaves), leaves, structure),
+            "torch ran this call, in a capture or a trace or while another thread recorded; call program again",
+        )
         if isinstance(found, Together):
-            found = "Inductor's kernels were quicker, and these are a single node; pass fallback=None"
+            found = "Inductor's kernels were quicker, so these kernels run the model; pass fallback=None to recorded"
         if isinstance(found, str):
-            raise CaptureError(f"{self!r} has no program for such arguments: {found}")
+            raise CaptureError(f"{self!r} has no program for these arguments: {found}")
         return found.program(leaves)
 
     @property
@@ -298,7 +301,7 @@ def _key(kind: str, leaves: Sequence[object], structure: object) -> Any:
 
 
 def _end(program: Program | Together | str) -> None:
-    """End a program after its last call."""
+    """Drop the recordings of ``program``, which is called no more."""
     if not isinstance(program, str) and program.recorded is not None:
         program.recorded.clear()
 
@@ -322,12 +325,14 @@ def device_of(values: list[Any]) -> torch.device:
     """
     devices = {each.device for each in values if isinstance(each, Tensor)}
     if len(devices) != 1:
-        raise NotTaken(f"the model's tensors are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))})")
+        raise NotTaken(
+            f"the model's tensors are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}): move them to one device"
+        )
     return devices.pop()
 
 
 def _part(value: Any) -> Any:
-    """Return the part that a leaf contributes to a program's key.
+    """Return the entry of a program's key for the argument ``value``.
 
     Raises
     ------
@@ -342,7 +347,9 @@ def _part(value: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        raise NotTaken(f"an argument is a {type(value).__name__}, which has no hash and so cannot be a part of a key") from None
+        raise NotTaken(
+            f"an argument is a {type(value).__name__}, which has no hash: pass tensors, numbers, texts or other hashable values"
+        ) from None
     return type(value), value
 
 
@@ -361,7 +368,7 @@ class Settings:
 
     @classmethod
     def of(cls, name: str, given: dict[str, Any]) -> "Settings":
-        """Return checked settings.
+        """Check the options in ``given``, and return them as settings.
 
         Raises
         ------
@@ -370,23 +377,23 @@ class Settings:
         known = [each.name for each in fields(cls)]
         for option in given:
             if option not in known:
-                raise ArgumentError(f"{name} was given the option {option!r}; it has {', '.join(known)}")
+                raise ArgumentError(f"{name} was given the option {option!r}; its options are {', '.join(known)}")
         if given.get("tune") and "fallback" not in given:
             given = {**given, "fallback": "inductor"}
         settings = cls(**given)
         if settings.fallback not in (None, "inductor"):
-            raise ArgumentError(f"{name}: fallback={settings.fallback!r}; it can be 'inductor' or None")
+            raise ArgumentError(f"{name}: fallback={settings.fallback!r}; fallback must be 'inductor' or None")
         for option in ("tune", "strict"):
             if not isinstance(getattr(settings, option), bool):
-                raise ArgumentError(f"{name}: {option}={getattr(settings, option)!r}; it can be True or False")
+                raise ArgumentError(f"{name}: {option}={getattr(settings, option)!r}; {option} must be True or False")
         if not isinstance(settings.seconds, (int, float)) or not settings.seconds > 0:
-            raise ArgumentError(f"{name}: seconds={settings.seconds!r}; it must be a number above 0")
+            raise ArgumentError(f"{name}: seconds={settings.seconds!r}; seconds must be a number above 0")
         # Making a recorded function checks the other options.
         handlepool.recorded(_part, programs=settings.programs, **settings.options())
         return settings
 
     def options(self) -> dict[str, Any]:
-        """Return the options of `handlepool.recorded`."""
+        """Return the settings that `handlepool.recorded` takes as options."""
         return {"lanes": self.lanes, "instances": self.instances, "outputs": self.outputs}
 
 

@@ -15,7 +15,10 @@ from handlepool.integrations.torch.kernel import Kernel, Lowering, Value, argume
 
 GATES = {aten.sigmoid.default: "sigmoid", aten.hardsigmoid.default: "hardsigmoid"}
 MOST_CHANNELS, MOST_SQUEEZED = 8192, 1024
-"""The maximum numbers of channels before, and between, a block's convolutions."""
+"""The maximum channels of a block's image, and between its two convolutions.
+
+Blocks with more channels are not replaced.
+"""
 
 
 def lower_gates(lowering: Lowering) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 class Held:
     """Hide ``value`` from the walk over a call's arguments.
 
-    The walk enters no objects of this package, so it does not reach ``value``.
+    Regions and recordings walk over the arguments to find arrays. The walk enters no objects of this package, so it does not
+    reach ``value``.
     """
 
     __slots__ = ("value",)

@@ -49,7 +49,7 @@ class Kernel:
 
 
 class Lowering:
-    """A graph, while its operations are replaced by kernels.
+    """Hold a graph while functions replace torch's operations by kernels.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Lowering:
         self.graph, self.constants, self.kind = graph, constants, kind
 
     def nodes(self, *targets: object) -> list[fx.Node]:
-        """Return the operations with one of ``targets``, without constants, in order."""
+        """Return the nodes whose target is in ``targets``, except constants."""
         return [each for each in self.graph.nodes if each.target in targets and self.varies(each)]
 
     def varies(self, node: fx.Node) -> bool:

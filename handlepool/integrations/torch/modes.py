@@ -29,7 +29,7 @@ _FLAGS = (
 
 
 def tf32() -> tuple[bool, bool]:
-    """Return whether matrix products and convolutions may use TF32."""
+    """Return whether matrix products may use TF32, and whether convolutions may."""
     try:
         return _c._get_cublas_allow_tf32(), _c._get_cudnn_allow_tf32()
     except RuntimeError:
@@ -44,9 +44,10 @@ def deterministic() -> bool:
 
 
 def modes(kind: str) -> str | int:
-    """Return torch's modes as one value.
+    """Return torch's settings that decide kernels, as one value.
 
-    Under equal modes, equal arguments get equal kernels. Of autocast, only the mode for the device type ``kind`` counts.
+    The value is a part of a program's key. With equal values, equal arguments get equal kernels. Of autocast, only the mode for
+    the device type ``kind`` counts.
     """
     bits = 0
     for flag in _FLAGS:

@@ -15,9 +15,9 @@ from handlepool.integrations.torch.cleaning import base_of
 from handlepool.integrations.torch.kernel import value_of
 
 View = tuple[Any, Any, Any]
-"""The operation of a view, with its arguments.
+"""A view: its operation, positional arguments and keyword arguments.
 
-One argument is the viewed node.
+One of the arguments is the node that is viewed.
 """
 OWN, INPUT, TENSOR, PLAIN = "own", "input", "tensor", "plain"
 
@@ -54,7 +54,7 @@ class Source:
 
 
 class Outputs:
-    """The sources of a graph's outputs and writes.
+    """The origin of each output and each written value of a graph.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ Function = Callable[..., Any]
 
 
 class Place(Protocol):
-    """The conversions for one driver.
+    """The conversions between torch's tensors and one driver's arrays.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Place(Protocol):
 
 
 class Cuda:
-    """Tensors on a GPU."""
+    """The place of tensors on a GPU: the arrays are the tensors."""
 
     kind = "cuda"
 
@@ -96,7 +96,7 @@ class Cuda:
 
 
 class Host:
-    """Arrays of the host driver, with the values of CPU tensors."""
+    """The place of CPU tensors: arrays of the host driver are copies."""
 
     kind = "cpu"
 
@@ -128,7 +128,7 @@ class Host:
         return torch.empty_strided(value.shape, strides, dtype=found.dtype).copy_(found)
 
     def view(self, function: View, value: Any) -> Any:
-        """Return the view of an array that ``function`` makes of tensors."""
+        """Return the view of an array that ``function`` would make of tensors."""
         size, driver = value.dtype.itemsize, self._driver
         lie = torch.empty_strided(value.shape, [step // size for step in value.strides], dtype=torch.int8, device="meta")
         found = function(lie)
@@ -141,7 +141,9 @@ class Host:
 
     def operation(self, name: str, function: Function) -> Function:
         """Raise, because the host driver queues no work of torch."""
-        raise NotTaken(f"the model's operation {name} has to run in torch, and the host driver cannot run operations of torch")
+        raise NotTaken(
+            f"the model's operation {name} has to run in torch, and the host driver cannot run operations of torch: use a GPU"
+        )
 
 
 def _numpy(tensor: Tensor) -> Any:
@@ -164,7 +166,7 @@ _host: Callable[[], Place] = Host
 
 
 def place_for(device: torch.device) -> Place:
-    """Return the place of a device's tensors.
+    """Return the `Place` for tensors on ``device``.
 
     Raises
     ------

@@ -1,6 +1,6 @@
 """Run a lowered graph step by step, and record it.
 
-The first run settles how each step runs. If this library refuses to compute a kernel, torch computes it. If a view is
+The first run settles how each step runs. If this library refuses to compute a kernel, torch computes the kernel. If a view is
 impossible in the given layout, the step copies the value before it takes the view.
 """
 
@@ -135,7 +135,7 @@ class Program:
     # Building
 
     def _build(self, graph: fx.Graph) -> None:
-        """Make the steps of a graph."""
+        """Make a step for each node that a run has to compute."""
         (output,) = (node for node in graph.nodes if node.op == "output")
         self._returned: list[fx.Node] = [*output.args[0]]
         for node in [node for _, node in self._inputs] + [node for node, _ in self._state]:
@@ -171,7 +171,7 @@ class Program:
         return self._slots.setdefault(node, len(self._slots))
 
     def _find_ends(self) -> None:
-        """Find the last step that needs each value."""
+        """Note at each step the values that no later step reads."""
         kept = {self._slots[node] for node in self._returned if node in self._slots}
         last: dict[int, Step] = {step.output: step for step in self.steps}
         for step in self.steps:
@@ -183,7 +183,7 @@ class Program:
     # Running
 
     def run(self, inputs: Sequence[Any], constants: Sequence[Any]) -> tuple[Any, ...]:
-        """Run all steps."""
+        """Run all steps without autocast; return the program's results."""
         with _without_modes(self._place.kind):
             return self._steps(inputs, constants)
 
@@ -266,9 +266,10 @@ class Program:
         return step.run(*given)
 
     def _ways(self, kernel: Kernel, step: Step, given: list[Any], expected: Tensor) -> dict[str, Callable[..., Any]]:
-        """Return the kernel's ways that give ``expected``'s shape and type.
+        """Return the functions in ``kernel.ways`` that give the right geometry.
 
-        If a way is left out, ``step.why`` gets the reason.
+        The result of a function must have the shape and the type of ``expected``. If a function is left out, ``step.why`` gets
+        the reason.
         """
         found = {}
         for name, way in kernel.ways.items():
@@ -287,7 +288,7 @@ class Program:
         return found
 
     def _chosen(self, kernel: Kernel, ways: dict[str, Callable[..., Any]], given: list[Any]) -> str:
-        """Return the name of the kernel's quickest way.
+        """Return the name of the quickest function in ``ways``.
 
         Each kernel is timed once in the process for each geometry of its arguments.
         """
@@ -380,11 +381,11 @@ class Program:
         CaptureError
         """
         if not self._slots_returned:
-            raise CaptureError("all results of the model are constants, so it has no program")
+            raise CaptureError("all results of the model are constants, so the model has no program")
         return self.recorded.program(*self._place.arrays(self._given(leaves)))
 
     def tune(self, seconds: float) -> None:
-        """Find the best number of lanes."""
+        """Find the best number of lanes within about ``seconds``."""
         self.recorded.tune(seconds=seconds)
 
     def refresh(self) -> None:
@@ -450,14 +451,14 @@ def _name(node: fx.Node) -> str:
 def _source(node: fx.Node) -> fx.Node:
     """Return the node whose tensor a view reads.
 
-    An operation with several results, such as `split`, is a view itself, so its argument is returned.
+    If the view picks a result of an operation such as `split`, the node that this operation reads is returned.
     """
     source = node.all_input_nodes[0]
     return source if isinstance(value_of(source), Tensor) else _source(source)
 
 
 def _view(node: fx.Node) -> Callable[[Tensor], Any]:
-    """Return a view as a function of the tensor that it views."""
+    """Return a function that applies the view ``node`` to a tensor."""
     if node.target is operator.getitem:
         parts, at = _view(node.args[0]), node.args[1]
         return lambda tensor: parts(tensor)[at]
@@ -507,7 +508,9 @@ def _check(graph: fx.Graph) -> None:
                 )
             symbols = [value, *(value.shape if isinstance(value, Tensor) else ())]
             if any(isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool)) for each in symbols):
-                raise NotTaken(f"values of its tensors decide shapes or control flow, in the operation {node.target}")
+                raise NotTaken(
+                    f"the model's operation {node.target} makes a shape or the control flow depend on values of tensors"
+                )
 
 
 def _draws_nothing(node: fx.Node) -> bool:
@@ -530,7 +533,9 @@ def _bring_to_device(lowering: Lowering, device: torch.device) -> None:
         if not isinstance(value, Tensor) or value.device == device or not (users or lowering.varies(node)):
             continue
         if node not in lowering.constants or value.dim():
-            raise NotTaken(f"a tensor is on {value.device}, and the model is on {device}")
+            raise NotTaken(
+                f"the model uses a tensor on {value.device} and other tensors on {device}: move all tensors to {device}"
+            )
         moved = lowering.made(_moved, node, device)
         for user in users:
             user.replace_input_with(node, moved)

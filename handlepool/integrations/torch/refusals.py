@@ -5,11 +5,11 @@ import warnings
 
 
 class NotTaken(Exception):
-    """A model, or a part of a model, is left to torch."""
+    """Torch has to run a model or a part of a model."""
 
 
 class NotNow(NotTaken):
-    """A single call is left to torch; later calls may be recorded."""
+    """Torch has to run one call; later calls may be recorded."""
 
 
 def warn(name: str, why: object) -> None:

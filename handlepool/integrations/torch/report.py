@@ -47,7 +47,7 @@ class ProgramReport:
         if self.left:
             return f"left to torch: {self.left}"
         total = sum(self.kernels.values()) + sum(self.torch.values())
-        lines = [f"{sum(self.kernels.values())} of {total} operations are the library's; {self.nbytes:,} bytes"]
+        lines = [f"handlepool computes {sum(self.kernels.values())} of {total} operations, and holds {self.nbytes:,} bytes"]
         lines += [f"  {count:4}  {name}" for name, count in sorted(self.kernels.items(), key=lambda each: -each[1])]
         lines += [f"  {count:4}  torch's {name}" + (f": {why}" if why else "") for (name, why), count in self.torch.items()]
         lines += [f"  {name}: {time:.0f} µs a call" for name, time in self.times.items()]
@@ -64,7 +64,7 @@ class Report(tuple[ProgramReport, ...]):
 
 
 def report(model: object) -> Report:
-    """Return the kernels and the operations of a model.
+    """Report which operations of a model handlepool computes, and which torch.
 
     Parameters
     ----------

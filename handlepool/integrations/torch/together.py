@@ -119,7 +119,7 @@ class Together:
     # The programs
 
     def _begin(self, args: tuple[Any, ...]) -> None:
-        """Make the recorded function.
+        """Make the recorded function that calls each model as an operation.
 
         Raises
         ------
@@ -129,7 +129,10 @@ class Together:
             raise NotTaken(self._why)
         devices = {each.device for each in (*self._weights.tensors, *_tensors(args))}
         if len(devices) != 1:
-            raise NotTaken(f"the model's tensors are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))})")
+            raise NotTaken(
+                f"the models' tensors are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}): "
+                "move them to one device"
+            )
         self._weights.check()
         place = place_for(devices.pop())
         nodes, weights = [], []
@@ -157,7 +160,7 @@ class Together:
         return self._weights.bound() and (self._kernels == "torch" or self._weights.versions.same())
 
     def _given(self, args: tuple[Any, ...], shared: bool) -> tuple[Any, ...]:
-        """Return the arguments of the recorded function."""
+        """Return ``args`` in the form that the recorded function takes."""
         place: Any = self._place
         # The recorded function refuses arguments that share memory. So a tuple that all models share is passed once.
         return (modes(place.kind), *place.arrays(args[:1] if shared else apart(args)))
@@ -181,7 +184,7 @@ class Together:
         written = Versions([*self._weights.tensors, *_tensors(args)])
         values = self._plain(args)
         if not written.same():
-            self._why, self._place = "a model writes a buffer or an argument", None
+            self._why, self._place = "a model writes a buffer or an argument: pass this model to recorded", None
         if len(self._tried) >= MOST_KEYS:
             self._tried.clear()
         self._tried[key] = None
@@ -246,7 +249,8 @@ def together(*models: nn.Module, kernels: str = "torch", strict: bool = False, *
         The kernels of each model: torch's own, or Inductor's. Inductor builds the weights into its kernels, so the models are
         compiled again after each change of a weight.
     strict : bool
-        Whether the call raises an error if the models cannot be recorded.
+        Whether a call of the returned object raises an error if the models cannot be recorded. Otherwise torch runs the
+        models, and a warning gives the reason.
     **options
         ``lanes``, ``instances``, ``programs`` and ``outputs`` of `handlepool.recorded`.
 

@@ -118,9 +118,10 @@ class Weights:
         self.versions = Versions(self.tensors)
 
     def bound(self) -> bool:
-        """Return whether all names are bound to the same objects as before.
+        """Return whether the modules are as they were at construction.
 
-        The addresses of the tensors must be the same as well.
+        Each name must be bound to the same object, each tensor must have the same address, training flags and plain attributes
+        must have the same values, and no module may have a hook.
         """
         try:
             return (
@@ -152,7 +153,7 @@ class Weights:
             if type(each) not in (Tensor, nn.Parameter, nn.Buffer) or each.layout is not torch.strided:
                 raise NotTaken(f"a weight is a {type(each).__name__} with the layout {each.layout}, and not a dense torch.Tensor")
         if any(self._hooks):
-            raise NotTaken("the model has hooks, and a recorded program would not call them")
+            raise NotTaken("the model has hooks, and a recorded program would not call them: remove the hooks")
 
     def derived(self) -> bool:
         """Return whether a weight requires a gradient."""
@@ -171,7 +172,10 @@ class Weights:
 
 
 class Snapshot:
-    """The attributes of modules, with the entries of lists and dictionaries."""
+    """A copy of the attributes of modules, to detect and undo changes.
+
+    Lists and dictionaries among the attributes are copied as well.
+    """
 
     def __init__(self, spaces: list[dict[str, Any]]) -> None:
         self._spaces = [(space, dict(space)) for space in spaces]

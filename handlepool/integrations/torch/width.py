@@ -15,7 +15,9 @@ HOST = "the host driver"
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """The width of a model for given arguments; as text some lines.
+    """The times of a model's nodes, and the gain that lanes allow.
+
+    ``str`` gives these figures as text.
 
     Attributes
     ----------
@@ -45,12 +47,12 @@ class Width:
 
     @property
     def width(self) -> float:
-        """The total over the longest path: the most that lanes can gain."""
+        """``total`` divided by ``critical``: the maximum gain of any number of lanes."""
         return self.total / self.critical if self.critical else 1.0
 
     @property
     def gain(self) -> float:
-        """The total over a replay: the gain of lanes on this device."""
+        """``total`` divided by ``replay``: the gain of the program's lanes."""
         return self.total / self.replay if self.replay else 1.0
 
     def __str__(self) -> str:
@@ -61,15 +63,18 @@ class Width:
             f"A replay on {self.lanes} lanes takes {self.replay:,.0f} µs: a gain of {self.gain:.2f}",
         ]
         if self.device == HOST:
-            lines.append("These are times of NumPy on a CPU. On a GPU both numbers will differ: ask there")
+            lines.append(
+                "These times are of NumPy on a CPU. A GPU gives other times and gains: call width on a machine with a GPU"
+            )
         return "\n".join(lines)
 
 
 def width(model: nn.Module | RecordedModel, *example: object, **named: object) -> Width:
     """Measure how much of a model's work can run side by side.
 
-    The function records the model, times each node alone, and times the replay. It takes the time of a first call and some
-    twenty replays. A width near 1 means a chain, which gains from fewer launches only.
+    The function records the model, times each node alone, and times the replay. The measurement takes the time of a
+    first call and about twenty replays. A width near 1 means a chain of nodes: fewer launches make such a
+    model quicker, and lanes do not.
 
     Parameters
     ----------
