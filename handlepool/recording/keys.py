@@ -57,7 +57,7 @@ class Call:
     related : bool
         Whether arrays share memory.
     containers : dict
-        The number in the call of each list, dictionary and object of a data class, by its identifier.
+        Numbers the lists, dictionaries and data class objects of the call. Maps the ``id`` of each object to its number.
     """
 
     __slots__ = ("arrays", "containers", "edges", "held", "key", "related", "tensors")

@@ -1,6 +1,6 @@
 """Generate functions that compare a call's arrays with a program's inputs.
 
-A loop over the arrays would take half as long again as the same code without a loop. So the text of each function is generated,
+A loop over the arrays would take 50 % more time than the same code without a loop. So the text of each function is generated,
 as `dataclasses` generates an ``__init__``. The text contains the values to compare with.
 """
 
