@@ -66,8 +66,8 @@ class Program(Owned):
         Number of kernels, copies and similar operations in the graph. In `explain`, nodes are calls instead: a call may add no
         kernel, one or several.
     tunings : tuple of Tuning
-        Measurements of plans by ``record(..., plans=True)``. The first is of the plan that took the most time. Each can be
-        printed.
+        An entry for each plan that ``record(..., plans=True)`` measured, beginning with the plan that took the most time. Each
+        entry can be printed.
     """
 
     nodes: int
@@ -342,7 +342,7 @@ class Program(Owned):
             self._mark()
 
     def _mark(self) -> None:
-        """Record the event after a use."""
+        """Record the program's event, which marks the end of a use."""
         try:
             self._driver.record_event_next(self._event, self._pointer)
         # Without the event, a later use cannot wait for this use on the device. So the host waits for the stream here.
@@ -511,9 +511,10 @@ class Program(Owned):
                         held.clear()
 
     def _detach_when_idle(self, held: list[object], wait: bool) -> bool:
-        """Move all resources to ``held``, if the last use has passed.
+        """Move all resources to ``held`` if the last use has ended.
 
-        Return whether the last use has passed. With ``wait``, wait for this.
+        The last use ends when the GPU has finished its work. With ``wait``, first wait for this. Return
+        whether the program has no resources any more.
         """
         recording = self._recording
         if recording is None:

@@ -92,7 +92,8 @@ def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: i
     ):
         if was != now:
             raise ArgumentError(
-                f"{place} was recorded with {what} {was} and now has {what} {now}; record the function again for that"
+                f"{place} was recorded with {what} {was} and now has {what} {now}; pass a tensor of the recorded "
+                f"{what}, or record the function again"
             )
     if strides:
         check_strides(place, tuple(recorded.shape), recorded.stride(), given.stride())

@@ -153,7 +153,10 @@ class Variant:
     # Whether the variant serves a call
 
     def takes(self, call: Call) -> bool:
-        """Return whether the call's objects are those of the first call."""
+        """Return whether a call passes the objects of the first call.
+
+        Only the objects that the key contains by identity are compared.
+        """
         return not self._held or all(one() is other for one, other in zip(self._held, call.held, strict=True))
 
     def apart(self, call: Call) -> bool:
@@ -367,7 +370,8 @@ class Variant:
             written = [] if options.private else written_places(recording, inputs, self._changed)
             if written and call.related:
                 raise CaptureError(
-                    f"{name} may write to an argument that shares memory with another. Pass arguments without shared memory"
+                    f"{name} may write to an argument that shares memory with another argument. Pass arguments "
+                    "without shared memory"
                 )
             returned = Returned(recording, name, inputs, reached, outputs, apart=options.private)
             program = Program(name, recording, Inputs(driver, tuple(inputs), {}), outputs, home, memory, lent=not options.private)

@@ -502,7 +502,7 @@ class Spread(Iterator[Any]):
 
 
 class Workers:
-    """The devices of a spread.
+    """The workers of a spread, one for each device.
 
     Parameters
     ----------
@@ -557,7 +557,10 @@ class Workers:
 
 
 def _settle(workers: Workers, status: Any) -> bool:
-    """Close a dropped spread unless items are in flight; return success."""
+    """Close a dropped spread; return whether it is closed.
+
+    If items are in flight, or if the close fails, the spread is left for a later call.
+    """
     if status.untouchable:
         abandon(workers)
         return True

@@ -185,7 +185,7 @@ class DeviceWorker:
         return flight
 
     def _give(self, index: int, item: object, arrays: list[Any] | None, key: Hashable) -> InFlight:
-        """Enqueue an item the general way.
+        """Enqueue an item the general way, by the recorded function.
 
         Afterwards `_learn` decides whether later items of the same geometry can take the short way.
         """
@@ -586,7 +586,11 @@ class DeviceWorker:
         plain = [kind_of(leaf) for leaf in leaves(staged) if not isinstance(leaf, self._driver.array_types)]
         # An item with any other value runs eagerly, because a program would use the recorded value for each item.
         if plain or not [*leaves(staged)]:
-            self._eager.say(f"an item holds a value of type {plain[0]}, which is no array" if plain else "an item holds no array")
+            self._eager.say(
+                f"an item holds a value of type {plain[0]}, which is no array: pass the value as an array"
+                if plain
+                else "an item holds no array"
+            )
             return False
         return True
 
