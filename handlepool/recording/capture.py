@@ -357,7 +357,8 @@ class Recording:
         assert self.graph is not None
         if not self.graph.nodes and not self.launches_nothing:
             raise CaptureError(
-                f"{self._name} gave no work to the current stream or to streams forked from it, so there is nothing to replay"
+                f"{self._name} gave no work to the current stream or to streams forked from it, so there is nothing to "
+                "replay. In the function, launch the work on the current stream"
             )
         return value
 

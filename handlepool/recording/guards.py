@@ -191,7 +191,7 @@ class Guards:
         tests = "\n        or ".join(self._tests) or "False"
         text = f"def holds():\n    try:\n        return not ({tests})\n    except Exception:\n        return False\n"
         exec(compile(text, "<a program's guards>", "exec"), self._space)
-        # A namespace that holds its own function would be a cycle, and only the collector would end the arrays.
+        # A function in its own namespace would be a reference cycle, and only the garbage collector would free guarded arrays.
         made: Callable[[], bool] = self._space.pop("holds")
         return made
 

@@ -222,7 +222,7 @@ def lease(
 ) -> Instance | None:
     """Return an instance for a call on a stream.
 
-    Return None if every instance is away, or keeps its outputs for another thread or stream.
+    Return None if every instance is being tuned, or keeps its outputs for another thread or stream.
 
     Parameters
     ----------

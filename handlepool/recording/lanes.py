@@ -283,7 +283,8 @@ class Lanes:
     def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: Any) -> Any:
         """Record the launch of a shortcut as a node; return its value.
 
-        ``attempt`` is the shortcut. It calls ``begin`` for the slot, once it has found that the arrays have the plan's geometry.
+        ``attempt`` is the shortcut. When it has found that the arrays have the plan's geometry, it calls its argument
+        ``begin``, which begins the node and returns the slot.
         """
         opened: OpenNode | None = None
 
@@ -504,7 +505,7 @@ class Lanes:
         The main stream then waits for all leaves. A later call that follows the node also follows the nodes ``users``.
         """
         self._inside = False
-        # In these cases, the node follows more nodes now than when it began.
+        # With ``users`` or a serial reason, the node follows more nodes now than when it began.
         follows_more = bool(users or self._serial_reason)
         if follows_more:
             lane.follow(users)
@@ -594,7 +595,7 @@ class Lanes:
     def _note_plain(self, name: str) -> None:
         """Note untracked work that the driver detected.
 
-        Work of another thread is no part of the recording. Work of a branch belongs to its fork, which is noted elsewhere.
+        Work of another thread is no part of the recording. Work of a branch belongs to its fork, which `in_order` notes.
         """
         if thread.region is None and thread.recording is not None and thread.recording.lanes is self:
             self.note_untracked(name)

@@ -100,6 +100,6 @@ def meets(name: str) -> str:
 def made(text: str, name: str, space: dict[str, Any]) -> Any:
     """Compile the text of a function, and return the function."""
     exec(compile(text, "<a prepared call>", "exec"), space)
-    # The function is removed from its namespace. Otherwise the two would form a reference cycle, and only the garbage collector
-    # would end the programs in it.
+    # The function is removed from its namespace. Otherwise function and namespace would form a reference cycle, and only the
+    # garbage collector would free the objects in the namespace.
     return space.pop(name)

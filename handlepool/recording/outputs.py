@@ -208,6 +208,9 @@ def steps_without_gaps(array: DeviceArray) -> tuple[int, ...]:
 
 
 def new_like(driver: Driver, array: Any) -> Any:
-    """Return a new array without gaps, with an array's order of axes."""
+    """Return a new array without gaps, of an array's shape and type.
+
+    The axes of the new array have the same order in memory as the axes of ``array``.
+    """
     with driver.relaxed():
         return driver.empty(array.shape, steps_without_gaps(array), array.dtype)

@@ -278,7 +278,7 @@ class Program(Owned):
                     # A closed program has no last stream, so its use enters this branch, and `_follow` refuses it.
                     if stream is not self._last or recordings or not (self._bound or self._current_device() == self.device):
                         self._follow(stream)
-                    # This thread becomes the owner, for the reason given in `_call`.
+                    # This thread becomes the owner, for the reason given in `_take_over`.
                     self._user = thread.token
                     pointer = self._pointer
                     if not checked and pointer and self._is_capturing(pointer):
@@ -437,8 +437,8 @@ class Program(Owned):
         elif self._unmarked:
             self._mark()
         driver.wait_event(pointer, self._event)
-        # This may drop the last reference to the former stream, which destroys the stream by a CUDA call. `relaxed` keeps that
-        # call from ending another thread's capture.
+        # `_used_by` may drop the last reference to the former stream, which destroys the stream by a CUDA call. `relaxed`
+        # keeps that call from ending another thread's capture.
         with driver.relaxed():
             self._used_by(reference)
             del last

@@ -77,7 +77,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._takes_out = _has_parameter(function, "out")
         self._reader: Reader | None = None
         self._table = VariantTable()
-        # The same dictionary as in the table. A call reads it by one attribute less.
+        # The same dictionary as in the table. The reference saves each call the lookup of an attribute.
         self._hits = self._table.hits
         # Maps a pool to a mark, an object that stands for the call that records now. In a pool, one call of this function records
         # at a time. Meanwhile, other calls that would record run eagerly instead. A lock cannot serve here, because no lock may

@@ -30,7 +30,7 @@ class Served(Protocol):
         """Call the function."""
 
     def _known(self, args: tuple[Any, ...], stream: Any, begin: Callable[[], None]) -> Any:
-        """Enqueue a call on a stream; return `MISSED` without a program."""
+        """Enqueue a call; return `MISSED` if it has no program yet."""
 
 
 def request(

@@ -83,8 +83,8 @@ def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: i
     """
     if not takes(driver, given):
         raise ArrayTypeError(
-            f"{place} was recorded as a {kind_of(recorded)}, and is now a {kind_of(given)}; pass a tensor like "
-            "the recorded tensor"
+            f"{place} was recorded as a {kind_of(recorded)}, and is now a {kind_of(given)}; pass a tensor of "
+            "the recorded shape and type"
         )
     for what, was, now in (
         ("shape", tuple(recorded.shape), tuple(given.shape)),

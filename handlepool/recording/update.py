@@ -325,7 +325,7 @@ def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iter
         yield from _copies(driver, place, device, old.entries, new)
     elif isinstance(old, (tuple, dict)):
         for key in keys_of(place, old, new):
-            # The base class's method avoids code of a subclass, as the recording did.
+            # The method of `dict` is called, because a subclass may override it.
             entry = dict.__getitem__(new, key) if isinstance(new, dict) else new[key]
             yield from _copies(driver, f"{place}[{shown(key)}]", device, old[key], entry)
     elif isinstance(old, driver.array_types):

@@ -58,7 +58,7 @@ class Options:
     in_place : frozenset of int and str
         Positions and names of arguments whose arrays a program reads in place, without a copy.
     guarded : callable
-        The function whose values are guarded. It differs from ``function`` only if ``function`` does nothing but call it.
+        The function whose values are guarded. It differs from ``function`` only if ``function`` just calls ``guarded``.
     fixed : sequence of array
         Further arrays that the program reads in place. No guard checks them.
     private : bool
@@ -143,7 +143,8 @@ class Variant:
         self._memory: Memory | None = None
         self._changed: list[bool | None] = []
         self._reached: list[int] = []
-        # The outputs that calls return themselves, if arguments are written. A call with such an argument runs eagerly.
+        # The program's own outputs, if calls return them and write to arguments. A call runs eagerly if its argument shares
+        # memory with such an output.
         self._lent: list[Piece] = []
         self._related = call.related
         self._written = False

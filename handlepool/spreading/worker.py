@@ -61,7 +61,8 @@ class InFlight:
     event
         An event that was recorded after the item's last work.
     copy_plan : CopyPlan or None
-        The plan that gets the staging arrays back, which come first in ``kept``. None for an item that went the general way.
+        The plan that gets its staging arrays back when the item is done. They come first in ``kept``. None for an item
+        that went the general way.
     error : Exception or None
         The error of the item, if there is no result.
     done : bool
@@ -242,7 +243,8 @@ class DeviceWorker:
             recorded, self._recorded = self._recorded, None
             do_all([*flights, self._drain, *([] if recorded is None else [recorded.close])])
             self._shared = None
-            # This drops the last references to the streams, which destroys them by CUDA calls. So it is done inside `relaxed`.
+            # `clear` drops the last references to the streams, which destroys the streams by CUDA calls. So `relaxed` is
+            # needed.
             with self._driver.relaxed():
                 self._streams.clear()
 
