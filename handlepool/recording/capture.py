@@ -1,9 +1,9 @@
 """Capture the work of a function as a graph; own its resources.
 
 A recording owns everything that the graph needs, for as long as the graph may run. While a thread records,
-``thread.recording`` is the recording: launches report their plans to the recording, and slots report the place of their scratch.
-The function's arrays come from memory of the recording's own. So no later allocation reuses the memory of a temporary array
-while a replay may still use that memory (guarantee 9).
+``thread.recording`` is the recording: launches report their plans to the recording, and slots report the `DeviceScratch` that
+holds their scratch. The function's arrays come from memory of the recording's own. So no later allocation reuses the memory of a
+temporary array while a replay may still use that memory (guarantee 9).
 """
 
 import sys
@@ -97,7 +97,7 @@ class Recording:
     times : list of float or None
         Microseconds of each step. None before the steps were measured.
     scratch : set of DeviceScratch
-        The places where slots were given scratch under this capture.
+        The scratch of each device on which a slot got scratch under this capture.
     event : event
         The event of the program that was made of this recording. None before the program is made, and after `destroy`.
     launches_nothing : bool
@@ -185,7 +185,7 @@ class Recording:
             self.lanes.in_order(what, pointer, fork)
 
     def lack(self, fork: object, states: int, wanted: int) -> None:
-        """Note that a fork got ``states`` states, fewer than ``wanted``."""
+        """Note that a fork asked for ``wanted`` states and got ``states``."""
         if self.lanes is not None:
             self.lanes.note_short_fork(fork, states, wanted)
 
@@ -242,7 +242,10 @@ class Recording:
         return self.times
 
     def adopt(self, graph: RecordedGraph) -> None:
-        """Own another graph, which the program is about to launch."""
+        """Take over a graph that the program is about to launch.
+
+        From now on `destroy` also destroys this graph.
+        """
         self._adopted.append(graph)
 
     def arrange_as(self, graph: RecordedGraph, arrangement: Arrangement) -> None:
@@ -308,7 +311,8 @@ class Recording:
     def own(self) -> list[tuple[int, int]]:
         """The ranges of the recording's own memory that calls may have written.
 
-        A range is the address of its begin and the address of its end. Without lanes, the ranges of arrays are not noted.
+        A range is a pair of addresses: its begin and its end. Without lanes, the list lacks the driver's arrays, because only
+        lanes note these ranges.
         """
         found = [] if self.lanes is None else [*self.lanes.memory.own]
         blocks = [block for place in self.scratch for block in place.recorded.get(self._capture, ())]
@@ -353,7 +357,8 @@ class Recording:
         assert self.graph is not None
         if not self.graph.nodes and not self.launches_nothing:
             raise CaptureError(
-                f"{self._name} gave no work to the current stream or to streams forked from it, so there is nothing to replay"
+                f"{self._name} gave no work to the current stream or to streams forked from it, so there is nothing to "
+                "replay. In the function, launch the work on the current stream"
             )
         return value
 
@@ -543,9 +548,9 @@ class Recording:
     def destroy(self) -> bool:
         """Destroy the graph and free its memory; return whether all is done.
 
-        Memory that an array still uses is freed by a later call of this method. The caller makes sure that no launch of the graph
-        is under way, and that no other thread uses the recording: the caller is the program, or a thread that settles deferred
-        recordings.
+        If an array still uses some of the memory, a later call of this method frees that memory. The caller makes sure
+        that no launch of the graph is under way, and that no other thread uses the recording: the caller is the program, or a
+        thread that settles deferred recordings.
         """
         pool = self.pool
         if pool.status.untouchable:
@@ -593,4 +598,4 @@ def _held_by(recording: Recording) -> str:
     if not counts:
         return ""
     recorded = "another recording has" if len(counts) == 1 else f"{len(counts)} other recordings have"
-    return f"; {recorded} {sum(counts)} as lanes"
+    return f"; {recorded} leased {sum(counts)} side streams as lanes"

@@ -29,7 +29,8 @@ def _places(function: Any, names: Any) -> frozenset[int | str]:
     for name in names:
         if not isinstance(name, str) or name not in known:
             raise ArgumentError(
-                f"recorded: in_place={shown(given)}; name parameters of {name_of_call(function)}: {', '.join(known)}"
+                f"recorded: in_place={shown(given)}; in_place must be names of parameters, and {name_of_call(function)} has "
+                f"({', '.join(known)})"
             )
     return frozenset([*names, *[known.index(name) for name in names]])
 

@@ -155,13 +155,13 @@ def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
     figure.text(_MARGIN / _WIDTH, 1 - 0.65 / height, _subtitle(how), size=10.5, color=theme.pale, parse_math=False)
     _legend(figure, theme, colours, 1 - 0.95 / height)
     times = [*how.times] or [1.0] * len(how.steps)
-    unit = "microseconds, if each node took its time alone" if how.times else "steps, if all took as long as each other"
+    unit = "microseconds, planned from the time of each step alone" if how.times else "steps, as if all took equally long"
     for place in range(panels):
         top = height - 1.4 - place * (panel + 0.75)
         axes = figure.add_axes((0.75 / _WIDTH, (top - panel) / height, 1 - (0.75 + _MARGIN) / _WIDTH, panel / height))
         spans = _planned(how, times) if place == 0 else how.ran
         _panel(axes, how, spans, colours, theme, edges=place == 0)
-        title = f"the graph by lanes; {unit}" if place == 0 else "as it ran; microseconds from the beginning of a replay"
+        title = f"the graph by lanes; {unit}" if place == 0 else "the measured replay; microseconds from its beginning"
         axes.set_title(title, loc="left", size=10.5, color=theme.ink, pad=6)
     try:
         figure.savefig(fspath(file), facecolor=theme.paper)
@@ -173,9 +173,9 @@ def draw(how: Explanation, file: str | PathLike[str], *, dark: bool) -> None:
 def _subtitle(how: Explanation) -> str:
     text = f"{len(how.nodes):,} nodes on {how.got} lanes, recorded on {how.recorded}; {how.edges:,} edges"
     if how.serial:
-        text += f"; {len(how.serial)} steps with nothing beside them"
+        text += f"; {len(how.serial)} steps that run alone"
     if how.times:
-        text += f"; {how.total:,.1f} µs one after the other, {how.critical:,.1f} on the longest way by data"
+        text += f"; {how.total:,.1f} µs one after the other, {how.critical:,.1f} on the longest path of waits by data"
     return text
 
 

@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The explanation of a program, which can be printed.
+    """A printable report on a program's nodes, lanes, waits and memory.
 
     Attributes
     ----------
@@ -153,7 +153,7 @@ class Explanation:
 
     @property
     def use(self) -> list[tuple[int, float]]:
-        """The number of nodes, and their microseconds in total, of each lane."""
+        """For each lane, the number of its nodes and their total microseconds."""
         found: dict[int, list[float]] = {}
         for number, step in enumerate(self.steps):
             if step.lane is not None:
@@ -207,10 +207,10 @@ class Explanation:
         if self.limit is None:
             lines[0] += ". Recorded in the order of streams and forks; record(lanes=...) orders calls by their data"
             return "\n".join(lines + self._who_allocates())
-        least = "" if self.longest_by_data == self.longest else f", and by data alone {self.longest_by_data}"
+        least = "" if self.longest_by_data == self.longest else f", and {self.longest_by_data} if only waits by data count"
         lines.append(
-            f"{len(self.nodes)} nodes, {self.edges} edges, {self.got} of {self.limit} lanes; the longest way has {self.longest} "
-            f"steps of {len(self.steps)}{least}"
+            f"{len(self.nodes)} nodes, {self.edges} edges, {self.got} of {self.limit} lanes; the longest path of waits has "
+            f"{self.longest} of {len(self.steps)} steps{least}"
         )
         if not self.nodes:
             lines.append("The program has no call of a graph function or an operation, and only such calls run on lanes")
@@ -225,8 +225,8 @@ class Explanation:
         if self.times:
             use = ", ".join(f"{count} {time:,.1f}" for count, time in self.use)
             lines.append(
-                f"Measured: {self.total:,.1f} microseconds one after the other, {self.critical:,.1f} on the longest way by data, "
-                f"{self.planned:,.1f} on these lanes; number of nodes and microseconds of each lane: {use}"
+                f"Measured: {self.total:,.1f} microseconds one after the other, {self.critical:,.1f} on the longest path by "
+                f"data, {self.planned:,.1f} on these lanes; number of nodes and microseconds of each lane: {use}"
             )
         elif self.got > 1:
             lines.append(f"Nodes on each lane: {', '.join(str(count) for count, _ in self.use)}")

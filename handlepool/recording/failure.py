@@ -24,8 +24,8 @@ class Progress(NamedTuple):
     Attributes
     ----------
     calls, of : int
-        Number of calls that had become nodes, and number of calls that should become nodes, as counted in the function's first
-        run.
+        ``calls`` is the number of calls that had become nodes. ``of`` is the number of calls that should become nodes, as counted
+        in the function's first run.
     lanes : int
         Number of lanes.
     nbytes, on_one_lane : int
@@ -80,7 +80,7 @@ def raise_cause(
                 took, advice = f"{took} (on 1 lane about {reached.on_one_lane:,} bytes)", "record it with lanes=1; or "
             raise OutOfMemoryError(
                 f"the recording of {name} found no memory on device {device} ({error}), at call {reached.calls} of "
-                f"{reached.of}, when it had {took}. To have enough, {advice}free arrays, close programs, and call "
+                f"{reached.of}, when it used {took}. To make room, {advice}free arrays, close programs, and call "
                 f"HandlePool.trim() and CuPy's free_all_blocks()"
             ) from error
         if error is None and isinstance(ending, MemoryError):

@@ -223,8 +223,8 @@ class FirstCall:
                 one, other = next(pair for pair in pairs if pair[0] != pair[1])
                 raise CaptureError(
                     f"{name} returned something else in its second call, which is recorded: {_text(one)} the first "
-                    f"time, and {_text(other)} the second time. Before the recording, take all decisions, and make the objects "
-                    "that only the first call makes"
+                    f"time, and {_text(other)} the second time. Let both calls do the same: move decisions out of the function, "
+                    "and if it fills a cache, call it once before the recording"
                 )
             made = finish(recording, outputs)
             self._captured = True

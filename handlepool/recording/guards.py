@@ -95,7 +95,7 @@ class TooMany(Exception):
 
 
 class Guards:
-    """The guards of one program.
+    """The comparisons that tell whether a program may serve a call.
 
     Parameters
     ----------
@@ -125,7 +125,10 @@ class Guards:
         walk = Walk(driver, (), ())
         walk.run(function, [*held], {})
         if len(walk.entered) >= MOST_PLACES:
-            raise TooMany(f"the function reaches {MOST_PLACES:,} objects or more, too many to compare")
+            raise TooMany(
+                f"the function reaches {MOST_PLACES:,} objects or more, too many to compare at each call: let it "
+                "reach fewer objects"
+            )
         self._reached = walk.entered
         self.arrays = [each for each in walk.entered.values() if self._is_array(each)]
         named = _named([each for each in walk.entered.values() if isinstance(each, FunctionType) and _is_users(each)])
@@ -145,7 +148,7 @@ class Guards:
             if len(self._guards) > MOST_GUARDS:
                 raise TooMany(
                     f"the function reaches more than {MOST_GUARDS:,} attributes, entries and variables, too many to compare at "
-                    "each call"
+                    "each call: let it reach fewer of these"
                 )
         self.holds = self._compiled()
         # Only the guarded objects must stay alive, and the guards refer to them. So all other objects of the walk are released.
@@ -188,7 +191,7 @@ class Guards:
         tests = "\n        or ".join(self._tests) or "False"
         text = f"def holds():\n    try:\n        return not ({tests})\n    except Exception:\n        return False\n"
         exec(compile(text, "<a program's guards>", "exec"), self._space)
-        # A namespace that holds its own function would be a cycle, and only the collector would end the arrays.
+        # A function in its own namespace would be a reference cycle, and only the garbage collector would free guarded arrays.
         made: Callable[[], bool] = self._space.pop("holds")
         return made
 
@@ -295,10 +298,10 @@ class Guards:
         self._tests.append(f"o{number}{test} is not v{number}")
 
     def _present(self, path: str, owner: Any, named: Callable[[], list[str]]) -> None:
-        """Compare which attributes that the function may read have a value here.
+        """Add a guard for the attributes of ``owner`` that have values.
 
-        A new attribute may hide an attribute of the class. The number of all attributes tells whether any is new, because a
-        search for each name would take too long.
+        Only attributes that the function may read count. A new attribute matters, because it may hide an attribute of the
+        class. A call compares only the number of all attributes, because a search for each name would take too long.
         """
         number, expected, space = len(self._guards), tuple(sorted(named())), self._space
 
@@ -313,7 +316,7 @@ class Guards:
         self._tests.append(f"len(o{number}) != n{number}")
 
     def _keys(self, path: str, owner: dict[Any, Any]) -> None:
-        """Compare the keys of a dictionary, and their order."""
+        """Add a guard for the keys of a dictionary and their order."""
         number, keys = len(self._guards), [*owner]
         read: Callable[[], Any] = lambda: keys if [*owner] == keys else MISSING  # noqa: E731
         self._guards.append(Guard(f"the keys of {path}", OBJECT, read, keys))
@@ -331,7 +334,9 @@ class Guards:
         try:
             value = read()
         except Exception as error:
-            raise TooMany(f"the values of {path} cannot be compared") from error
+            raise TooMany(
+                f"the function reaches {path}, whose values cannot be read to compare them at each call: pass them as an argument"
+            ) from error
         number = len(self._guards)
         self._guards.append(Guard(path, VALUE, lambda: value if read() == value else MISSING, value))
         # ``keep`` are the objects whose identities are compared. The namespace keeps them alive, because a new object could get

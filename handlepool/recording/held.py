@@ -46,7 +46,7 @@ class HeldTensors:
         self._foreign: dict[int, object] = {}
 
     def read(self, pointer: int, track: Track, call: int, storages: Iterable[tuple[int, Any]]) -> None:
-        """Hold the storages from other lanes that a lane's last call got.
+        """Hold storages of other lanes that a lane's last call uses.
 
         ``pointer`` is the lane's stream, and ``call`` the number of the call on ``track``. Each storage comes with its address.
         """

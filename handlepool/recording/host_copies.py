@@ -157,7 +157,7 @@ class HostCopies:
         number = self._next_read
         self._next_read += 1
         if copies:
-            raise self._refuse(f"{label} at {place_of_call()} copies NumPy's {shown(values)} to the device at each replay")
+            raise self._refuse(f"{label} at {place_of_call()} would copy NumPy's {shown(values)} from the host at each replay")
         known = self._read[number] if number < len(self._read) else None
         if known is None or not (_lies_there(known, values) or _alike(known, values)):
             raise self._refuse(

@@ -135,7 +135,7 @@ class Instance:
     def claimable(self, stream: object) -> bool:
         """Return whether this thread and stream may use the outputs.
 
-        They may not while the outputs hold the result of another live thread, or of another stream of this thread.
+        The outputs are not free while they hold the result of another live thread, or of another stream of this thread.
         """
         # The attribute is read only once, because another thread may replace it between two reads.
         keeper = self._keeper
@@ -222,7 +222,7 @@ def lease(
 ) -> Instance | None:
     """Return an instance for a call on a stream.
 
-    Return None if every instance is away, or keeps its outputs for another thread or stream.
+    Return None if every instance is being tuned, or keeps its outputs for another thread or stream.
 
     Parameters
     ----------
@@ -297,8 +297,8 @@ def own_inputs(driver: Driver, arrays: list[Any]) -> list[Any]:
 def written_places(recording: Recording, arrays: list[Any], changed: Sequence[bool | None]) -> list[int]:
     """Return the places of the inputs that the recorded work may write.
 
-    If the writes of some work are not known, every input counts, except tensors that did not change in the first call.
-    ``changed`` says for each input whether torch counted a write in the first call, or is None if torch cannot tell.
+    If the writes of some work are not known, every input counts as written, except tensors that did not change in the first
+    call. ``changed`` says for each input whether torch counted a write in the first call, or is None if torch cannot tell.
     """
     driver, writes = recording.pool.driver, [each for each in recording.known_writes if not isinstance(each, Token)]
     pieces = [piece_of(driver, each) for each in elements_of(driver, arrays)]

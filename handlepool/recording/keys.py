@@ -57,7 +57,7 @@ class Call:
     related : bool
         Whether arrays share memory.
     containers : dict
-        The number in the call of each list, dictionary and object of a data class, by its identifier.
+        Numbers the lists, dictionaries and data class objects of the call. Maps the ``id`` of each object to its number.
     """
 
     __slots__ = ("arrays", "containers", "edges", "held", "key", "related", "tensors")
@@ -122,7 +122,7 @@ class Reader:
             self._place(call, device)
             # If there is plain code, every array is copied back after the call, and nothing can be copied into a read-only array.
             if self._read_only and not all(map(self._is_writeable, arrays)):
-                raise NotRecorded("an argument is a read-only array, as numpy.broadcast_to makes it: pass a copy")
+                raise NotRecorded("an argument is a read-only array, for example a result of numpy.broadcast_to: pass a copy")
         # The relation tells which arrays share memory. If no arrays share memory, the key does not contain the relation.
         call.key = (device, *parts, *(self._relation(call) if call.related else ()))
         return call

@@ -92,7 +92,10 @@ class Lane:
         self.nodes: list[Node] = []
 
     def show(self) -> Slot:
-        """Return the slot for user code, which then has the stream."""
+        """Return the slot for user code.
+
+        From then on, user code may give work to the slot's stream at any time, as `shown` says.
+        """
         self.shown = True
         return self.slot
 
@@ -194,7 +197,7 @@ class MainStream:
         return self.others
 
     def note_short_fork(self, fork: object, states: int, wanted: int) -> None:
-        """Note that a fork got ``states`` states, fewer than ``wanted``."""
+        """Note that a fork asked for ``wanted`` states and got ``states``."""
         if self.others is not None:
             self.others.note_short_fork(fork, states, wanted)
 
@@ -299,7 +302,7 @@ class LeasedLanes:
         self.pointers.add(main.pointer)
 
     def nodes(self, calls: Needs) -> list[Node]:
-        """Return the nodes of ``calls``, which has a call's number by track."""
+        """Return the nodes for ``calls``, which maps tracks to call numbers."""
         of = self.of
         return [of[track].nodes[call - 1] for track, call in calls.items()]
 
@@ -387,7 +390,7 @@ def direct(producers: Sequence[Node]) -> list[Node]:
 
 
 def known_to(nodes: Iterable[Node]) -> Needs:
-    """Return the calls that a node after some nodes follows."""
+    """Return the calls that a node follows if it follows ``nodes``."""
     known: Needs = {}
     for node in nodes:
         for track, last in node.known.items():

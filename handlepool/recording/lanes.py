@@ -39,7 +39,7 @@ from handlepool.tensors.layout import Piece, Token
 T = TypeVar("T")
 Pieces = Sequence[Piece | Token]
 
-GAVE_TO_MAIN = "it gave work to the stream that is recorded, and not to its own lane alone"
+GAVE_TO_MAIN = "the call gave work to the main stream of the recording, and not only to its own lane"
 MOST_NODES = 20_000
 """The maximum number of nodes in one recording."""
 
@@ -161,7 +161,7 @@ class Lanes:
             self.main.other_work().in_order(what, pointer == self.main.pointer, fork)
 
     def note_short_fork(self, fork: object, states: int, wanted: int) -> None:
-        """Note that a fork got ``states`` states, fewer than ``wanted``."""
+        """Note that a fork asked for ``wanted`` states and got ``states``."""
         self.main.note_short_fork(fork, states, wanted)
 
     def allocated(self, block: object) -> tuple[int, str]:
@@ -219,7 +219,10 @@ class Lanes:
             self._busy = False
 
     def _known_to_writer(self) -> Needs:
-        """Return the calls that the present node follows, or the next node."""
+        """Return the calls that the writer of newly allocated memory follows.
+
+        Inside a node, the writer is that node. Between nodes, the writer is the expected next node.
+        """
         if self._inside and self._current is not None:
             return self._current.nodes[-1].known
         if self._expected is None:
@@ -280,7 +283,8 @@ class Lanes:
     def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: Any) -> Any:
         """Record the launch of a shortcut as a node; return its value.
 
-        ``attempt`` is the shortcut. It calls ``begin`` for the slot, once it has found that the arrays have the plan's geometry.
+        ``attempt`` is the shortcut. When it has found that the arrays have the plan's geometry, it calls its argument
+        ``begin``, which begins the node and returns the slot.
         """
         opened: OpenNode | None = None
 
@@ -426,7 +430,7 @@ class Lanes:
         """End a node that raised an error."""
         _, lane, node, reads, writes, met, changed = opened
         try:
-            self._serial_reason = "it raised an error"
+            self._serial_reason = "the call raised an error"
             if self._nested_accesses:
                 self._use_nested(node, {*reads}, {*writes}, met, changed)
             self._end(lane, node, opened[0].place)
@@ -501,7 +505,7 @@ class Lanes:
         The main stream then waits for all leaves. A later call that follows the node also follows the nodes ``users``.
         """
         self._inside = False
-        # In these cases, the node follows more nodes now than when it began.
+        # With ``users`` or a serial reason, the node follows more nodes now than when it began.
         follows_more = bool(users or self._serial_reason)
         if follows_more:
             lane.follow(users)
@@ -519,8 +523,8 @@ class Lanes:
         if captured and more:
             self.refused = (
                 f"{self.steps[node.step].name} at {place} gave work both to the current stream and to the stream that "
-                f"is recorded, and the order of this work is unknown. In the call, launch all work on the stream that is current "
-                f"there, which is not the stream that was current before the call"
+                f"is recorded, and the order of this work is unknown. Inside the call, get the current stream "
+                f"again and launch all work on it, because a call does not run on the stream that was current before"
             )
         self.ends[node.step] = ends = lane.end(ends, more, users)
         self.main.end_node(node, place, ends, follows_more=follows_more)
@@ -579,7 +583,7 @@ class Lanes:
         if not self._inside or lane is None:
             self.note_untracked(name)
         elif not self._serial_reason:
-            self._serial_reason = f"it uses {name}, which streams share"
+            self._serial_reason = f"the call uses {name}, a state that all streams share"
             # The node follows all leaves from now on, so the rest of its work runs after everything recorded so far.
             if self.exact:
                 behind = dict.fromkeys((*(self._ask(lane.pointer) or ()), *self.main.deps))
@@ -591,7 +595,7 @@ class Lanes:
     def _note_plain(self, name: str) -> None:
         """Note untracked work that the driver detected.
 
-        Work of another thread is no part of the recording. Work of a branch belongs to its fork, which is noted elsewhere.
+        Work of another thread is no part of the recording. Work of a branch belongs to its fork, which `in_order` notes.
         """
         if thread.region is None and thread.recording is not None and thread.recording.lanes is self:
             self.note_untracked(name)

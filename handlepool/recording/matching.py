@@ -1,6 +1,6 @@
 """Generate functions that compare a call's arrays with a program's inputs.
 
-A loop over the arrays would take half as long again as the same code without a loop. So the text of each function is generated,
+A loop over the arrays would take 50 % more time than the same code without a loop. So the text of each function is generated,
 as `dataclasses` generates an ``__init__``. The text contains the values to compare with.
 """
 
@@ -100,6 +100,6 @@ def meets(name: str) -> str:
 def made(text: str, name: str, space: dict[str, Any]) -> Any:
     """Compile the text of a function, and return the function."""
     exec(compile(text, "<a prepared call>", "exec"), space)
-    # The function is removed from its namespace. Otherwise the two would form a reference cycle, and only the garbage collector
-    # would end the programs in it.
+    # The function is removed from its namespace. Otherwise function and namespace would form a reference cycle, and only the
+    # garbage collector would free the objects in the namespace.
     return space.pop(name)

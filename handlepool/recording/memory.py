@@ -92,15 +92,16 @@ class NodeMemory:
         return found
 
     def users(self, written: Iterable[Piece | Token]) -> Needs:
-        """Return the calls that used the memory ``written`` by the present node.
+        """Return the earlier calls that used memory of the present node.
 
-        Memory that the node itself allocated is left out, because it has no other users.
+        ``written`` is memory that this node wrote. Memory that the node itself allocated is left out, because it has no other
+        users.
         """
         others = [piece for piece in written if isinstance(piece, Token) or not self._is_new(piece)]
         return needs_of((), [use for piece in others for use in self._uses.overlapping(piece)])
 
     def last_users(self, start: int, stop: int) -> Needs:
-        """Return the calls that used this freed memory last, by the books."""
+        """Return the last calls in the books that used this freed memory."""
         known = self._freed.get(start)
         if known is not None:
             return known[1]
@@ -116,9 +117,9 @@ class NodeMemory:
         self.reuse_queries.clear()
 
     def forget_users(self, used: Iterable[Piece | Token]) -> None:
-        """Drop cached last users that the present node made out of date.
+        """Drop cached last users of memory that the present node used.
 
-        The node looked up these last users before its own use of the memory, ``used``, was noted in the books.
+        These last users were cached before the node's own use of the memory, ``used``, was noted in the books.
         """
         for start in self.reuse_queries:
             if start in self._freed:

@@ -8,11 +8,14 @@ from itertools import groupby
 
 from handlepool._util.frames import place_of_call
 
-PLAIN = "no graph function and no operation: handlepool.operation declares one"
+PLAIN = "the work is no graph function and no operation: declare an operation by handlepool.operation"
 IN_ORDER = "recorded in the order of streams and forks"
 
 Told = tuple[str, str, str]
-"""A step's name, the reason why it is no node, its place."""
+"""A step of other work, as (name, reason, place).
+
+The reason says why the work is no node.
+"""
 
 
 class _Fork:
@@ -72,7 +75,7 @@ class OtherWork:
         known.places[place_of_call()] = None
 
     def note_short_fork(self, fork: object, states: int, wanted: int) -> None:
-        """Note that a fork got ``states`` states, fewer than ``wanted``."""
+        """Note that a fork asked for ``wanted`` states and got ``states``."""
         known = self._forks.get(fork)
         if known is not None and known.states is None:
             known.states, known.wanted = states, wanted
@@ -87,8 +90,8 @@ class OtherWork:
     def steps(self, last: str, place: str) -> Iterator[Told]:
         """Yield the name, reason and place of each step of other work.
 
-        ``last`` is the place of the last node, and ``place`` the place of the next node. If no caller reported the work, its
-        place is given as between the two nodes.
+        ``last`` is the place of the last node, and ``place`` the place of the next node. If no caller reported the work, the
+        step's place is a text such as "between a.py:3 and a.py:9".
         """
         if not self._told:
             where = f"between {last} and {place}"

@@ -27,10 +27,10 @@ UNCHANGED = (type(None), Enum, np.dtype, *PLAIN)
 
 
 def is_returned(value: Any) -> bool:
-    """Return whether a call can return a new container of this class.
+    """Return whether ``value`` is a container that a call can rebuild.
 
-    This is possible only for plain classes and named tuples. For any other class, code of the class would have to make the
-    container.
+    Such containers are lists, tuples, dictionaries and named tuples. A container of any other class could only be rebuilt by code
+    of that class.
     """
     if type(value) in (list, tuple, dict, OrderedDict):
         return True
@@ -208,6 +208,9 @@ def steps_without_gaps(array: DeviceArray) -> tuple[int, ...]:
 
 
 def new_like(driver: Driver, array: Any) -> Any:
-    """Return a new array without gaps, with an array's order of axes."""
+    """Return a new array without gaps, of an array's shape and type.
+
+    The axes of the new array have the same order in memory as the axes of ``array``.
+    """
     with driver.relaxed():
         return driver.empty(array.shape, steps_without_gaps(array), array.dtype)

@@ -84,7 +84,7 @@ class Outside:
         # Only memory that an argument or a kept array covers can be saved. If a call writes other memory, the timing is refused.
         for piece, call in written.items():
             if not any(_has(memory, piece) for memory in known):
-                raise self._refused(f"{call} writes memory that is in no argument of the function, or only partly in one")
+                raise self._refused(f"{call} writes memory that no argument of the function covers completely")
 
     def save(self) -> None:
         """Enqueue copies of all arrays."""
@@ -96,7 +96,7 @@ class Outside:
             self._saved.append(saved)
 
     def restore(self) -> None:
-        """Enqueue copies that restore the saved arrays, at the first call."""
+        """Enqueue copies that restore the saved arrays, at the first call only."""
         if not self._restored:
             # If `save` failed halfway, only the first arrays were saved, and only these are restored.
             for array, saved in zip(self._arrays, self._saved, strict=False):

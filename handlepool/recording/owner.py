@@ -24,7 +24,10 @@ OWNERS = ("replayed", "updated", "read", "handed over")
 
 
 class Owned:
-    """The part of a program that admits uses and tracks the owner."""
+    """The base of `Program`, which admits uses and tracks the owner.
+
+    A use is for example a replay, an update or a call. Only one thread at a time uses a program.
+    """
 
     _name: str
     _status: Status
@@ -37,7 +40,10 @@ class Owned:
     The lock is not held meanwhile, so other uses are refused.
     """
     _busy: str | None
-    """The use by the thread that holds the lock, such as "replayed"."""
+    """The word for the present use, such as "replayed", or None.
+
+    The thread that holds the lock sets the word.
+    """
     _recording: "Recording | None" = None
     _user: ThreadToken | None = None
     """The owner: the thread that may use `update`, `replay` and `outputs`.

@@ -66,8 +66,8 @@ class Program(Owned):
         Number of kernels, copies and similar operations in the graph. In `explain`, nodes are calls instead: a call may add no
         kernel, one or several.
     tunings : tuple of Tuning
-        Measurements of plans by ``record(..., plans=True)``. The first is of the plan that took the most time. Each can be
-        printed.
+        An entry for each plan that ``record(..., plans=True)`` measured, beginning with the plan that took the most time. Each
+        entry can be printed.
     """
 
     nodes: int
@@ -278,7 +278,7 @@ class Program(Owned):
                     # A closed program has no last stream, so its use enters this branch, and `_follow` refuses it.
                     if stream is not self._last or recordings or not (self._bound or self._current_device() == self.device):
                         self._follow(stream)
-                    # This thread becomes the owner, for the reason given in `_call`.
+                    # This thread becomes the owner, for the reason given in `_take_over`.
                     self._user = thread.token
                     pointer = self._pointer
                     if not checked and pointer and self._is_capturing(pointer):
@@ -342,7 +342,7 @@ class Program(Owned):
             self._mark()
 
     def _mark(self) -> None:
-        """Record the event after a use."""
+        """Record the program's event, which marks the end of a use."""
         try:
             self._driver.record_event_next(self._event, self._pointer)
         # Without the event, a later use cannot wait for this use on the device. So the host waits for the stream here.
@@ -437,8 +437,8 @@ class Program(Owned):
         elif self._unmarked:
             self._mark()
         driver.wait_event(pointer, self._event)
-        # This may drop the last reference to the former stream, which destroys the stream by a CUDA call. `relaxed` keeps that
-        # call from ending another thread's capture.
+        # `_used_by` may drop the last reference to the former stream, which destroys the stream by a CUDA call. `relaxed`
+        # keeps that call from ending another thread's capture.
         with driver.relaxed():
             self._used_by(reference)
             del last
@@ -511,9 +511,10 @@ class Program(Owned):
                         held.clear()
 
     def _detach_when_idle(self, held: list[object], wait: bool) -> bool:
-        """Move all resources to ``held``, if the last use has passed.
+        """Move all resources to ``held`` if the last use has ended.
 
-        Return whether the last use has passed. With ``wait``, wait for this.
+        The last use ends when the GPU has finished its work. With ``wait``, first wait for this. Return
+        whether the program has no resources any more.
         """
         recording = self._recording
         if recording is None:

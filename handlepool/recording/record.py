@@ -267,4 +267,6 @@ def check_values(name: str, values: list[Any], args: tuple[Any, ...], kwargs: di
                 f"{name} was given the iterator {shown(value)}, which the first call of the function would use up; pass a list"
             )
         if isinstance(value, np.ndarray) and value.dtype.hasobject and any(map(holds_values, value.ravel())):
-            raise ArrayTypeError(f"{name} was given an array of objects, {shown(value)}; pass a list of arrays")
+            raise ArrayTypeError(
+                f"{name} was given {shown(value)}, an array of objects that holds arrays; pass a list of these arrays"
+            )

@@ -1,4 +1,4 @@
-"""Give a function a pool of programs, by its arguments' geometry."""
+"""Define recorded functions, which have programs per argument geometry."""
 
 import functools
 import inspect
@@ -77,7 +77,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         self._takes_out = _has_parameter(function, "out")
         self._reader: Reader | None = None
         self._table = VariantTable()
-        # The same dictionary as in the table. A call reads it by one attribute less.
+        # The same dictionary as in the table. The reference saves each call the lookup of an attribute.
         self._hits = self._table.hits
         # Maps a pool to a mark, an object that stands for the call that records now. In a pool, one call of this function records
         # at a time. Meanwhile, other calls that would record run eagerly instead. A lock cannot serve here, because no lock may
@@ -138,7 +138,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call the long way, without a hit."""
+        """Serve a call that no hit serves, by its key."""
         out = kwargs.pop("out", None) if kwargs and not self._takes_out else None
         pool = current_pool()
         # Inside a recording, the call runs the function itself, so that the function's work becomes a part of that recording.
@@ -241,8 +241,10 @@ class RecordedFunction(Wrapper, Generic[P, R]):
             self._rebound += 1
             if self._rebound > MOST_REBOUND:
                 names = ", ".join(guard.path for guard in changed[:3] if guard.kind != VALUE)
-                self._eager = f"it was recorded {self._rebound} times, because {names} was bound to another array or object"
-                self._say(f"{self._eager}: write new values in place, as by w[...] = new")
+                self._eager = (
+                    f"the function was recorded {self._rebound} times, because {names} was bound to another array or object"
+                )
+                self._say(f"{self._eager}: write new values in place, for example by w[...] = new")
                 self.clear()
         if self._eager is not None or not self._may_record(pool, call):
             return self._plain(pool, args, kwargs, out)
@@ -274,9 +276,15 @@ class RecordedFunction(Wrapper, Generic[P, R]):
         """Call the function for real and record it; return the call's value."""
         for name, count in values.items():
             if count == MANY_VALUES:
-                self._warn(f"was recorded for {count + 1} values of {name}: keep this value in an array without axes")
+                self._warn(
+                    f"was recorded for {count + 1} values of {name}, each in a program of its own: keep the value in an "
+                    "array without axes"
+                )
         for name in self._table.many_values(call):
-            self._warn(f"was recorded for {MANY_VALUES} values of {name}: pass this value as an array without axes")
+            self._warn(
+                f"was recorded for {MANY_VALUES} values of {name}, each in a program of its own: pass the value as an "
+                "array without axes"
+            )
         variant = Variant(self._options, pool, call)
         value = variant.record(args, kwargs, call)
         # The lack of memory or side streams may be temporary. So the first few such keys are not marked as eager, and a later
@@ -527,7 +535,7 @@ class RecordedFunction(Wrapper, Generic[P, R]):
     def __get__(self, owner: object, kind: object = None) -> Any:
         """Return the recorded function for a method of ``owner``.
 
-        It is kept in ``owner``, has programs of its own, and lives as long as ``owner``.
+        The returned function is kept in ``owner``, has programs of its own, and lives as long as ``owner``.
         """
         if owner is None or not hasattr(type(self._options.function), "__get__"):
             return self
@@ -582,7 +590,10 @@ class _PerObject:
 
 
 def _inside_recording() -> bool:
-    """Return whether this thread records a function, or calls it before."""
+    """Return whether this thread makes either call of a recording.
+
+    These are the real call of the function, and its call under capture.
+    """
     return thread.recording is not None or thread.rehearsal is not None or thread.launched is not None
 
 

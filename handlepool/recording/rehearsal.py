@@ -98,7 +98,7 @@ class Rehearsal:
         """Ignore the memory that a call accesses, which only `Lanes` notes."""
 
     def expect(self, reads: Callable[[], Pieces] | None) -> None:
-        """Note the line of the next node; None ends this."""
+        """Note the place of the next node; with None, forget that place."""
         self._place = "" if reads is None else place_of_call()
 
     def hit(self, attempt: Callable[..., T], arrays: tuple[Any, ...], out: object) -> T:
@@ -373,8 +373,8 @@ def check_same(name: str, first: Sequence[CallSignature], second: Sequence[CallS
             more = _options(one.what, ""), _options(other.what, ", with other options")
         raise CaptureError(
             f"{name} did other work in its second call, which is recorded: call {number} was {one or 'none'}{more[0]} "
-            f"the first time, and {other or 'none'}{more[1]} the second time. Before the recording, take all decisions, and make "
-            "the objects that only the first call makes"
+            f"the first time, and {other or 'none'}{more[1]} the second time. Let both calls do the same: move decisions out of "
+            "the function, and if it fills a cache, call it once before the recording"
         )
 
 

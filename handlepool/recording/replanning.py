@@ -99,7 +99,7 @@ class Trials:
                 with self._driver.relaxed():
                     self._events.append(self._driver.create_event(timing=True))
             for batch in self._batches(until, show):
-                show(f"{len(batch)} other plans in the program")
+                show(f"trying {len(batch)} other plans in the program")
                 take, before, after, better = self._trial(batch, self._own if best is None else best.recording)
                 titles = tuple(f"{each.name}: {each.title}" for each in batch)
                 self.changes.append(PlanChange(titles, before, after, better))

@@ -30,7 +30,7 @@ class Served(Protocol):
         """Call the function."""
 
     def _known(self, args: tuple[Any, ...], stream: Any, begin: Callable[[], None]) -> Any:
-        """Enqueue a call on a stream; return `MISSED` without a program."""
+        """Enqueue a call; return `MISSED` if it has no program yet."""
 
 
 def request(
@@ -142,5 +142,8 @@ def _to_host(driver: Driver, stream: Any, value: Any) -> Any:
 
 
 def _copied(value: object) -> Any:
-    """Copy a host array out of page-locked memory, which is used again."""
+    """Copy a host array out of page-locked memory.
+
+    Later requests use the page-locked memory again.
+    """
     return np.array(value, order="K") if isinstance(value, np.ndarray) else value

@@ -1,6 +1,7 @@
 """Sort the arrays that a captured function returned, by their memory.
 
-The memory decides how a call of the program returns an array: as a copy, as an argument, as a view of one, or as it is.
+The memory decides how a call of the program returns an array: as a copy, as the caller's
+argument, as a view of that argument, or as the same array each time.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ type.
 
 
 class Returned:
-    """Sort the arrays that a capture returned by their memory.
+    """Sort a capture's returned arrays by the owner of their memory.
 
     Parameters
     ----------
@@ -116,7 +117,8 @@ class Returned:
         if among:
             if len(among) > 1 or is_tensor(value):
                 raise CaptureError(
-                    f"{self._name} returned a view of a tensor, or of an argument that shares memory with another. Return a copy"
+                    f"{self._name} returned a view of a tensor, or of an argument that shares memory with another. Return a "
+                    "copy of the view"
                 )
             offset = driver.array_pointer(array) - driver.array_pointer(self._elements[among[0]])
             self._views[key] = among[0], offset, array.shape, array.strides, array.dtype
@@ -143,8 +145,8 @@ class Returned:
                 ]
                 if one != two or type(known) is not type(value):
                     raise CaptureError(
-                        f"{self._name} returned arrays that share memory, and the copies that a program returns would not. "
-                        "Return copies"
+                        f"{self._name} returned arrays that share memory, but a program would return separate copies. Return "
+                        "arrays that share no memory"
                     )
                 self._own_at[key] = self._own_at[id(known)]
                 return

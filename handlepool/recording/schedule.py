@@ -120,8 +120,8 @@ class Schedule:
         lost = graph.nodes - len(self._owner)
         if lost:
             raise CaptureError(
-                f"{lost} of {graph.nodes} operations reached the stream of a call after the call had ended, so their "
-                "order is unknown. Let each call launch all its work, and free all memory that it allocates with "
+                f"{lost} of {graph.nodes} nodes of the CUDA graph reached the stream of a call after the call had ended, so "
+                "their order is unknown. Let each call launch all its work, and free all memory that it allocates with "
                 "cudaMallocAsync, before it returns"
             )
         self._graph = graph

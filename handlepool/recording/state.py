@@ -444,7 +444,10 @@ class Walk:
             self._add(path, VALUES, array)
 
     def _takes(self, nbytes: int) -> bool:
-        """Return whether another host array may be compared by values."""
+        """Count a host array; return whether to compare its values.
+
+        The values are not compared if the arrays would exceed `MOST_HOST_BYTES` together.
+        """
         if self._host_bytes + nbytes > MOST_HOST_BYTES:
             return False
         self._host_bytes += nbytes

@@ -83,8 +83,8 @@ def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: i
     """
     if not takes(driver, given):
         raise ArrayTypeError(
-            f"{place} was recorded as a {kind_of(recorded)}, and is now a {kind_of(given)}; pass a tensor like "
-            "the recorded tensor"
+            f"{place} was recorded as a {kind_of(recorded)}, and is now a {kind_of(given)}; pass a tensor of "
+            "the recorded shape and type"
         )
     for what, was, now in (
         ("shape", tuple(recorded.shape), tuple(given.shape)),
@@ -92,7 +92,8 @@ def check_alike(driver: Driver, place: str, recorded: Any, given: Any, device: i
     ):
         if was != now:
             raise ArgumentError(
-                f"{place} was recorded with {what} {was} and now has {what} {now}; record the function again for that"
+                f"{place} was recorded with {what} {was} and now has {what} {now}; pass a tensor of the recorded "
+                f"{what}, or record the function again"
             )
     if strides:
         check_strides(place, tuple(recorded.shape), recorded.stride(), given.stride())

@@ -102,11 +102,11 @@ def tune(
     anew : bool
         Whether to measure even if the plan directory has a result.
     plans : bool
-        Whether to choose also plans and forms of the heaviest operations, by the time of whole replays. For each trial, a few
-        plans or forms are changed, and the function is called and recorded again. A change stays if it makes replays quicker by
-        more than the noise. Trials go on until ``seconds`` have passed. Later calls of the operations use the changes that stay.
-        If any change stays, ``outputs`` are new arrays, and arrays that the program returned earlier keep their last values.
-        During the trials, other uses of the program are refused.
+        Whether to choose also plans and forms of the operations that take the most time, by the time of whole replays. For
+        each trial, a few plans or forms are changed, and the function is called and recorded again. A change stays if it makes
+        replays quicker by more than the noise. Trials go on until ``seconds`` have passed. Later calls of the operations use the
+        changes that stay. If any change stays, ``outputs`` are new arrays, and arrays that the program returned earlier keep
+        their last values. During the trials, other uses of the program are refused.
 
     Returns
     -------

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from handlepool.recording.capture import Recording
 
 ENGINE = "lanes"
-"""The file's entry for the engine, as in a saved plan."""
+"""The entry ``engine`` of a saved plan that holds a tuning's result."""
 
 
 class TunedLanes(NamedTuple):

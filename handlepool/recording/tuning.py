@@ -194,7 +194,7 @@ def checked(name: str, lanes: object, goal: object, seconds: object) -> tuple[tu
     ArgumentError
     """
     if isinstance(lanes, (str, bytes)) or not isinstance(lanes, Iterable):
-        raise ArgumentError(f"{name}: tune(lanes={shown(lanes)}); pass several numbers of lanes, as (1, 2, 4, 8, 16)")
+        raise ArgumentError(f"{name}: tune(lanes={shown(lanes)}); pass several numbers of lanes, such as (1, 2, 4, 8, 16)")
     counts = tuple(dict.fromkeys(as_integer(each, 0) for each in lanes))
     if not counts or not all(1 <= each <= MOST_SIDE_SLOTS for each in counts):
         raise ArgumentError(f"{name}: tune(lanes={shown(lanes)}); pass one or more integers from 1 to {MOST_SIDE_SLOTS}")
@@ -402,11 +402,11 @@ class LanesRig:
             same = next((each for each in found if each.arrangement is arrangement), None)
             if same is not None:
                 more = f"the data allows only {arrangement.lanes} lanes" if arrangement.lanes else "the program has no nodes"
-                why = f"as on {same.asked} lanes: {more}"
+                why = f"the same schedule as on {same.asked} lanes: {more}"
                 skipped[count] = LanesTrial(count, skipped=why)
                 continue
             if found and monotonic() > until:
-                skipped[count] = LanesTrial(count, skipped="not timed: the seconds had passed")
+                skipped[count] = LanesTrial(count, skipped="not timed: the time limit, seconds=, had passed")
                 continue
             progress(f"{count} lanes")
             try:
@@ -491,7 +491,10 @@ def clock(driver: Driver, graph: RecordedGraph, pointer: int, replays: int) -> f
 
 
 def device(driver: Driver, graph: RecordedGraph, pointer: int, events: Sequence[Any], replays: int) -> float:
-    """Return the device's microseconds of a replay in a row of replays."""
+    """Return the mean microseconds of a replay on the device.
+
+    The measured replays follow each other directly on the stream.
+    """
     start, end = events
     # The replay before the start event keeps the device busy, so that the latency of the first launch is not measured.
     graph.launch(pointer)

@@ -62,8 +62,8 @@ class Inputs:
 
     The arguments are kept as they were when the function was recorded. Arguments without an array cannot be updated.
 
-    A call passes either all positional arguments, or only the arguments with an array. The number of passed arguments tells which
-    of these it is. Arrays of libraries other than torch count as arrays here, but they cannot be overwritten.
+    A call passes either all positional arguments, or only the arguments with an array. The number of passed arguments tells
+    these two cases apart. Arrays of libraries other than torch count as arrays here, but they cannot be overwritten.
     """
 
     def __init__(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ class Inputs:
                 self._refuse(name, count)
         unknown = [key for key in kwargs if key not in self._named]
         if unknown:
-            there = f"its keywords are {', '.join(self._named)}" if self._named else "all of its arguments were positional"
+            there = f"pass only {', '.join(self._named)} by keyword" if self._named else "pass all arguments by position"
             raise ArgumentError(f"{name} was not recorded with the keyword {unknown[0]!r}: {there}")
         places = [(f"argument {place}", old, new) for place, (old, new) in enumerate(zip(recorded, args, strict=False))]
         places += [(key, self._named[key], new) for key, new in kwargs.items()]
@@ -134,7 +134,7 @@ class Inputs:
         few = arrays != there
         text = f"{name} was recorded with {there} positional arguments"
         if few:
-            text += f", {arrays} of which are arrays, or lists, tuples and dictionaries with arrays"
+            text += f", {arrays} of which are arrays or contain arrays"
         fix = [f"give all positional arguments{f', or only these {arrays}' if few else ''}"] if there else []
         fix += [f"give {', '.join(self._named)} by keyword"] if self._named else []
         text += f", and was given {count}: {', and '.join(fix) or 'give none'}"
@@ -248,14 +248,17 @@ def attributes_of(value: object) -> list[tuple[str, Any]]:
 
 
 def entries_of(value: Any) -> Any:
-    """Return the entries of a container, or none."""
+    """Return a container's entries; an empty tuple for any other value."""
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, (list, tuple)) else ()
 
 
 def place_among(value: object, attribute: object) -> int | None:
-    """Return the place of the entry that is the attribute, or None."""
+    """Return the index of ``attribute`` among the entries of a container.
+
+    Return None if no entry is the same object.
+    """
     return next((place for place, each in enumerate(entries_of(value)) if each is attribute), None)
 
 
@@ -313,14 +316,16 @@ def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iter
         yield from _copies(driver, place, device, old.value, new)
     elif type(old) is Attributed:
         if type(new) is not old.kind:
-            raise ArgumentError(f"{place} was recorded as a {old.kind.__qualname__}, and is now a {kind_of(new)}")
+            raise ArgumentError(
+                f"{place} was recorded as a {old.kind.__qualname__}, and is now a {kind_of(new)}; pass the recorded type"
+            )
         now = own_attributes(new)
         for name in {**old.attributes, **now}:
             _check_unchanged(driver, f"{place}.{name}", old.attributes.get(name), now.get(name))
         yield from _copies(driver, place, device, old.entries, new)
     elif isinstance(old, (tuple, dict)):
         for key in keys_of(place, old, new):
-            # The base class's method avoids code of a subclass, as the recording did.
+            # The method of `dict` is called, because a subclass may override it.
             entry = dict.__getitem__(new, key) if isinstance(new, dict) else new[key]
             yield from _copies(driver, f"{place}[{shown(key)}]", device, old[key], entry)
     elif isinstance(old, driver.array_types):
@@ -339,7 +344,7 @@ def _copies(driver: Driver, place: str, device: int, old: Any, new: Any) -> Iter
 def keys_of(place: str, old: Any, new: Any) -> Sequence[Any]:
     """Return the keys of ``old``, a recorded container.
 
-    Raise an `ArgumentError` if ``new`` is no such container, or has other keys.
+    Raise an `ArgumentError` if ``new`` is not a container of the same kind, or has other keys.
     """
     if isinstance(old, tuple):
         if not isinstance(new, (list, tuple)):
@@ -382,7 +387,8 @@ def _check_alike(driver: Driver, place: str, device: int, target: Any, source: A
     ):
         if recorded != given:
             raise ArgumentError(
-                f"{place} was recorded with {what} {recorded} and now has {what} {given}; record the function again for that"
+                f"{place} was recorded with {what} {recorded} and now has {what} {given}; pass an array of the recorded "
+                f"{what}, or record the function again"
             )
     tensors.check_strides(place, target.shape, target.strides, found.strides, target.dtype.itemsize)
     where = driver.array_device(source)

@@ -94,7 +94,7 @@ class VariantTable:
     def insert(self, variant: Variant, most: int) -> list[Variant]:
         """Insert a new variant; return the variants to drop for it.
 
-        They are the variants whose pool has ended. If there are no such variants, and the table has more than ``most`` variants,
+        A variant is returned if its pool has ended. If there are no such variants, and the table has more than ``most`` variants,
         the least recently used variant is returned. The caller drops the returned variants.
         """
         with self._lock:
@@ -118,7 +118,7 @@ class VariantTable:
                 self._order[variant] = hit
 
     def drop(self, variant: Variant) -> None:
-        """Forget a variant, and count this.
+        """Forget a variant, and count the drop.
 
         Each program of the variant is destroyed once the device has finished the program's last call.
         """
@@ -152,9 +152,10 @@ class VariantTable:
         return seen
 
     def many_values(self, call: Call) -> list[str]:
-        """Count a call's plain arguments; return those with many values.
+        """Return the names of plain arguments that had many values.
 
-        An argument is returned, by its name, when `MANY_VALUES` keys differ only in its value.
+        The call is counted for each of its plain arguments. An argument had many values when `MANY_VALUES` keys differ only in
+        the argument's value.
         """
         names = []
         for place, part in enumerate(call.key):

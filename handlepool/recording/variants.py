@@ -58,7 +58,7 @@ class Options:
     in_place : frozenset of int and str
         Positions and names of arguments whose arrays a program reads in place, without a copy.
     guarded : callable
-        The function whose values are guarded. It differs from ``function`` only if ``function`` does nothing but call it.
+        The function whose values are guarded. It differs from ``function`` only if ``function`` just calls ``guarded``.
     fixed : sequence of array
         Further arrays that the program reads in place. No guard checks them.
     private : bool
@@ -143,7 +143,8 @@ class Variant:
         self._memory: Memory | None = None
         self._changed: list[bool | None] = []
         self._reached: list[int] = []
-        # The outputs that calls return themselves, if arguments are written. A call with such an argument runs eagerly.
+        # The program's own outputs, if calls return them and write to arguments. A call runs eagerly if its argument shares
+        # memory with such an output.
         self._lent: list[Piece] = []
         self._related = call.related
         self._written = False
@@ -153,7 +154,10 @@ class Variant:
     # Whether the variant serves a call
 
     def takes(self, call: Call) -> bool:
-        """Return whether the call's objects are those of the first call."""
+        """Return whether a call passes the objects of the first call.
+
+        Only the objects that the key contains by identity are compared.
+        """
         return not self._held or all(one() is other for one, other in zip(self._held, call.held, strict=True))
 
     def apart(self, call: Call) -> bool:
@@ -367,7 +371,8 @@ class Variant:
             written = [] if options.private else written_places(recording, inputs, self._changed)
             if written and call.related:
                 raise CaptureError(
-                    f"{name} may write to an argument that shares memory with another. Pass arguments without shared memory"
+                    f"{name} may write to an argument that shares memory with another argument. Pass arguments "
+                    "without shared memory"
                 )
             returned = Returned(recording, name, inputs, reached, outputs, apart=options.private)
             program = Program(name, recording, Inputs(driver, tuple(inputs), {}), outputs, home, memory, lent=not options.private)

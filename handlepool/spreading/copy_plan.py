@@ -13,7 +13,7 @@ from handlepool.tensors.layout import one_run
 
 
 class CopyPlan:
-    """An instance for items of one geometry, and the layouts to copy.
+    """The copies of items of one geometry to and from an instance.
 
     Attributes
     ----------

@@ -72,7 +72,10 @@ class ItemFunction(RecordedFunction[..., Any]):
         self._spread_eager = eager
 
     def served_by(self, item: object) -> tuple[Variant, Instance] | None:
-        """Return the variant and an instance for a known item, or None."""
+        """Return the variant and the instance that serve an item.
+
+        Return None if the function has no program for such an item yet.
+        """
         reader, pool = self._reader, current_pool()
         if reader is None or reader.driver is not pool.driver:
             return None

@@ -365,7 +365,7 @@ class Spread(Iterator[Any]):
         except BaseException as error:
             defer(partial(_settle, workers, self._status))
             if failure is None or not isinstance(error, Exception):
-                error.add_note(f"spread({self._name}): raised while it released its resources")
+                error.add_note(f"spread({self._name}) raised this error while it released its resources")
                 raise
             failure.add_note(f"spread({self._name}): the release of its resources failed: {type(error).__name__}: {error}")
         finally:
@@ -493,7 +493,7 @@ class Spread(Iterator[Any]):
             _defer(partial(_settle, self._workers, self._status))
 
     def __reduce__(self) -> Any:
-        """Refuse copies, because two spreads would close the same programs."""
+        """Refuse `copy` and `pickle`: two copies would close the same programs."""
         raise TypeError(f"spread({self._name}) owns streams and programs and cannot be copied or pickled; call spread again")
 
     def __repr__(self) -> str:
@@ -502,7 +502,7 @@ class Spread(Iterator[Any]):
 
 
 class Workers:
-    """The devices of a spread.
+    """The workers of a spread, one for each device.
 
     Parameters
     ----------
@@ -557,7 +557,10 @@ class Workers:
 
 
 def _settle(workers: Workers, status: Any) -> bool:
-    """Close a dropped spread unless items are in flight; return success."""
+    """Close a dropped spread; return whether it is closed.
+
+    If items are in flight, or if the close fails, the spread is left for a later call.
+    """
     if status.untouchable:
         abandon(workers)
         return True

@@ -61,7 +61,8 @@ class InFlight:
     event
         An event that was recorded after the item's last work.
     copy_plan : CopyPlan or None
-        The plan that gets the staging arrays back, which come first in ``kept``. None for an item that went the general way.
+        The plan that gets its staging arrays back when the item is done. They come first in ``kept``. None for an item
+        that went the general way.
     error : Exception or None
         The error of the item, if there is no result.
     done : bool
@@ -185,7 +186,7 @@ class DeviceWorker:
         return flight
 
     def _give(self, index: int, item: object, arrays: list[Any] | None, key: Hashable) -> InFlight:
-        """Enqueue an item the general way.
+        """Enqueue an item the general way, by the recorded function.
 
         Afterwards `_learn` decides whether later items of the same geometry can take the short way.
         """
@@ -242,7 +243,8 @@ class DeviceWorker:
             recorded, self._recorded = self._recorded, None
             do_all([*flights, self._drain, *([] if recorded is None else [recorded.close])])
             self._shared = None
-            # This drops the last references to the streams, which destroys them by CUDA calls. So it is done inside `relaxed`.
+            # `clear` drops the last references to the streams, which destroys the streams by CUDA calls. So `relaxed` is
+            # needed.
             with self._driver.relaxed():
                 self._streams.clear()
 
@@ -586,7 +588,11 @@ class DeviceWorker:
         plain = [kind_of(leaf) for leaf in leaves(staged) if not isinstance(leaf, self._driver.array_types)]
         # An item with any other value runs eagerly, because a program would use the recorded value for each item.
         if plain or not [*leaves(staged)]:
-            self._eager.say(f"an item holds a value of type {plain[0]}, which is no array" if plain else "an item holds no array")
+            self._eager.say(
+                f"an item holds a value of type {plain[0]}, which is no array: pass the value as an array"
+                if plain
+                else "an item holds no array"
+            )
             return False
         return True
 

@@ -102,8 +102,8 @@ def test_every_type_and_layout_is_copied_bit_for_bit(pool, stream, torch, dtype,
     [
         (lambda torch: torch.ones(SIZE // 2, device="cuda"), ArgumentError, "with shape"),
         (lambda torch: torch.ones(SIZE, device="cuda", dtype=torch.float16), ArgumentError, "with type torch.float32"),
-        (lambda torch: torch.ones(SIZE), ArrayTypeError, "pass a tensor like the recorded tensor"),
-        (lambda torch: cupy.ones(SIZE, np.float32), ArrayTypeError, "pass a tensor like the recorded tensor"),
+        (lambda torch: torch.ones(SIZE), ArrayTypeError, "pass a tensor of the recorded shape and type"),
+        (lambda torch: cupy.ones(SIZE, np.float32), ArrayTypeError, "pass a tensor of the recorded shape and type"),
         (lambda torch: torch.ones(2 * SIZE, device="cuda")[::2], ArgumentError, "with strides"),
     ],
 )

@@ -52,7 +52,7 @@ def test_measured_times_are_told_with_the_longest_way_and_the_lanes_use(scene):
         assert len(how.times) == len(how.steps)
         assert 0 < how.critical <= how.planned <= how.total
         assert sum(count for count, _ in how.use) == len(how.nodes)
-        assert re.search(r"Measured: [\d.,]+ microseconds one after the other, [\d.,]+ on the longest way by data", str(how))
+        assert re.search(r"Measured: [\d.,]+ microseconds one after the other, [\d.,]+ on the longest path by data", str(how))
         known = json.loads(json.dumps(how.to_dict()))
         assert (known["critical"], known["times"], len(known["use"])) == (how.critical, [*how.times], 3)
         assert known["ends"] == [*how.ends]
@@ -77,8 +77,8 @@ def test_the_longest_way_is_by_times_and_not_by_steps():
     assert (how.longest, how.critical, how.total, how.use) == (2, 30.0, 33.0, [(2, 3.0), (2, 30.0)])
     by_data = Explanation("name", 4, 0, limit=2, got=2, steps=steps, times=how.times, data=((), (), (), ()))
     assert (by_data.critical, by_data.planned, by_data.longest, by_data.longest_by_data) == (20.0, 30.0, 2, 1)
-    assert "2 of 2 lanes; the longest way has 2 steps of 4, and by data alone 1" in str(by_data)
-    assert "by data alone" not in str(how)
+    assert "2 of 2 lanes; the longest path of waits has 2 of 4 steps, and 1 if only waits by data count" in str(by_data)
+    assert "if only waits by data" not in str(how)
     assert how.order().index(3) < how.order().index(2)
 
 
@@ -135,7 +135,7 @@ def test_names_are_taken_literally(tmp_path):
 def test_other_work_is_a_band_over_all_lanes(tmp_path):
     steps = (Step("a", "here", 0, ()), Step("other work", "there", None, (0,), "plain"), Step("b", "here", 0, (1,)))
     how = Explanation("name", 3, 0, limit=2, got=1, recorded=1, steps=steps)
-    assert "1 steps with nothing beside them" in drawing._subtitle(how)
+    assert "1 steps that run alone" in drawing._subtitle(how)
     drawing.draw(how, tmp_path / "x.png", dark=True)
 
 

@@ -493,7 +493,9 @@ def test_g17_the_same_where_the_driver_does_not_mind_is_refused_by_what_no_call_
         scene.driver.enqueue(scene.driver.kept_pointer, lambda y: y.fill(7), writes=[y])
         return plus(scene, later, 5)
 
-    with pytest.raises(CaptureError, match=r"1 of \d operations reached the stream of a call after the call had ended"):
+    with pytest.raises(
+        CaptureError, match=r"1 of \d nodes of the CUDA graph reached the stream of a call after the call had ended"
+    ):
         replayed(scene, function, scene.array(1), scene.array(0))
     assert works(scene)
 
@@ -808,7 +810,7 @@ def test_a_wide_recording_leaves_side_streams_for_others_and_is_named_where_it_h
                 assert found()[0].finish().got == 2
             else:
                 with pytest.raises(
-                    StateBusyError, match="needs a free side stream; another recording has 31 as lanes: record outside of"
+                    StateBusyError, match="needs a free side stream; another recording has leased 31 side streams as lanes"
                 ):
                     found()[0].finish()
 
@@ -1333,7 +1335,7 @@ def test_work_for_the_recorded_stream_itself_is_alone_or_refused(scene, also_her
         program.replay()
         assert [scene.read(y) for y in program.outputs] == expected
         (step,) = program.explain().serial
-        assert "not to its own lane alone" in step.why
+        assert "not only to its own lane" in step.why
         assert program.explain().steps[2].after == (1,)
 
 
@@ -1479,7 +1481,7 @@ def test_a_recording_that_allocates_nothing_when_it_runs_says_nothing_of_it(scen
 def test_an_explanation_can_be_printed_and_stored_and_drawn(scene):
     with handlepool.record(forked, scene, scene.array(1), lanes=4) as program:
         how = program.explain()
-        assert "3 nodes, 3 edges, 2 of 4 lanes; the longest way has 3 steps of 4" in str(how)
+        assert "3 nodes, 3 edges, 2 of 4 lanes; the longest path of waits has 3 of 4 steps" in str(how)
         assert re.search(r"  a fork, \S+test_lanes.py:\d+, \S+test_lanes.py:\d+: recorded in the order of streams", str(how))
         known = json.loads(json.dumps(how.to_dict()))
         assert (known["nodes"], known["edges"], known["serial"], known["limit"]) == (3, 3, 1, 4)

@@ -355,7 +355,7 @@ def test_too_little_memory_says_how_far_it_came_and_how_much_there_was():
                 each += made
             return made
 
-        message = r"function found no memory on device 0 .*, at call 1\d of 40, when it had [\d,]+ bytes on 1\d lanes"
+        message = r"function found no memory on device 0 .*, at call 1\d of 40, when it used [\d,]+ bytes on 1\d lanes"
         with pytest.raises(OutOfMemoryError, match=message):
             handlepool.record(function, scene.array(1), lanes=8)
         assert leased(scene) == 0
@@ -370,7 +370,7 @@ def test_too_little_memory_for_several_lanes_says_what_one_takes():
         with pytest.raises(OutOfMemoryError, match="record it with lanes=1") as caught:
             handlepool.record(beside, scene, x, lanes=8)
         assert leased(scene) == 0
-        took, one = re.search(r"had ([\d,]+) bytes on \d lanes \(on 1 lane about ([\d,]+) bytes\)", str(caught.value)).groups()
+        took, one = re.search(r"used ([\d,]+) bytes on \d lanes \(on 1 lane about ([\d,]+) bytes\)", str(caught.value)).groups()
         with handlepool.record(beside, scene, x, lanes=1) as program:  # as it says
             program.replay()
             assert [scene.read(y) for y in program.outputs] == expected

@@ -124,8 +124,8 @@ def test_a_call_copies_into_tensors_that_are_given(scene, program):
             ArgumentError,
             r"with strides \(4, 1\) and now has strides \(1, 2\), in elements; lay it out as it was recorded, contiguous, or",
         ),
-        (lambda scene: np.zeros((2, 4), np.float32), ArrayTypeError, "pass a tensor like the recorded tensor"),
-        (lambda scene: scene.array(1), ArrayTypeError, "pass a tensor like the recorded tensor"),
+        (lambda scene: np.zeros((2, 4), np.float32), ArrayTypeError, "pass a tensor of the recorded shape and type"),
+        (lambda scene: scene.array(1), ArrayTypeError, "pass a tensor of the recorded shape and type"),
         (lambda scene: Tensor(np.zeros((2, 4), np.float32), True), ArrayTypeError, "argument 0, a .*Tensor: its values are not"),
     ],
 )

@@ -203,7 +203,7 @@ def test_a_graph_with_more_in_it_than_steps_is_refused():
     recorded.edges.append((("nobody's", 0), (3, 0)))
     assert recorded.schedule().on(2, [1.0] * 4).lanes == 2
     recorded.edges.append(((3, 0), ("nobody's", 1)))
-    with pytest.raises(CaptureError, match="1 of 6 operations reached the stream of a call after"):
+    with pytest.raises(CaptureError, match="1 of 6 nodes of the CUDA graph reached the stream of a call after"):
         recorded.schedule()
 
 

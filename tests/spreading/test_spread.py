@@ -694,7 +694,7 @@ def test_other_devices_go_on_without_one_that_is_taken_away(make_driver):
         assert len(got) == 40
         assert {y.device for y in got if isinstance(y, ItemError)} == {1}
         assert all((y == z).all() for y, z in zip(got, right, strict=True) if not isinstance(y, ItemError))
-        assert "spread(conv): raised while it released its resources" in error.__notes__
+        assert "spread(conv) raised this error while it released its resources" in error.__notes__
 
 
 def failing_later(driver):
