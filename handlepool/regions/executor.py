@@ -60,7 +60,7 @@ class ParallelStateExecutor(Executor):
     pool : HandlePool, optional
         The default pool if omitted.
     max_pending : int, optional
-        The maximum number of tasks and requests that the GPU has not passed. A request is a submitted call of a recorded
+        The maximum number of tasks and requests whose work the GPU has not finished. A request is a submitted call of a recorded
         function. At the maximum, `submit` of a request first waits on the host for the oldest task or request.
     results : {None, "device", "host"}
         Where the results of requests go. None means the host if an argument is a NumPy array, and the device otherwise.
@@ -120,7 +120,7 @@ class ParallelStateExecutor(Executor):
         ----------
         fn : callable
         *args, **kwargs
-            For the function. They are kept alive until the GPU has passed the task, or a stream waits for the task.
+            Arguments of the function. They are kept alive until the GPU has finished the task, or a stream waits for the task.
 
         Returns
         -------
@@ -215,8 +215,8 @@ class ParallelStateExecutor(Executor):
         *iterables : iterable
             Positional arguments, one entry of each iterable per call. The shortest iterable decides the number of calls.
         **kwargs
-            For the function, the same in every call. `map` keeps the names ``timeout``, ``chunksize`` and ``buffersize``, which
-            `concurrent.futures.Executor.map` explains. To pass such names to ``fn``, bind them with `functools.partial`.
+            Keywords of the function, the same in every call. `map` keeps the names ``timeout``, ``chunksize`` and ``buffersize``,
+            which `concurrent.futures.Executor.map` explains. To pass such names to ``fn``, bind them with `functools.partial`.
 
         Returns
         -------
@@ -345,7 +345,7 @@ class ParallelStateExecutor(Executor):
         return lease.slot
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads, as `concurrent.futures.Executor.shutdown`.
+        """End the threads, as `concurrent.futures.Executor.shutdown` does.
 
         Each thread releases its side slots as it ends.
 
@@ -461,4 +461,4 @@ def _pass_on(inner: "Future[None]", call: list[_Call]) -> None:
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing, as the default initializer."""
+    """Do nothing: the initializer of threads without a user's initializer."""
