@@ -43,8 +43,8 @@ class Starts(Protocol):
     def start(self, order: "DataOrder", needs: Needs, *, owned: bool = False) -> Track:
         """Start the next branch and return its track.
 
-        The track belongs to a side slot of the fork. If no side slot is free, the track belongs to the caller's stream. With
-        ``owned``, the slot is bound to this thread.
+        ``needs`` are the calls that the branch waits for. The track belongs to a side slot of the fork. If no
+        side slot is free, the track belongs to the caller's stream. With ``owned``, the slot is bound to this thread.
         """
 
     def undo_start(self) -> None:
@@ -72,7 +72,7 @@ class DataOrder:
     Attributes
     ----------
     events : Events
-        The events that streams of the device wait for.
+        The pool of events for the waits between the device's streams.
     barrier : (Track, int) or None
         The last call that may have used any memory. Every later call waits for it.
     busy : bool

@@ -167,7 +167,7 @@ def substitute_default(pool: HandlePool) -> Iterator[None]:
 def lazy_get_handle(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable[[], None]]:
     """Make a `HandlePool.get_handle` that finds its pool on the first call.
 
-    After the first call, the new method is as fast as the pool's own method. The second result is a function that makes the
+    After the first call, the made function is as fast as the pool's own method. The second result is a function that makes the
     next call look for the pool again.
     """
 

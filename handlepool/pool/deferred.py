@@ -33,7 +33,7 @@ class Deferred(deque[Callable[[], bool]]):
     def run_all(self) -> None:
         """Try each step once.
 
-        Do not call this where a lock is held, because users' finalizers may run.
+        Do not call this method while this thread holds a lock, because users' finalizers may run.
         """
         self.run(len(self))
 

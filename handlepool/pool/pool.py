@@ -138,7 +138,7 @@ class HandlePool:
         Parameters
         ----------
         nbytes : int
-            0 is legal.
+            Number of bytes, 0 or more.
         stream : stream, optional
             As in `get_handle`.
 

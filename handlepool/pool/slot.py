@@ -327,7 +327,7 @@ class Slot:
         Parameters
         ----------
         nbytes : int
-            0 is legal. Contents are not kept from one call to the next.
+            Number of bytes, 0 or more. Contents are not kept from one call to the next.
 
         Returns
         -------

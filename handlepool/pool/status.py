@@ -54,9 +54,9 @@ class Status:
 
     @property
     def untouchable(self) -> bool:
-        """Return whether nothing may be destroyed or released.
+        """Return whether the pool's resources must not be destroyed or released.
 
-        This holds in a forked child (guarantee 13), and after a lost context.
+        The result is True in a forked child (guarantee 13), and after a lost context.
         """
         return self.forked or self.poison is not None
 

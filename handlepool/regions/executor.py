@@ -107,8 +107,8 @@ class ParallelStateExecutor(Executor):
 
         The call of a recorded function (`recorded`) is a request: this thread launches it on one of the executor's streams, and
         no worker thread takes part. A client is a thread or a task of asyncio. The requests of one client keep their order.
-        Arrays of NumPy go to the device through page-locked memory. Where no program fits the arguments yet, this thread records
-        one in a call on the current stream.
+        Arrays of NumPy go to the device through page-locked memory. If no program fits the arguments yet, this thread records a
+        program in a call on the current stream.
 
         Inside a fork the task also starts after the branches that read or wrote its arguments. Later calls do not wait for the
         task on their own. Only the future makes them wait.

@@ -171,7 +171,7 @@ class Join:
     # Forks that were not left
 
     def fail(self) -> None:
-        """Let a later `settle` join this fork, because its join was not made.
+        """Prepare this fork for a later join by `settle`.
 
         If this fork is inside a branch, the outer fork's region abandons its memory, because this fork may still use the memory.
         """

@@ -212,8 +212,8 @@ class Leases:
         """Order the next branches after further streams of the caller.
 
         Torch's current stream is an example. The caller's stream waits for the further streams now, and branches start after the
-        caller's stream. At the join the further streams wait for the caller's stream. Each wait takes one event. The last pointer
-        is returned.
+        caller's stream. At the join the further streams wait for the caller's stream. Each wait takes one event. The result is
+        the last entry of ``pointers``.
         """
         for pointer in pointers:
             order_streams(self.pool, self._device, pointer, self._pointer)

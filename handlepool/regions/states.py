@@ -239,7 +239,7 @@ class State:
         Parameters
         ----------
         nbytes : int
-            0 is legal.
+            Number of bytes, 0 or more.
 
         Returns
         -------
