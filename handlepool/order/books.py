@@ -33,7 +33,7 @@ Outer = tuple[Track | None, list[Accesses]]
 """The enclosing branch's track, and its accesses on other streams.
 
 `enter_branch` returns both, and `end_branch` restores both. The other streams are streams that the enclosing branch chose
-itself, beside its side stream.
+itself, in addition to its side stream.
 """
 
 

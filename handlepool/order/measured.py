@@ -95,7 +95,7 @@ class Writes:
         awaited.expect(self, answer)
 
     def read(self) -> None:
-        """Add the writes that answers show, as far as these are ready."""
+        """Read the answers that are ready, and add the writes they show."""
         found: set[str] = set()
         while self.pending:
             try:

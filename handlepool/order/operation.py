@@ -227,7 +227,8 @@ class Operation(Generic[P, R_co]):
         if self._out(args, kwargs) is None:
             raise ContractError(
                 f"operation {self._name} declares nothing, returned nothing and was given no out=, so its writes are "
-                'unknown. Declare the writes, for example with mutates="x", or pass mutates=() if the operation writes nothing'
+                'unknown. Declare the writes, for example with @handlepool.operation(mutates="x"), or pass mutates=() if the '
+                "operation writes nothing"
             )
 
     def __reduce__(self) -> Any:

@@ -35,7 +35,8 @@ _may_write: dict[tuple[Hashable, ...], bool] = {}
 
 Calls with the same call form count as alike. A call form holds the code of the function and of the functions among its
 arguments, because a lambda is a new function each time but has the same code. A call form also holds the number of arguments and
-of arrays, because one more array may be an output. At last it holds the arguments that are True, False or None.
+of arrays, because one more array may be an output. Finally, a call form holds the flags: True, False
+and None among the arguments, and in the defaults and closures of these functions.
 """
 _MOST_KNOWN = 10_000
 

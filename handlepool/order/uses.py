@@ -21,7 +21,7 @@ A stretch is a gapless run of known pieces. A stretch with more pieces counts as
 """
 
 UNREAD: Needs = {}
-"""The value of `Use.readers` before a read follows the last write.
+"""The value of `Use.readers` after a write, until the next read.
 
 All such entries share this dictionary, so it is never written to.
 """

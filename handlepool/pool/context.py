@@ -348,7 +348,7 @@ A call with unknown writes is ordered as if it wrote all memory that it may writ
 """
 
 NOT_CACHED: Any = object()
-"""The result of an attempted shortcut that does not fit a call."""
+"""The result of shortcuts and their look-up if nothing was launched."""
 
 LAUNCHES = "__handlepool_launches__"
 """Name the attribute that marks functions which only launch a plan.

@@ -214,7 +214,7 @@ class DeviceSlots:
     def _end(self) -> None:
         """Release the building handle and unused slots of threads, then `empty`.
 
-        At last the pool's free events are destroyed, even if an earlier step failed, so that no failure leaves them for good.
+        Finally, the free events are destroyed, even if an earlier step failed, so that no failure leaves these events for good.
         """
         try:
             with self.handles.no_build() as nothing_is_built:

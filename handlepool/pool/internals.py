@@ -230,7 +230,8 @@ class PoolInternals:
     def _destroy_closed(self) -> None:
         """Destroy resources of a closed pool that `close` left in use.
 
-        `close` leaves the resources of a launch under way. If this thread was inside that launch, the launch has ended by now.
+        `close` does not destroy the resources of a launch under way. If this thread was inside that launch,
+        the launch has ended by now.
         """
         if self.status.closed and not self.status.untouchable:
             for device in list(self.devices.values()):
