@@ -12,8 +12,8 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 If the function is a bound method, its object is not among the arguments.
 """
-ADVICE = 'as with @handlepool.operation(mutates="x")'
-UNNAMED = "an array that it was given"
+ADVICE = 'for example with @handlepool.operation(mutates="x")'
+UNNAMED = "one of its arrays"
 
 
 def named_values(call: Call) -> dict[str, Any]:

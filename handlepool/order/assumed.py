@@ -15,14 +15,14 @@ _warned: set[Hashable] = set()
 def warn_of_assumed_write(writer: AssumedWriter) -> None:
     """Warn that a branch waits for an assumed write of ``writer``.
 
-    Each function is warned of once.
+    ``writer`` declares no writes, so it counts as writing all its arguments. Only the first wait for each function warns.
     """
     if writer not in _warned:
         _warned.add(writer)
         warnings.warn(
-            f"a branch waits because {writer[0]} did not return new arrays alone, and so may have written any array that "
-            "it was given. Declare its writes with @handlepool.operation(mutates=...), so that only branches that use "
-            "the written arrays wait",
+            f"a branch waits because {writer[0]} did not return new arrays alone, and so may have written any of its "
+            "arguments. Declare the writes of this function with @handlepool.operation(mutates=...), so that only branches "
+            "that use the written arrays wait",
             stacklevel=frames_inside(),
         )
 
@@ -36,7 +36,7 @@ def warn_of_change(writer: AssumedWriter) -> None:
         _warned.add((writer, "changed"))
         warnings.warn(
             f"{writer[0]} returned new arrays before, and this call did not, so this call may have written an array that a "
-            "concurrent branch also uses. Declare its writes with @handlepool.operation(mutates=...), or mutates=() "
-            "if it writes nothing",
+            "concurrent branch also uses. Declare the writes of the function with @handlepool.operation(mutates=...), or pass "
+            "mutates=() if the function writes nothing",
             stacklevel=frames_inside(),
         )

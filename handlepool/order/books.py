@@ -30,20 +30,21 @@ from handlepool.pool.internals import PoolInternals
 from handlepool.tensors.layout import Piece, Token
 
 Outer = tuple[Track | None, list[Accesses]]
-"""The track of the enclosing branch, and its accesses on other streams.
+"""The enclosing branch's track, and its accesses on other streams.
 
-`enter_branch` returns both, and `end_branch` restores them. The enclosing branch itself chose the other streams.
+`enter_branch` returns both, and `end_branch` restores both. The other streams are streams that the enclosing branch chose
+itself, in addition to its side stream.
 """
 
 
 class Starts(Protocol):
-    """The part of a fork that starts branches for the books."""
+    """The methods of a fork with which the books start branches."""
 
     def start(self, order: "DataOrder", needs: Needs, *, owned: bool = False) -> Track:
         """Start the next branch and return its track.
 
-        The track belongs to a side slot of the fork. If no side slot is free, the track belongs to the caller's stream. With
-        ``owned``, the slot is bound to this thread.
+        ``needs`` are the calls that the branch waits for. The track belongs to a side slot of the fork. If no
+        side slot is free, the track belongs to the caller's stream. With ``owned``, the slot is bound to this thread.
         """
 
     def undo_start(self) -> None:
@@ -53,8 +54,8 @@ class Starts(Protocol):
 class DataOrder:
     """The books of a thread's outermost region on one device.
 
-    Code that reads or changes the books runs inside ``with order``, or sets `busy` meanwhile. A finalizer that uses the books
-    meanwhile gets an OwnershipError.
+    Code that reads or changes the books runs inside ``with order``, or sets `busy` itself. A finalizer that uses the books
+    while `busy` is set gets an OwnershipError.
 
     Parameters
     ----------
@@ -71,7 +72,7 @@ class DataOrder:
     Attributes
     ----------
     events : Events
-        The events that streams of the device wait for.
+        The pool of events for the waits between the device's streams.
     barrier : (Track, int) or None
         The last call that may have used any memory. Every later call waits for it.
     busy : bool
@@ -226,7 +227,8 @@ class DataOrder:
     def enter_branch(self, track: Track) -> Outer:
         """Make ``track`` the running branch, and return the outer state.
 
-        The branch runs Python. `end_branch` takes the outer state and restores it.
+        Call this method before a branch that runs Python. After the branch, pass the outer state to `end_branch`, which restores
+        the state.
         """
         # Branches nest, and a generator may interleave them. So each caller of this method keeps the outer state itself. A
         # stack in the books could restore the state of another branch.
@@ -237,14 +239,16 @@ class DataOrder:
     def end_branch(self, outer: Outer, call: PythonCall, allocated: Sequence[Any] | None, ended: tuple[object] | None) -> None:
         """Write down the accesses of a branch that ran Python.
 
+        The method also restores the outer state: the enclosing branch is the running branch again.
+
         Parameters
         ----------
         outer : Outer
-            From `enter_branch`.
+            The result of `enter_branch`.
         call : PythonCall
             The branch's call.
         allocated : sequence of block or None
-            Blocks that the branch allocated, in order. None where the allocations were not seen.
+            Blocks that the branch allocated, in order. None if its allocations were not observed.
         ended : (object,) or None
             The branch's value in a tuple. None where the branch raised an error.
         """
@@ -291,7 +295,8 @@ class DataOrder:
     def enter_fork(self, fork: object, *, counted: bool) -> None:
         """Let another fork use the books.
 
-        A fork inside a branch is not ``counted``: it ends with that branch, and until then the outer fork keeps the books open.
+        Pass ``counted=False`` for a fork inside a branch. Such a fork ends with that branch, and until then the outer fork
+        keeps the books open.
         """
         if self.busy:
             raise in_the_middle()
@@ -316,14 +321,17 @@ class DataOrder:
         self.busy = self.closed
 
     def abandon_fork(self, fork: object, tracks: Sequence[Track], home: Track, kept: list[object] | None, stream: object) -> None:
-        """Remove a fork whose branches may still use all kept memory."""
+        """Remove a fork that was not joined, and abandon all kept memory.
+
+        The fork's branches may still use this memory.
+        """
         # A branch that was not joined may still read this memory, and no event tells when it ends. So the memory is never
         # released.
         abandon(self.kept[:])
         self.leave_fork(fork, tracks, home, kept, stream)
 
     def recover(self) -> None:
-        """Make the books usable after an interrupt in a change."""
+        """Clear `busy` after an interrupt has ended a change to the books."""
         self.busy = self.closed
 
     def admit(
@@ -335,10 +343,11 @@ class DataOrder:
         *,
         opaque: bool = False,
     ) -> None:
-        """Order a call after conflicting branches, and write it down.
+        """Let a call wait for conflicting branches, and write the call down.
 
-        ``pointer`` is the stream of the call, which waits. An opaque call conflicts with all branches. Calls on the outermost
-        caller's stream are not written down, because everything that starts later comes after them.
+        ``pointer`` is the call's stream. This stream waits for the branches. An opaque call conflicts with all
+        branches. Calls on the outermost caller's stream are not written down, because everything that starts later comes after
+        them.
         """
         with self:
             # The books may not know the stream of the call, because a branch chose it. The branch itself orders that stream, so
@@ -363,10 +372,10 @@ class DataOrder:
                 self.foreign_writes.append((reads, writes, opaque))
 
     def _is_apart(self, pointer: int, reads: Sequence[Piece | Token], writes: Sequence[Piece | Token], opaque: bool) -> bool:
-        """Return whether a call's stream has another capture than the books.
+        """Return whether a call and the branches belong to different captures.
 
-        Then the call and the branches run at different times, and no event can order them. The code that chose the stream orders
-        its calls with the branch of that code.
+        Then the call and the branches run at different times, and no event can order them. The branch that chose the call's
+        stream has to order this stream with its own side stream.
 
         Raises
         ------
@@ -387,8 +396,8 @@ class DataOrder:
     def look_up_launch(self, addresses: Sequence[int], operands: Operands) -> tuple[list[Use], list[Use], Needs]:
         """Return a launch's reads, its overwritten memory, and its needs.
 
-        The memory comes as entries of the books. The needs are the calls that the launch waits for. `note_launch` makes the
-        entries of outputs without gaps that are allocated for the launch.
+        Reads and overwritten memory are returned as entries of the books. The needs are the calls that the launch waits for.
+        New outputs without gaps are left out, because `note_launch` makes their entries.
         """
         if self._uses is _NO_USES:
             self._enter_recent()
@@ -433,7 +442,10 @@ class DataOrder:
         return reads, writes, needs if self.barrier is None else self.behind_barrier(needs)
 
     def look_up(self, call: Call) -> tuple[list[Use], list[Use], Needs]:
-        """Look up the reads, the writes and the needs of any call."""
+        """Return the entries of a call's reads and writes, and its needs.
+
+        The needs are the calls that ``call`` waits for.
+        """
         if self._uses is _NO_USES:
             self._enter_recent()
         uses = self._uses
@@ -492,11 +504,14 @@ class DataOrder:
             raise
 
     def entries(self, pieces: Iterable[Piece | Token]) -> list[Use]:
-        """Return the books' entries of arrays and tokens."""
+        """Return the books' entries of ``pieces``; make missing entries."""
         return self._entered().pieces(pieces)
 
     def conflicts(self, reads: Iterable[Piece | Token], writes: Iterable[Piece | Token]) -> Needs:
-        """Return the needs of a call that is not written down."""
+        """Return the calls that a call with these accesses waits for.
+
+        The call itself is not written down.
+        """
         overlapping = self._entered().overlapping
         needs = needs_of(*[[use for piece in pieces for use in overlapping(piece)] for pieces in (reads, writes)])
         return needs if self.barrier is None else self.behind_barrier(needs)
@@ -504,13 +519,13 @@ class DataOrder:
     def note_launch(
         self, track: Track, call: int, reads: Sequence[Use], writes: Sequence[Use], addresses: Sequence[int], operands: Operands
     ) -> None:
-        """Write down a launch that was looked up."""
+        """Write down a launch, with the entries from `look_up_launch`."""
         write_down(track, call, reads, writes)
         if operands.made:
             self._write_down_new(track, call, addresses, operands)
 
     def note(self, track: Track, reads: Sequence[Use], writes: Sequence[Use]) -> None:
-        """Write down the next call of a stream."""
+        """Count a call of a stream, and write down its accesses."""
         write_down(track, track.next_call(), reads, writes)
 
     def _write_down_new(self, track: Track, call: int, addresses: Sequence[int], operands: Operands) -> None:
@@ -520,13 +535,13 @@ class DataOrder:
     # Waits
 
     def waits_for_all(self, track: Track, writes: Iterable[Piece | Token]) -> bool:
-        """Return whether a stream waits for all other users of ``writes``."""
+        """Return whether a stream waits for all calls that used ``writes``."""
         return all(track.waits_for(*last(*each)) for each in self.conflicts((), writes).items())
 
     def joined(self, tracks: Sequence[Track], home: Track, stream: object = None) -> None:
         """Note that a caller's stream waits for all calls of joined tracks.
 
-        ``home`` is the track of that stream. From now on no fork has the joined tracks.
+        ``home`` is the track of that stream. The books forget the joined tracks.
         """
         home.absorb(tracks, stream)
         for track in tracks:
@@ -536,7 +551,8 @@ class DataOrder:
     def close(self) -> None:
         """Close the books and drop all their references.
 
-        The join was made, or will never be made. Any thread may close books whose own thread has ended.
+        Call this method after the last join, or if no join will ever be made. Any thread may close books whose own thread has
+        ended.
         """
         self.closed = self.busy = True
         if self._orders.get(self._key) is self:
@@ -552,16 +568,16 @@ class DataOrder:
         self.kept.clear()
 
     def forget(self, pointer: int) -> None:
-        """Forget a stream that received no call."""
+        """Remove the track of a stream that received no call."""
         track = self.tracks.pop(pointer, None)
         if track is not None:
             end_tracks(self.events, (track,))
 
 
 _NO_USES = Uses()
-"""The placeholder for entries before the first look-up.
+"""The value of `DataOrder._uses` before the first look-up of entries.
 
-All books share it, so nothing is ever entered there.
+All books share this object, so it stays empty.
 """
 
 

@@ -31,6 +31,7 @@ def another_capture(what: str, pointer: int, outer: int, captures: tuple[int, ..
     """
     inner, around = captures
     return CaptureError(
-        f"{what} on stream {pointer:#x} {'is' if inner else 'is not'} under a capture, and an open fork of this thread, "
-        f"on stream {outer:#x}, {'is under another capture' if inner and around else 'is' if around else 'is not'}. " + fix
+        f"{what} on stream {pointer:#x} {'is' if inner else 'is not'} part of a capture, and an open fork of this thread on "
+        f"stream {outer:#x} {'is part of another' if inner and around else 'is' if around else 'is not'}, so neither may wait "
+        f"for the other. {fix}"
     )

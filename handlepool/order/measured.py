@@ -55,7 +55,8 @@ class Writes:
     known : bool
         Whether a measurement has succeeded, or there was nothing to measure.
     places : frozenset of str
-        Arguments, attributes and names of the closure that calls were found to write, as `named_values` names them.
+        Names of the arrays that measured calls wrote. `named_values` gives these names to arguments, attributes and variables of
+        the closure.
     pending : deque
         Answers that have not been read. An answer is the result of one measurement.
     """
@@ -73,7 +74,7 @@ class Writes:
 
     @property
     def settled(self) -> bool:
-        """Whether `places` has all undeclared writes of later calls."""
+        """Whether `places` may be taken for all undeclared writes of later calls."""
         return self.known
 
     @property
@@ -94,7 +95,7 @@ class Writes:
         awaited.expect(self, answer)
 
     def read(self) -> None:
-        """Read the answers that have arrived."""
+        """Read the answers that are ready, and add the writes they show."""
         found: set[str] = set()
         while self.pending:
             try:
@@ -125,12 +126,15 @@ class Writes:
             If a measured call wrote an undeclared array.
         """
         if self.places and self._declared:
-            raise ContractError(f"{self.name} wrote {min(self.places)} without declaring it: declare its writes, {ADVICE}")
+            raise ContractError(
+                f"{self.name} wrote {min(self.places)} without declaring it: declare the function's writes, {ADVICE}"
+            )
 
     def _warn(self, places: Sequence[str]) -> None:
         warnings.warn(
-            f"{self.name} returned new arrays and wrote {places[0]} as well: from now on branches that call it are "
-            f"ordered as writers of {' and '.join(places)}. Declare its writes with @handlepool.operation(mutates=...)",
+            f"{self.name} returned new arrays and wrote {places[0]} as well, so later branches that call this "
+            f"function are ordered as writers of {' and '.join(places)}. Declare the function's writes with "
+            "@handlepool.operation(mutates=...)",
             stacklevel=frames_inside(),
         )
 
@@ -198,7 +202,7 @@ class _Answer:
 class Measurement:
     """A comparison of a call's arrays before and after the call.
 
-    `begin` makes the measurement, when the call's stream already waits for all calls that the measured call depends on.
+    `begin` makes this object, after the call's stream was made to wait for all calls that the measured call depends on.
     """
 
     __slots__ = ("_arrays", "_before", "_outer", "_pointer", "_pool", "_since", "_told")
@@ -213,7 +217,10 @@ class Measurement:
         self._outer = tell(self._told)
 
     def end(self, writes: Writes, call: Call) -> None:
-        """Compare the arrays after the call; the answer arrives later."""
+        """Compute checksums after the call, and add the answer to ``writes``.
+
+        The host does not wait for the GPU, so the answer is read later.
+        """
         self.drop()
         driver = self._pool.driver
         told = [piece for piece in self._told if piece is not UNSURE and not isinstance(piece, Token)]
@@ -243,7 +250,10 @@ class Measurement:
             self._outer.extend(self._told)
 
     def _is_known(self, memory: Piece, told: Sequence[Piece]) -> bool:
-        """Return whether nested calls reported writes to an array."""
+        """Return whether a nested call is known to have written an array.
+
+        ``memory`` is the memory of that array, and ``told`` the memory that nested calls reported as written.
+        """
         if any(share(memory, each) for each in told):
             return True
         return self._since is not None and written_since(self._pool, memory, self._since)
@@ -325,12 +335,12 @@ def wait_for_answers(since: int = 0) -> None:
     Parameters
     ----------
     since : int
-        An earlier value of `awaited.asked`. Answers that were asked for until then are left out.
+        An earlier value of `awaited.asked`. Answers of measurements that had ended by then are left out.
 
     Raises
     ------
     ContractError
-        For an operation that was found to write more than it declares.
+        If a measurement found that an operation writes more than it declares.
     """
     for number, _, answer in awaited.answers:
         if number > since:
@@ -339,7 +349,10 @@ def wait_for_answers(since: int = 0) -> None:
 
 
 def read_answers(since: int = 0) -> None:
-    """Read the answers that have arrived; see `wait_for_answers`."""
+    """Read this thread's answers that are ready, without a wait.
+
+    ``since`` and the error are as in `wait_for_answers`.
+    """
     waiting = awaited.take(since)
     try:
         for _, writes, _ in waiting:
@@ -353,9 +366,9 @@ def read_answers(since: int = 0) -> None:
 
 
 def unsure() -> None:
-    """Tell the enclosing measured call that a nested write is assumed.
+    """Make the answer of the enclosing measurement unsure.
 
-    The nested call is ordered as a writer before its writes are known.
+    A nested call whose writes are unknown counts as writing its arguments. This may hide a write of the enclosing call.
     """
     if thread.told is not None:
         thread.told.append(UNSURE)
@@ -369,7 +382,7 @@ functions: dict[Hashable, Writes] = {}
 
 
 def writes_of(form: Hashable, name: str) -> Writes:
-    """Return the known writes of a plain function."""
+    """Return the entry of ``form`` in `functions`, or make it."""
     known = functions.get(form)
     if known is None:
         if len(functions) >= _MOST_KNOWN:

@@ -38,7 +38,7 @@ Find = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """A function that finds an entry's value in a call's arguments."""
 Pieces = list[Piece | Token]
 _OPTIONS = {bool, int, float, complex, str, bytes}
-"""Types of arguments that distinguish calls of one operation."""
+"""Types of the arguments that `OperationCall.what` includes."""
 
 
 class Operation(Generic[P, R_co]):
@@ -187,7 +187,7 @@ class Operation(Generic[P, R_co]):
         args, kwargs : tuple, dict
             The call's arguments. For a method, the object is the first argument.
         reached : Reached, optional
-            The result of `reach` for this call, where the caller has it already.
+            The result of `reach` for this call, if the caller has called `reach` already.
 
         Returns
         -------
@@ -207,11 +207,11 @@ class Operation(Generic[P, R_co]):
         return found + pieces_of(driver, self._out(args, kwargs))
 
     def reach(self, driver: Driver, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reached:
-        """Return the values that a call's arguments and bindings reach now."""
+        """Return the values that a call's arguments and function lead to."""
         return Reached(driver, *self.function_call(args, kwargs))
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
-        """Return the values that a call's entries reach now."""
+        """Return the values of the declared entries, and ``out``, for a call."""
         return [*leaves([find(args, kwargs) for find in (*self._reads, *self._mutates, self._out)], keys=True)]
 
     def function_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
@@ -227,7 +227,8 @@ class Operation(Generic[P, R_co]):
         if self._out(args, kwargs) is None:
             raise ContractError(
                 f"operation {self._name} declares nothing, returned nothing and was given no out=, so its writes are "
-                'unknown. Declare them, as with @handlepool.operation(mutates="x"), or mutates=() if it writes nothing'
+                'unknown. Declare the writes, for example with @handlepool.operation(mutates="x"), or pass mutates=() if the '
+                "operation writes nothing"
             )
 
     def __reduce__(self) -> Any:
@@ -333,7 +334,7 @@ class OperationCall(PythonCall):
         return value
 
     def new(self, value: Any) -> list[Piece]:
-        """Return the memory of new arrays in the value.
+        """Return the memory of new arrays in ``value``.
 
         New arrays share no memory with the arrays that the call is known to read or write.
         """
@@ -358,7 +359,7 @@ class OperationCall(PythonCall):
 def operation_of(function: Any, args: tuple[Any, ...]) -> tuple[Operation[..., Any], tuple[Any, ...]] | None:
     """Return a call's operation and its arguments, or None.
 
-    The object of a bound method is the first argument.
+    The object of a bound method is the first argument. The result is None if ``function`` is no operation.
     """
     kind = type(function)
     if kind is Operation:

@@ -176,7 +176,7 @@ def before(
 
 
 def _after_fork() -> None:
-    """Clear the child's regions after a process fork (guarantee 13)."""
+    """Forget the parent's regions in a forked child (guarantee 13)."""
     # The events of the regions belong to the parent's context. So the child drops the regions and releases no event.
     books_of_thread.orders.clear()
 

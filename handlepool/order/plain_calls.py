@@ -33,30 +33,34 @@ from handlepool.tensors.layout import Piece, Token, share
 _may_write: dict[tuple[Hashable, ...], bool] = {}
 """Whether calls of a call form may write their arguments.
 
-A call form is the key by which calls count as alike. It has the code of the function and of the functions among its arguments,
-because a lambda is a new function each time but has the same code. It has the number of arguments and of arrays, because one
-more array may be an output. It also has the flags.
+Calls with the same call form count as alike. A call form holds the code of the function and of the functions among its
+arguments, because a lambda is a new function each time but has the same code. A call form also holds the number of arguments and
+of arrays, because one more array may be an output. Finally, a call form holds the flags: True, False
+and None among the arguments, and in the defaults and closures of these functions.
 """
 _MOST_KNOWN = 10_000
 
 
 ORDERS_ITSELF = "__handlepool_orders_itself__"
-"""The attribute of a function that orders itself when it is called.
+"""The attribute that marks a function which orders itself.
 
-Its value is the function itself. So a wrapper of the function does not count as ordering itself, although `functools.wraps`
-copies the attribute to the wrapper.
+Such a function makes its stream wait for all calls that it depends on. `Program.replay` is an example. The attribute's value
+is the function itself. So a wrapper to which `functools.wraps` copies the attribute does not count as marked.
 """
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def orders_itself(function: F) -> F:
-    """Decorate a method that orders its own reads and writes."""
+    """Mark a method as a function that orders itself; see `ORDERS_ITSELF`."""
     setattr(function, ORDERS_ITSELF, function)
     return function
 
 
 def does_order_itself(function: object) -> bool:
-    """Return whether a function or a callable object orders itself."""
+    """Return whether `orders_itself` marked a method or ``__call__``.
+
+    ``function`` is a bound method or a callable object. A marked function makes its stream wait for the calls that it depends on.
+    """
     method = getattr(bound_call(function), "__func__", None)
     return type(method) is FunctionType and method.__dict__.get(ORDERS_ITSELF) is method
 
@@ -69,7 +73,7 @@ class PlainCall(PythonCall):
     Attributes
     ----------
     reached : Reached or None
-        The values that the call is given. None for a function that orders itself.
+        The values that the call reaches. None for a function that orders itself (`ORDERS_ITSELF`).
     caused_wait : bool
         Whether the call waits for another call because of its assumed writes alone.
     measurable : bool
@@ -138,7 +142,7 @@ class PlainCall(PythonCall):
         self.keep = self._call, reached and reached.values
 
     def _changed(self) -> list[Piece]:
-        """Return the memory of arguments that earlier calls wrote."""
+        """Return the memory of the arguments that measured calls wrote."""
         places = self._written.places
         if UNNAMED in places:
             return self._given
@@ -159,8 +163,8 @@ class PlainCall(PythonCall):
     def returned(self, value: object, allocated: Sequence[Any]) -> None:
         """End the measurement of a call that has returned.
 
-        If the call returned new arrays alone, its arrays are compared. If not, the measurement is dropped, because the call
-        counts as writing all its arrays anyway.
+        If the call returned new arrays alone, the measurement compares the call's arguments. If not, the measurement is dropped,
+        because the call counts as writing all its arguments anyway.
         """
         measurement, self.measurement = self.measurement, None
         assert measurement is not None
@@ -265,7 +269,7 @@ class PlainCall(PythonCall):
     def _is_new(self, value: Any, memory: Piece) -> bool:
         """Return whether an array is ``out`` or another library's new array.
 
-        The array lies outside of the memory that the call allocated.
+        Call this method only for an array outside of the memory that the call allocated.
         """
         if _lies_in(memory, [known[:2] for known in self._out]):
             return True
@@ -276,8 +280,8 @@ class PlainCall(PythonCall):
     def _tell(self, order: DataOrder, track: Track) -> None:
         """Warn if this call waited only because a write was assumed.
 
-        A call whose writes are unknown is assumed to write its arguments. If such an assumption about this call makes a later
-        call wait, the later call warns as well.
+        A call whose writes are unknown counts as writing its arguments. If a later call waits for this call for that reason,
+        the later call warns as well.
         """
         if self.caused_wait:
             warn_of_assumed_write(self._writer)

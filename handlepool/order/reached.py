@@ -93,7 +93,7 @@ class Reached:
 
 
 def arrays_among(driver: Driver, values: Iterable[Any]) -> list[tuple[Any, Piece]]:
-    """Return the arrays of any library among values, with their memory."""
+    """Return each array among ``values``, of any library, and its memory."""
     natives, memory_of, found = driver.array_types, driver.memory_of, []
     for value in values:
         if isinstance(value, natives):
@@ -104,7 +104,7 @@ def arrays_among(driver: Driver, values: Iterable[Any]) -> list[tuple[Any, Piece
 
 
 def arrays_in(driver: Driver, *values: object, calls: bool = False) -> list[tuple[Any, Piece]]:
-    """Return the arrays that values lead to, with their memory."""
+    """Return each array that ``values`` lead to, and its memory."""
     if len(values) == 1 and type(values[0]) is driver.array_types[0]:
         return [(values[0], driver.memory_of(values[0]))]
     return arrays_among(driver, leaves(*values, calls=calls))

@@ -1,6 +1,6 @@
 """Order callers' streams other than CuPy's current stream.
 
-These are torch's current streams, and the streams on which arrays say that they are in use.
+Such streams are torch's current streams, and the streams that arrays of other libraries name as their own.
 """
 
 import functools
@@ -36,8 +36,8 @@ def order(pool: PoolInternals, device: int, first: int, then: int) -> None:
     if captured[0] != captured[1]:
         raise CaptureError(
             f"stream {(first, then)[captured[1]]:#x} is being captured, and stream {(first, then)[captured[0]]:#x}, "
-            "where arrays are in use, is not. Make the same stream current for CuPy and for torch, or pass torch's stream, as "
-            "in fork(stream=torch.cuda.current_stream())"
+            "where arrays are in use, is not, so neither may wait for the other. Make the same stream current for CuPy and for "
+            "torch, or pass torch's stream, for example to fork(stream=torch.cuda.current_stream())"
         )
     pool.device(device).edges.order(first, then)
 

@@ -3,7 +3,7 @@
 A wait takes one event on the stream of the earlier call. If another branch is about to continue on that stream, the event is
 recorded first, because further calls may depend on the earlier call alone. If not, the first call that waits records the event,
 and then waits for all work that the stream has received by then. Each stream knows which calls of other streams it already
-waits for, also through third streams. It does not wait for these calls again.
+waits for, also through third streams. No stream waits for such a call again.
 """
 
 from bisect import bisect_left
@@ -20,7 +20,7 @@ To wait for a call before all kept events, a stream waits for the oldest kept ev
 """
 
 Needs = dict["Track", int]
-"""The last call to wait for on each stream."""
+"""For each stream, the number of the last call to wait for."""
 
 NOTHING: Needs = {}
 """The shared empty value of `Needs`, which is never written to."""
@@ -116,7 +116,10 @@ class Track:
         return self.marks[bisect_left(self.marks, (call,))]
 
     def learn(self, more: Needs) -> None:
-        """Add ``more``, the known calls of a track that this track follows."""
+        """Add ``more`` to the calls that this stream waits for.
+
+        ``more`` is the value of ``known`` of another track, which this stream waits for.
+        """
         if not self.known:
             self.known = more
         elif more:

@@ -28,7 +28,9 @@ Writes = Iterable[Piece | Token]
 
 
 class Watch:
-    """A watch over one call for its undeclared writes.
+    """A call's arrays before the call, to find undeclared writes.
+
+    A watch keeps the versions of torch tensors and, with ``check=True``, copies of arrays. `ended` compares the arrays with both.
 
     Parameters
     ----------
@@ -56,7 +58,7 @@ class Watch:
         Parameters
         ----------
         compare : bool
-            Whether the arguments must be unchanged, except by calls that ran inside the watched call.
+            Whether to compare the arguments with their copies. Writes of calls inside the watched call are no error.
         since : dict, optional
             For each stream of the region, the last call before the watched call. Later calls ran inside the watched call, and
             the books know their writes.
@@ -123,7 +125,8 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
     tensors = [*tensors]
     if tensors and (thread.rehearsal is not None or (thread.recording is not None and thread.recording.lanes is not None)):
         raise ContractError(
-            f"{name_of(call[0])} wrote {name_of_array(tensors[0], call)} without declaring it: declare its writes, {ADVICE}"
+            f"{name_of(call[0])} wrote {name_of_array(tensors[0], call)} without declaring it: declare the function's "
+            f"writes, {ADVICE}"
         )
     for tensor in tensors:
         memory = piece_of(pool.driver, tensor)
@@ -135,7 +138,7 @@ def count_as_written(pool: PoolInternals, tensors: Iterable[Any], call: Call) ->
     if late is not None:
         raise ContractError(
             f"{name_of(call[0])} wrote {name_of_array(late, call)} without declaring it, and a concurrent branch also "
-            f"uses that array. Declare its writes, {ADVICE}"
+            f"uses that array. Declare the function's writes, {ADVICE}"
         )
 
 
@@ -166,7 +169,8 @@ def check_unchanged(pool: PoolInternals, copies: list[tuple[Any, bytes]], call: 
     for array, copy in copies:
         if _bytes_of(pool, array) not in (copy, None) and not _told(pool, array, since):
             raise ContractError(
-                f"{name_of(call[0])} wrote {name_of_array(array, call)} without declaring it: declare its writes, {ADVICE}"
+                f"{name_of(call[0])} wrote {name_of_array(array, call)} without declaring it: declare the function's "
+                f"writes, {ADVICE}"
             )
 
 
@@ -180,7 +184,7 @@ def _told(pool: PoolInternals, array: Any, since: Needs | None) -> bool:
 
 
 def _given(reached: Reached) -> list[Any]:
-    """Return the values that a call reaches.
+    """Return the values to check for undeclared writes.
 
     NumPy arrays in attributes are left out, because they are often counters, which the host writes without any stream.
     """
@@ -193,7 +197,7 @@ def _memory(writes: Writes) -> list[Piece]:
 
 
 def _meets(pool: PoolInternals, array: Any, memory: list[Piece]) -> bool:
-    """Return whether an array shares memory with written memory.
+    """Return whether an array shares bytes with ``memory``.
 
     An array of unknown memory counts as sharing, because its contents cannot be compared.
     """

@@ -21,7 +21,7 @@ A stretch is a gapless run of known pieces. A stretch with more pieces counts as
 """
 
 UNREAD: Needs = {}
-"""The empty readers of entries without a read since their last write.
+"""The value of `Use.readers` after a write, until the next read.
 
 All such entries share this dictionary, so it is never written to.
 """
@@ -152,7 +152,7 @@ class Use:
     writer, call : Track or None, int
         The track and the number of the call that wrote the piece last.
     readers : dict
-        For each track, the last call that read the piece since then.
+        For each track, the last call that read the piece since that write.
     others : sequence of Use
         Pieces that share elements with this piece.
     """
@@ -199,7 +199,7 @@ class _Stretch:
 
 
 class Uses:
-    """The memory that calls were given, piece by piece.
+    """The entries of all memory that calls read or wrote.
 
     Attributes
     ----------
@@ -224,7 +224,7 @@ class Uses:
         self._unplaced: list[Use] = []
 
     def dense(self, address: int, reach: int) -> Use:
-        """Return the entry of a piece without gaps, or make it."""
+        """Return the entry of ``reach`` bytes at ``address``, or make it."""
         stop = address + reach
         # A piece past all known memory overlaps nothing, so no search is needed.
         if address >= self._end and reach:
@@ -261,7 +261,7 @@ class Uses:
         return self._place(Use(start, stop, strided))
 
     def pieces(self, pieces: Iterable[Any]) -> list[Use]:
-        """Return the entries of several pieces."""
+        """Return the entry of each piece in ``pieces``; make missing entries."""
         known, found = self.known, []
         for piece in pieces:
             if type(piece) is not tuple or piece[2] is not None:
@@ -384,7 +384,7 @@ class Uses:
         return whole
 
     def _place_all(self) -> None:
-        """Give new memory its place among the stretches."""
+        """Give each entry of newly allocated memory a stretch of its own."""
         for use in self._unplaced:
             self._put(use)
         self._unplaced.clear()

@@ -134,7 +134,7 @@ class CheckedSlot(Slot):
         self._own(handle)
 
     def workspace(self, nbytes: int) -> Any:
-        """Return `Slot.workspace`, and end the previous call's workspace."""
+        """Return the array of `Slot.workspace`, and end the previous array."""
         self._check_mine()
         array = super().workspace(nbytes)
         if not self._capture:
@@ -211,7 +211,7 @@ class CheckedDriver:
         return getattr(self._driver, name)
 
     def remember(self, slot: CheckedSlot) -> None:
-        """Note a slot, to compare its workspace with arrays on other streams."""
+        """Note a slot, so that `check_workspaces` knows its workspace."""
         slots, key = self._slots, id(slot)
         slots[key] = weakref.ref(slot, lambda _: slots.pop(key))
 
@@ -257,8 +257,8 @@ class CheckedDriver:
     def note(self, name: str) -> None:
         """Note a use of state that streams share; raise on a race.
 
-        It is a race if a branch used the state on another stream, and the outermost join has not come since. Forks inside a
-        branch may have ordered the two streams, but this check ignores such forks.
+        ``name`` is the state. A race is a use of the state by a branch on another stream, before the outermost join. Forks
+        inside a branch may have ordered the two streams, but this check ignores such forks.
         """
         stream = self._driver.current_stream().ptr
         # CuPy keeps FFT plans for each thread, and one random generator for all threads of a device.

@@ -17,7 +17,10 @@ T = TypeVar("T")
 
 
 class BranchRegion(Protocol):
-    """The region of a branch or task, as lower modules see it."""
+    """The part of a region that modules below ``handlepool.regions`` use.
+
+    A region keeps the memory of a branch or a task.
+    """
 
     stream: Stream
     device: int
@@ -43,7 +46,10 @@ class Keeper(Protocol):
 
 
 class CallRecorder(Protocol):
-    """A recording's lanes or its rehearsal, as lower modules see them."""
+    """The recorder of a recording's calls: its lanes or its rehearsal.
+
+    The class has the methods that modules below ``handlepool.recording`` call.
+    """
 
     def takes(self, pool: object, pointer: int) -> bool:
         """Return whether a pool's call on a stream becomes a node."""
@@ -76,18 +82,18 @@ class CallRecorder(Protocol):
     def expect(self, reads: Callable[[], Sequence[Any]] | None) -> None:
         """Note a function that returns the memory the next node reads.
 
-        The caller sets it before the node's outputs are allocated, and passes None afterwards.
+        Pass the function before the node's outputs are allocated, and pass None afterwards.
         """
 
     def made(self, arrays: object) -> None:
-        """Note the new arrays of a node."""
+        """Note the arrays that were allocated for a node's outputs."""
 
     def hit(self, attempt: Callable[..., Any], arrays: tuple[Any, ...], out: object) -> Any:
         """Record a shortcut's launch as a node, and return its value."""
 
 
 class ActiveRecording(Protocol):
-    """A recording under way, as lower modules see it."""
+    """The part of an open recording that lower modules use."""
 
     @property
     def scratch(self) -> set[Any]:
@@ -126,7 +132,7 @@ class ActiveRecording(Protocol):
     def check(self, what: str, pointer: int, driver: Driver, fork: object = None) -> None:
         """Raise for work on a stream outside of the recording.
 
-        ``fork`` is the fork that makes a branch.
+        ``what`` names the work in the message. If the work is a branch, ``fork`` is the key of its fork.
         """
 
     def lack(self, fork: object, states: int, wanted: int) -> None:
@@ -158,7 +164,7 @@ class BranchPlace(Protocol):
     def begin(self) -> Begin | None:
         """Return the function that starts a known plan's launch as a branch.
 
-        It is None if the fork cannot launch known plans in this short way.
+        The result is None if the fork cannot launch known plans in this short way.
         """
 
     def run(self, call: Any, kept: object) -> Any:
@@ -169,7 +175,7 @@ class BranchPlace(Protocol):
 
 
 class RunningPool(Protocol):
-    """The pool of a branch or task, as lower modules see it."""
+    """The part of a branch's or a task's pool that `run_on` uses."""
 
     is_default: bool
 
@@ -255,7 +261,7 @@ thread = _Thread()
 class HeldState:
     """Count a state that `with_state` holds, inside a ``with`` statement.
 
-    The ``with`` statement gives the number of states that this thread held before.
+    ``with HeldState() as held`` sets ``held`` to the number of states that this thread held before.
     """
 
     __slots__ = ("_former",)
@@ -271,7 +277,7 @@ class HeldState:
 
 
 def tell(told: list[Any] | None) -> list[Any] | None:
-    """Replace this thread's list of writes; return the former list."""
+    """Set this thread's ``thread.told``, and return the former value."""
     outer, thread.told = thread.told, told
     return outer
 
@@ -290,6 +296,8 @@ class BranchPools(list[RunningPool]):
 class Recordings(list[object]):
     """The recordings and the watchers of first calls, in any thread.
 
+    A watcher is an object that observes the launches of a function's first call.
+
     Launches ask `thread` only while the list has an entry. The list needs no lock. A thread appends its recording before its
     first launch, so its launches see the recording. An append and a removal are one atomic step each.
     """
@@ -297,7 +305,7 @@ class Recordings(list[object]):
     def around(self, watcher: object, name: str, told: object, function: Callable[..., T], *args: Any) -> T:
         """Call a function while a watcher sees this thread's launches.
 
-        Meanwhile the named attribute of `thread` has the value ``told``, which leads launches to the watcher.
+        Meanwhile the attribute ``name`` of `thread` has the value ``told``, which leads launches to the watcher.
         """
         outer = getattr(thread, name)
         try:
@@ -323,8 +331,9 @@ class Recordings(list[object]):
 class Active(list[object]):
     """The regions, recordings and first-call watchers under way, in any thread.
 
-    If the list is empty, a call looks for no place. The list needs no lock. A thread appends its region before its first call,
-    so its calls see the region. An append and a removal are one atomic step each.
+    If the list is empty, a call launches at once, without a search for a region or recording that would order it. The list
+    needs no lock. A thread appends its region before its first call, so its calls see the region. An append and a removal are
+    one atomic step each.
     """
 
 
@@ -339,7 +348,7 @@ A call with unknown writes is ordered as if it wrote all memory that it may writ
 """
 
 NOT_CACHED: Any = object()
-"""The result of a cache lookup that launched nothing."""
+"""The result of shortcuts and their look-up if nothing was launched."""
 
 LAUNCHES = "__handlepool_launches__"
 """Name the attribute that marks functions which only launch a plan.
@@ -361,7 +370,7 @@ def unchecked(driver: Driver) -> Driver:
 def on_device(driver: Driver, ordinal: int) -> AbstractContextManager[Any]:
     """Return a context in which a device is current.
 
-    It does nothing if the device is current already.
+    The context does nothing if the device is current already.
     """
     return nullcontext() if driver.current_device() == ordinal else driver.device(ordinal)
 

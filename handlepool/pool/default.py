@@ -1,6 +1,6 @@
 """Choose the pool of a call that names no pool.
 
-It is the pool of the branch or task that this thread runs, else the default pool.
+If this thread runs a branch or a task, the call uses the pool of that branch or task. If not, the call uses the default pool.
 """
 
 import os
@@ -145,8 +145,8 @@ def substitute_default(pool: HandlePool) -> Iterator[None]:
     call to ``pool``, and `default_pool` still returns the default pool. So a library may keep the default pool, its
     `HandlePool.get_handle`, a `ParallelStates` or an executor, and uses ``pool`` only during the substitution. Arrays, programs,
     and forks and tasks under way belong to the pool that made them. During the substitution, ``pool`` is shared: its
-    `HandlePool.close` destroys only idle handles and scratch. With several substitutes, the default pool uses the latest. They
-    may end in any order.
+    `HandlePool.close` destroys only idle handles and scratch. With several substitutes, the default pool uses the latest. The
+    substitutions may end in any order.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def substitute_default(pool: HandlePool) -> Iterator[None]:
 def lazy_get_handle(find: Callable[[], HandlePool]) -> tuple[GetHandle, Callable[[], None]]:
     """Make a `HandlePool.get_handle` that finds its pool on the first call.
 
-    After the first call, the new method is as fast as the pool's own method. The second result is a function that makes the
+    After the first call, the made function is as fast as the pool's own method. The second result is a function that makes the
     next call look for the pool again.
     """
 
@@ -234,9 +234,9 @@ def check_pool(who: str, pool: object) -> None:
 
 
 def current_pool() -> PoolInternals:
-    """Return this thread's current pool, else the default pool.
+    """Return this thread's current pool.
 
-    The current pool is that of the branch or task that this thread runs.
+    If this thread runs a branch or a task, the current pool is the pool of that branch or task. If not, it is the default pool.
     """
     if branch_pools and thread.pool is not None:
         # The cast is safe, because only `PoolInternals` implements `RunningPool`.

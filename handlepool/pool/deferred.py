@@ -33,7 +33,7 @@ class Deferred(deque[Callable[[], bool]]):
     def run_all(self) -> None:
         """Try each step once.
 
-        Do not call this where a lock is held, because users' finalizers may run.
+        Do not call this method while this thread holds a lock, because users' finalizers may run.
         """
         self.run(len(self))
 
@@ -57,9 +57,9 @@ for _kept in (deferred, abandoned):
 
 
 def run_some(left: deque[T], do: Callable[[T], bool], most: int = 8) -> None:
-    """Take some entries of a deque, and call ``do`` with each.
+    """Take at most ``most`` entries, and call ``do`` with each.
 
-    An entry for which ``do`` returns False goes back to the end of the deque.
+    An entry for which ``do`` returns False goes back to the end of ``left``.
     """
     for _ in range(min(len(left), most)):
         held: list[T] = []

@@ -214,7 +214,7 @@ class DeviceSlots:
     def _end(self) -> None:
         """Release the building handle and unused slots of threads, then `empty`.
 
-        The free events are destroyed in any case, because a failure above must not leave them for good.
+        Finally, the free events are destroyed, even if an earlier step failed, so that no failure leaves these events for good.
         """
         try:
             with self.handles.no_build() as nothing_is_built:
@@ -250,7 +250,7 @@ class DeviceSlots:
             defer(self.destroy_rest)
 
     def is_empty(self) -> bool:
-        """Return whether no resource without an owner is left."""
+        """Return whether nothing is left for `destroy_rest` to destroy."""
         sides, handles = self.sides, self.handles
         owned = self.owned or self.idle or sides.capturing or sides.free
         building = handles.builder or handles.builds
@@ -271,7 +271,10 @@ class DeviceSlots:
     # Accounts
 
     def _make_room(self) -> None:
-        """Destroy idle slots and free side slots, their scratch first."""
+        """Free the scratch of unused slots, and then destroy these slots.
+
+        Unused slots are idle slots, and side slots that are not leased.
+        """
         self._release_scratch()
         self.destroy_idle()
         self.sides.destroy_free()
@@ -297,7 +300,7 @@ class DeviceSlots:
                 slots[:0] = held
 
     def snapshot(self) -> dict[str, int]:
-        """Return the counters by flat name."""
+        """Return the device's counters by the names of `HandlePool.stats`."""
         free, held = len(self.sides.free), len(self.sides.capturing)
         return self.handles.counts | {
             "handles_idle": len(self.idle) + len(self.handles.doomed) + free,
@@ -325,8 +328,8 @@ class DeviceSlots:
 def _holders(slots: Iterable[Any]) -> list[int]:
     """Count the references to each slot from its possible owners.
 
-    Two references are not counted, because they come from no owner: the reference of the watch's callback, and the reference of
-    the stream object.
+    Two references are not counted, because they come from no owner: the reference of the callback that watches the slot's
+    stream, and the reference of the stream object.
     """
     return [
         getrefcount(slot) - (getattr(slot.watch, "__callback__", None) is not None) - (slot.owner is not None)

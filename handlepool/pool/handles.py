@@ -84,7 +84,7 @@ class DeviceHandles:
         self._lock = threading.RLock()
 
     def count(self, **changes: int) -> None:
-        """Change counts, all of them at once for other threads."""
+        """Add ``changes`` to `counts`, in one step for other threads."""
         with self._lock:
             counts = self.counts
             for name, change in changes.items():

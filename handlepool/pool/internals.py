@@ -230,7 +230,8 @@ class PoolInternals:
     def _destroy_closed(self) -> None:
         """Destroy resources of a closed pool that `close` left in use.
 
-        At the close, the calling thread may have been inside a launch, whose resources are free now.
+        `close` does not destroy the resources of a launch under way. If this thread was inside that launch,
+        the launch has ended by now.
         """
         if self.status.closed and not self.status.untouchable:
             for device in list(self.devices.values()):

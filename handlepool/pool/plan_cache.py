@@ -218,8 +218,8 @@ class PlanCache(Generic[P]):
                         return self._build(device, key, mine, build)
                     if running.thread is mine.thread:
                         raise ArgumentError(
-                            "a graph function called itself, or a finalizer called it, with the same arrays during "
-                            "the build of its graph; call it after the build"
+                            "a graph function called itself, or a finalizer called the function, with the same arrays "
+                            "while its graph was being built; call the function after the build has ended"
                         )
                     with running.lock, self._lock:
                         # An interrupt in the last steps of the build may have left its entry in `_builds`.
@@ -314,7 +314,7 @@ class PlanCache(Generic[P]):
     def clear(self) -> None:
         """Forget every plan.
 
-        A plan in use lives as long as its user.
+        A plan that a launch or a program still uses lives on until its last use.
         """
         with self._lock:
             self._clear()

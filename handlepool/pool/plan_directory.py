@@ -54,7 +54,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """One file of a directory, as read.
+    """The name, the size and the contents of one plan file.
 
     Attributes
     ----------

@@ -46,8 +46,8 @@ class HandlePool:
         default, the environment variable ``HANDLEPOOL_CHECK`` decides: unset, ``0``, ``off``, ``no`` and ``false`` mean no
         checks. Without checks, calls cost nothing extra.
     strict : bool
-        Whether arrays of the host driver refuse implicit conversion to NumPy, and NumPy arrays as other operands. CuPy's arrays
-        always refuse both. All strict pools share one driver, and pools that are not strict share another.
+        Whether arrays of the host driver refuse implicit conversion to NumPy, and refuse NumPy arrays as operands beside them.
+        CuPy's arrays always refuse both. All strict pools share one driver, and pools that are not strict share another.
     plan_directory : str or path, optional
         Directory that keeps compiled graphs for later processes, which then need not plan them again. The pool makes a missing
         directory for this user alone. A relative path is resolved at once. By default, the environment variable
@@ -138,7 +138,7 @@ class HandlePool:
         Parameters
         ----------
         nbytes : int
-            0 is legal.
+            Number of bytes, 0 or more.
         stream : stream, optional
             As in `get_handle`.
 
@@ -230,7 +230,7 @@ class HandlePool:
     def cache_clear(self) -> None:
         """Forget every compiled graph.
 
-        A graph in use lives as long as its user.
+        A graph that a launch or a program still uses lives on until its last use.
         """
         self.internals.plans.clear()
 

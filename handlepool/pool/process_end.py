@@ -56,7 +56,7 @@ class ProcessEnd:
     def linger(self) -> None:
         """Delay a daemon thread that uses a program too late.
 
-        Mostly the process is gone before the delay is over, so the thread prints no error. The delay is bounded, because
+        Usually the process has ended before the delay is over, so the thread prints no error. The delay is bounded, because
         another thread may wait for this thread.
         """
         if get_ident() not in self.ending:

@@ -71,14 +71,16 @@ class ClosedHandle:
 UNOWNED = Status(lambda: None)
 """A status that belongs to no pool and owns no slot.
 
-Hits compare it with the owner of a slot. None cannot serve for this, because the owner of a released slot is None.
+A hit compares this status with the owner of a slot, and never finds the two equal. None cannot serve for this, because the owner
+of a released slot is None.
 """
 
 
 def hits(missed: Callable[..., "Slot"]) -> tuple[GetHandle, Callable[..., "Slot"], Callable[[Any, Status, Any], None]]:
-    """Make the hit functions of a pool, and their binder.
+    """Make the hit functions, which find slots without a lock.
 
-    The first function returns this thread's handle for a stream, the second its slot. The third function binds both to a pool.
+    The first function returns this thread's handle for a stream, and the second returns the slot of that handle. The third
+    function binds both to a pool.
 
     The functions are closures, because a hit by a closure is 12 % faster than by a bound method (measured on the host of an
     H200). Before they are bound to a pool, every call is a miss. Binding them to `UNOWNED`, without functions of a driver,
@@ -211,7 +213,8 @@ class Slot:
     def begin(self, pointer: int) -> None:
         """Give the slot to a thread or a fork.
 
-        The handle must be bound to ``pointer``, the identical integer object, because a hit compares by ``is``.
+        The handle must be bound to the stream already. ``pointer`` and the handle's ``stream`` must be the identical integer
+        object, because a hit compares both by ``is``.
         """
         self.pointer = pointer
         self.owner = self._status
@@ -297,8 +300,9 @@ class Slot:
         A launch sets `busy`, and then reads the slot's handle. This method puts ``closed`` in the handle's place, and then
         reads `busy`. The interpreter runs these four steps one at a time. So there are two cases. Either this method sees
         `busy` and leaves the handle to the launch. Or the launch finds ``closed``, which raises before anything is enqueued. A
-        hit that finds ``closed`` misses. The launch and the hit pay nothing for this protection. It does not cover a handle
-        that `get_handle` returned earlier, because no code of this library runs between the caller's ``execute`` and cuDNN.
+        hit that finds ``closed`` misses. The launch and the hit pay nothing for this protection. The protection does not cover
+        a handle that `get_handle` returned earlier, because no code of this library runs between the caller's ``execute`` and
+        cuDNN.
 
         Only one thread at a time may call this method, and no other code may replace the handle meanwhile.
         """
@@ -323,7 +327,7 @@ class Slot:
         Parameters
         ----------
         nbytes : int
-            0 is legal. Contents are not kept from one call to the next.
+            Number of bytes, 0 or more. Contents are not kept from one call to the next.
 
         Returns
         -------
@@ -369,7 +373,7 @@ class Slot:
     def _follow_capture(self) -> None:
         """Keep captures and eager work on separate scratch (guarantee 9).
 
-        Each capture gets scratch of its own.
+        Eager work is work outside of captures. Each capture gets scratch of its own.
         """
         # The legacy stream cannot be captured. While another stream is being captured, asking the legacy stream is an error.
         if self.pointer == LEGACY_STREAM:
@@ -424,9 +428,9 @@ class Slot:
         do_all([partial(self._scratch.free, block) for block in blocks])
 
     def forget_capture(self, *, over: bool = True) -> None:
-        """Return to the scratch of eager work.
+        """Leave a capture, and use the scratch of eager work again.
 
-        The capture keeps its memory. ``over=False`` means that the capture may still be under way.
+        The capture keeps its scratch. ``over=False`` means that the capture may still be under way.
         """
         if self._eager is not None:
             (self._launching, self._handed), self._eager = self._eager, None

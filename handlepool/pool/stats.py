@@ -46,5 +46,8 @@ class Stats(dict[str, int]):
     """
 
     def __sub__(self, earlier: "Stats") -> "Stats":
-        """Return the change since an earlier snapshot; of a peak, its rise."""
+        """Return the change of each counter since an earlier snapshot.
+
+        The change of a peak is its rise.
+        """
         return Stats({name: value - earlier.get(name, 0) for name, value in self.items()})

@@ -54,9 +54,9 @@ class Status:
 
     @property
     def untouchable(self) -> bool:
-        """Return whether nothing may be destroyed or released.
+        """Return whether the pool's resources must not be destroyed or released.
 
-        This holds in a forked child (guarantee 13), and after a lost context.
+        The result is True in a forked child (guarantee 13), and after a lost context.
         """
         return self.forked or self.poison is not None
 
@@ -100,7 +100,7 @@ class Status:
 
         All pools that share the context are poisoned first, so that their later calls raise.
 
-        Call this only while handling an error, and before a call that destroys many objects at once.
+        Call this method only in two cases: while an error is handled, and before a call that destroys many objects at once.
 
         Parameters
         ----------
@@ -140,7 +140,7 @@ class Status:
         return cause
 
     def poison_by(self, cause: BaseException) -> None:
-        """Note that the context was lost."""
+        """Note that the context was lost, and end the pool's slots."""
         if self.poison is None:
             # The error is kept without its traceback. A traceback would keep the caller's arrays until the process ends, and
             # their destructors would then fail in the lost context. A copy of an error usually has no traceback; Dask's errors
@@ -175,14 +175,14 @@ def _poisoned(cause: BaseException) -> PoisonedContextError:
 
 
 class Plans(Protocol):
-    """A pool's plans, for the code that ends the process."""
+    """The part of a pool's plans that `handlepool.pool.process_end` uses."""
 
     def drop(self) -> None:
         """Forget every plan for good."""
 
 
 class KnownPool(Protocol):
-    """A pool, as the code for forks, contexts and exit sees it."""
+    """The attributes of a pool that the users of `live_pools` need."""
 
     @property
     def status(self) -> Status:

@@ -61,7 +61,7 @@ def resolve(driver: Driver, stream: Any = None) -> StreamReference:
     Raises
     ------
     StreamError
-        When the object is not of these kinds, or when its version of the protocol is not 0.
+        When the object is not of these kinds, or when its ``__cuda_stream__`` gives a version other than 0.
     DeviceMismatchError
         When the stream does not belong to the current device.
     """
@@ -131,19 +131,20 @@ def _pointer(stream: Any) -> int:
             version, pointer = answer
         except (TypeError, ValueError):
             raise StreamError(
-                f"__cuda_stream__ of {shown(stream)} gave {shown(answer)}, not (version, pointer); pass the pointer as an integer"
+                f"__cuda_stream__ of {shown(stream)} gave {shown(answer)}, not (version, pointer); pass the "
+                "stream's cudaStream_t as an integer"
             ) from None
         if version != 0:
             raise StreamError(
                 f"__cuda_stream__ of {shown(stream)} speaks version {shown(version)} of the protocol; handlepool knows "
-                f"only version 0. Pass the pointer as an integer"
+                f"only version 0. Pass the stream's cudaStream_t as an integer"
             )
         try:
             pointer = as_integer(pointer)
         except TypeError:
             raise StreamError(
                 f"__cuda_stream__ of {shown(stream)} gave the pointer {shown(pointer)}, which is no integer; pass the "
-                "pointer as an integer"
+                "stream's cudaStream_t as an integer"
             ) from None
     if pointer < 0:
         raise StreamError(f"{shown(stream if protocol is None else pointer)} is no cudaStream_t; pass a pointer of 0 or more")

@@ -11,7 +11,8 @@ from handlepool.pool.stream import is_over
 MOST_FOREIGN_STREAMS = 64
 """The maximum number of slots that a thread keeps for foreign streams.
 
-These are streams given as bare pointers or as other libraries' objects. The library is not told when such a stream ends.
+A foreign stream is a stream that a caller passed as a bare pointer or as another library's object. The pool does not notice the
+end of such a stream.
 """
 
 
@@ -114,7 +115,7 @@ class LiveSlots:
         self.of_this_thread().add(slot, foreign=stream is None)
 
     def defer(self, slot: Slot) -> None:
-        """Take a slot from its owner, for `left_behind`."""
+        """Take a slot from its owner; `left_behind` yields the slot later."""
         slot.end()
         self._left.append(slot)
 

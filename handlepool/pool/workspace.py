@@ -22,7 +22,7 @@ from handlepool.pool.context import thread
 
 
 class CapturedSlot(Protocol):
-    """The part of a slot that its scratch knows."""
+    """The part of a slot that `DeviceScratch` uses."""
 
     def still_in(self, capture: int, defer: Callable[[Any], None]) -> bool:
         """Return whether the slot's stream takes part in a capture.
@@ -60,7 +60,7 @@ class DeviceScratch:
     device : int
         The ordinal, for messages.
     limit : int or None
-        The maximum number of bytes that may be allocated at a time; None for no limit.
+        The maximum number of bytes that may be allocated at the same time; None for no limit.
     release_idle : callable
         ``release_idle()`` frees the scratch of idle slots. It is called once if an allocation fails, before the second try.
     describe : callable
@@ -300,7 +300,9 @@ class DeviceScratch:
 
 
 class Workspace:
-    """Scratch of a slot, which only grows, and then loses its contents.
+    """The scratch of a slot for one purpose.
+
+    A workspace only grows. When it grows, it loses its contents.
 
     Attributes
     ----------
@@ -314,7 +316,7 @@ class Workspace:
         self.block = EMPTY
 
     def grow(self, scratch: DeviceScratch, nbytes: int, stream: int, capture: int) -> ScratchBlock:
-        """Grow to at least ``nbytes``.
+        """Grow to at least ``nbytes``, and return the block.
 
         The old block lives until the work of ``stream`` so far has ended. Under a capture, the work captured so far uses the
         old block. The block then stays as long as this work may be replayed.
@@ -336,7 +338,7 @@ class Workspace:
         return self.block
 
     def _replace(self, scratch: DeviceScratch, new: ScratchBlock, stream: int) -> None:
-        """Replace the present block, and defer its end.
+        """Replace the present block, and free it after its last use.
 
         This method reads the present block itself, because a finalizer may have grown the workspace since the caller read it.
         """

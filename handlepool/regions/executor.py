@@ -60,7 +60,7 @@ class ParallelStateExecutor(Executor):
     pool : HandlePool, optional
         The default pool if omitted.
     max_pending : int, optional
-        The maximum number of tasks and requests that the GPU has not passed. A request is a submitted call of a recorded
+        The maximum number of tasks and requests whose work the GPU has not finished. A request is a submitted call of a recorded
         function. At the maximum, `submit` of a request first waits on the host for the oldest task or request.
     results : {None, "device", "host"}
         Where the results of requests go. None means the host if an argument is a NumPy array, and the device otherwise.
@@ -107,8 +107,8 @@ class ParallelStateExecutor(Executor):
 
         The call of a recorded function (`recorded`) is a request: this thread launches it on one of the executor's streams, and
         no worker thread takes part. A client is a thread or a task of asyncio. The requests of one client keep their order.
-        Arrays of NumPy go to the device through page-locked memory. Where no program fits the arguments yet, this thread records
-        one in a call on the current stream.
+        Arrays of NumPy go to the device through page-locked memory. If no program fits the arguments yet, this thread records a
+        program in a call on the current stream.
 
         Inside a fork the task also starts after the branches that read or wrote its arguments. Later calls do not wait for the
         task on their own. Only the future makes them wait.
@@ -120,7 +120,7 @@ class ParallelStateExecutor(Executor):
         ----------
         fn : callable
         *args, **kwargs
-            For the function. They are kept alive until the GPU has passed the task, or a stream waits for the task.
+            Arguments of the function. They are kept alive until the GPU has finished the task, or a stream waits for the task.
 
         Returns
         -------
@@ -215,8 +215,8 @@ class ParallelStateExecutor(Executor):
         *iterables : iterable
             Positional arguments, one entry of each iterable per call. The shortest iterable decides the number of calls.
         **kwargs
-            For the function, the same in every call. `map` keeps the names ``timeout``, ``chunksize`` and ``buffersize``, which
-            `concurrent.futures.Executor.map` explains. To pass such names to ``fn``, bind them with `functools.partial`.
+            Keywords of the function, the same in every call. `map` keeps the names ``timeout``, ``chunksize`` and ``buffersize``,
+            which `concurrent.futures.Executor.map` explains. To pass such names to ``fn``, bind them with `functools.partial`.
 
         Returns
         -------
@@ -345,7 +345,7 @@ class ParallelStateExecutor(Executor):
         return lease.slot
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads, as `concurrent.futures.Executor.shutdown`.
+        """End the threads, as `concurrent.futures.Executor.shutdown` does.
 
         Each thread releases its side slots as it ends.
 
@@ -461,4 +461,4 @@ def _pass_on(inner: "Future[None]", call: list[_Call]) -> None:
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing, as the default initializer."""
+    """Do nothing: the initializer of threads without a user's initializer."""

@@ -42,7 +42,7 @@ _ENDLESS = (itertools.repeat, itertools.count, itertools.cycle)
 _NOT_ENTERED, _LEFT, _DEFERRED = None, False, 0
 """Values of `_thread` for a fork that is not open.
 
-The last value is for a fork whose join failed and was deferred.
+`_DEFERRED` is the value for a fork whose join failed and was deferred.
 """
 
 
@@ -198,7 +198,7 @@ class Fork:
     def _run_python(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """Run a function of the user as a branch.
 
-        Only its arguments are known before it runs.
+        Before the function runs, only its arguments are known. Its writes are noted when it has ended.
         """
         pool, ordinal, leases = self._pool, self._ordinal, self._leases
         call: PlainCall | OperationCall | None = None
@@ -327,7 +327,7 @@ class Fork:
         out : iterable of array, optional
             The ``out`` that each call writes to.
         **kwargs
-            Keywords for every call, as ``padding=1``. `map` takes the name ``out`` for itself. To give all calls the same
+            Keywords for every call, such as ``padding=1``. `map` takes the name ``out`` for itself. To give all calls the same
             ``out``, bind it with `functools.partial`.
 
         Returns
@@ -415,8 +415,8 @@ class Fork:
         """Return whether no branch of a map waits for another branch.
 
         The result is True if the branches write new memory, or memory that no other call of the map uses. The last entry of
-        ``sources`` holds the outputs that the caller gave. The fork must make nothing but this map, and no other fork may be
-        open.
+        ``sources`` holds the outputs that the caller gave. The result is always False if the fork may run other branches than
+        this map's, or if another ordered fork of this thread is open.
         """
         if not self._once or open_order(self._driver, self._ordinal) is not None:
             return False
@@ -438,7 +438,7 @@ class Fork:
             raise PoolClosedError("this fork was left, or not entered; run branches inside `with states.fork() as fork:`")
         if self._thread is not thread.token:
             raise OwnershipError(
-                f"a fork belongs to the thread that entered it ({self._thread}), and this is {thread.token}; make a fork in each "
+                f"a fork belongs to the thread that entered it ({self._thread}), but {thread.token} used it; make a fork in each "
                 f"thread, or use ParallelStateExecutor"
             )
         self._status.check()
@@ -505,10 +505,10 @@ class Fork:
 
 
 def _launch_at(place: Any, launcher: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of handlepool at a place.
+    """Call a function of handlepool, which ``place`` orders and launches.
 
-    For an object, the launcher of its type makes the call. For a function, ``launcher`` is the function itself, which finds the
-    place in `thread.branches`.
+    If ``function`` is a callable object, ``launcher`` is the launcher of the object's type and makes the call. Otherwise
+    ``launcher`` is ``function`` itself, which finds ``place`` as the last entry of `thread.branches`.
     """
     if launcher is not function:
         return launcher(function, place, args, kwargs)
@@ -522,9 +522,9 @@ def _launch_at(place: Any, launcher: Any, function: Any, args: tuple[Any, ...], 
 
 
 def _with_arrays(value: Any) -> Any:
-    """Return the arrays of an object whose type declares them.
+    """Return the arrays that stand for ``value``, or ``value`` itself.
 
-    A program is an example. Any other value is returned as it is.
+    A type names its arrays by ``__handlepool_arrays__``. For example, the output arrays stand for a program.
     """
     arrays = type(value).__dict__.get("__handlepool_arrays__")
     return value if arrays is None else arrays(value)
@@ -542,11 +542,11 @@ def _equally_long(sources: tuple[Iterable[Any], ...], given: bool) -> tuple[Iter
     cut = [source if isinstance(source, Sized) else list(itertools.islice(source, max(sized))) for source in found]
     lengths = [len(source) for source in cut]
     if len(set(lengths)) > 1:
-        listed = ", ".join(map(str, lengths[: len(lengths) - given])) + (
-            f" entries, and out= has {lengths[-1]}" if given else " entries"
+        listed = " and ".join(map(str, lengths[: len(lengths) - given])) + (
+            f" entries, and out= has {lengths[-1]} entries" if given else " entries"
         )
         raise ArgumentError(
-            f"map() makes a call for each entry, and its iterables have {listed}: pass iterables of equal "
+            f"map() makes one call for each entry of its iterables, but its iterables have {listed}: pass iterables of equal "
             "length. No call was made"
         )
     return tuple(cut)

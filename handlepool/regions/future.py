@@ -138,7 +138,7 @@ class Task:
             if pointer != LEGACY_STREAM and driver.capture_id(pointer):
                 raise CaptureError(
                     f"stream {pointer:#x} ran a task, and a capture began on it before the task's end, so no stream can wait "
-                    "for the task. Begin a capture before any task is submitted, or after the results of all tasks"
+                    "for the task. Begin a capture before any task is submitted, or after result() of every task was called"
                 )
             end = self._events.acquire()
             try:
@@ -263,9 +263,9 @@ class Task:
         return passed
 
     def _borrow(self) -> Any:
-        """Borrow the end event, or return None after its release.
+        """Borrow the end event, or return None if it was released.
 
-        The event is not released while it is borrowed.
+        No thread releases the event while it is borrowed.
         """
         with self._lock:
             if self._end is not None:

@@ -21,7 +21,8 @@ from handlepool.regions.memory import branch_regions
 class Join:
     """The end of a fork.
 
-    The fork's own thread makes the join at the exit. Where the fork was not left, a later thread makes the join in `settle`.
+    The fork's own thread makes the join at the end of the ``with`` statement. If the fork was never left, any thread may make the
+    join later, in `settle`.
     """
 
     __slots__ = ("_claim", "_device", "_driver", "_leases", "_pointer", "_pool", "_sides", "_status", "_stream")
@@ -100,9 +101,10 @@ class Join:
             del late
 
     def _finish(self, failure: BaseException | None) -> BaseException | None:
-        """End a join with an error, further callers or a closed pool.
+        """Finish a join that has errors, further streams or a closed pool.
 
-        If the clean-up fails, this method returns the error of the clean-up, and `make` raises it after the join is complete.
+        The caller's further streams wait for the caller's stream. The free side slots of a closed pool are destroyed. If the
+        clean-up fails, this method returns the error of the clean-up, and `make` raises it after the join is complete.
         """
         late: BaseException | None = None
         # `close()` sets `closed` before it destroys the free slots. So either `close()` or this thread destroys them.
@@ -169,7 +171,10 @@ class Join:
     # Forks that were not left
 
     def fail(self) -> None:
-        """Prepare for `settle` after a fork missed its join."""
+        """Prepare this fork for a later join by `settle`.
+
+        If this fork is inside a branch, the outer fork's region abandons its memory, because this fork may still use the memory.
+        """
         leases = self._leases
         if leases.inherited:
             region = leases.own_region()

@@ -195,7 +195,7 @@ class Leases:
         return call.launch(self.begin_call((kept, call.keep), call))
 
     def check_body(self, what: str) -> None:
-        """Refuse a call inside a branch or another recording.
+        """Raise for a call inside a branch, or outside of the recording.
 
         ``what`` is the name of the call, which belongs in the body of the fork.
         """
@@ -203,7 +203,7 @@ class Leases:
         if order is not None and order.running is not self.within:
             raise OwnershipError(
                 f"{what} was called inside a branch, but it belongs in the body of the fork. Inside a branch open "
-                "another fork by `with states.fork() as inner:`"
+                "another fork, for example `with states.fork() as inner:`"
             )
         if recordings and thread.recording is not None and what != "fork.wait":
             thread.recording.check("a fork", self._pointer, self._driver, self.mark)
@@ -212,8 +212,8 @@ class Leases:
         """Order the next branches after further streams of the caller.
 
         Torch's current stream is an example. The caller's stream waits for the further streams now, and branches start after the
-        caller's stream. At the join the further streams wait for the caller's stream. Each wait takes one event. The last pointer
-        is returned.
+        caller's stream. At the join the further streams wait for the caller's stream. Each wait takes one event. The result is
+        the last entry of ``pointers``.
         """
         for pointer in pointers:
             order_streams(self.pool, self._device, pointer, self._pointer)
@@ -258,7 +258,7 @@ class Leases:
         bind_to_thread(slot if slot.handle.stream is slot.pointer else self.pool.repaired(slot))
 
     def undo_start(self) -> None:
-        """Release the lease of a start whose branch did not run."""
+        """Release the slot of a start whose branch did not run."""
         if self._former is not None:
             known, self._next = self._former
             self._former = None
@@ -320,9 +320,9 @@ class Leases:
         self._together = False
 
     def apart(self, run: Callable[..., T], *args: Any) -> T:
-        """Call a function whose branches start by their own events.
+        """Call ``run`` between branches that started together.
 
-        The call comes between branches that started together.
+        Each branch of ``run`` waits for a start event of its own. The branches before and after this call share one start event.
         """
         together, self._together = self._together, False
         try:
@@ -410,7 +410,7 @@ class Leases:
         return region
 
     def check_in_time(self) -> None:
-        """Refuse this fork if the fork around it has ended."""
+        """Raise if the branch that contains this fork has been joined."""
         if self.inherited and self.own_region().ended:
             raise OwnershipError(
                 "this fork was entered inside a branch, and the branch's own fork was left first, so no stream waits for "
@@ -439,9 +439,9 @@ class Leases:
         return order
 
     def leave_order(self, *, joined: bool) -> None:
-        """Leave the books, which the last fork closes.
+        """Remove this fork from the books; the last fork closes the books.
 
-        Other forks continue with the books after the join.
+        With ``joined=False`` no stream waits for the fork's branches, so the memory in the books is abandoned.
         """
         order = self.order
         if order is None:

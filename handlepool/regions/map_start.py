@@ -14,9 +14,9 @@ from handlepool.regions.leases import Leases
 
 
 class MapStart:
-    """The place of the first call of a map.
+    """The place that launches the first call of a map.
 
-    It allocates the outputs of all calls, and then starts all states together.
+    For this launch, `begin` allocates the outputs of all calls, and then starts all states together.
 
     Parameters
     ----------

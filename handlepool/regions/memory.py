@@ -1,7 +1,7 @@
 """Keep memory of branches to the outermost join (guarantee 8).
 
-CuPy returns a freed block to the arena of the stream that was current at its allocation, and reuses the block at once. This is
-right as long as a single stream uses the block. A second stream may still use the block when it is freed. So a region keeps
+CuPy returns a freed block to the arena of the stream that was current at its allocation, and reuses the block at once. This reuse
+is right as long as a single stream uses the block. A second stream may still use the block when it is freed. So a region keeps
 everything that a branch reads or allocates until the caller's stream waits for the branch. A branch allocates from the
 *outermost* caller's arena. From that arena a block is reused only after the join, because the region keeps the block until
 then.
@@ -85,7 +85,7 @@ class Region:
     def leave(self, leased: list[Slot]) -> None:
         """Forget an inner fork that was joined, or whose join was deferred.
 
-        An inner fork that is still registered in `release`, and still has slots, counts as never joined.
+        An inner fork that is still registered when `release` is called, and still has slots, counts as never joined.
         """
         self._inner.pop(id(leased), None)
 

@@ -91,7 +91,7 @@ class Requests:
         self._pending.append(task)
 
     def future(self, task: Task, value: Callable[[], T]) -> "HostFuture[T]":
-        """Return the future of a value on the host."""
+        """Return a future whose result ``value()`` computes after the task."""
         return HostFuture(task, value, self._threads)
 
 

@@ -52,7 +52,7 @@ class ParallelStates:
         if not 1 <= self.count <= MOST_SIDE_SLOTS:
             raise ArgumentError(
                 f"ParallelStates({shown(count)}): the number of states must be 1 to {MOST_SIDE_SLOTS}, because a GPU has "
-                "no more hardware queues"
+                f"only {MOST_SIDE_SLOTS} hardware queues"
             )
         if pool is None:
             pool = default_pool()
@@ -103,7 +103,7 @@ class ParallelStates:
         out : iterable of array, optional
             The ``out`` that each call writes to.
         **kwargs
-            Keywords for every call, as ``padding=1``. `map` takes the name ``out`` for itself. To give all calls the same
+            Keywords for every call, such as ``padding=1``. `map` takes the name ``out`` for itself. To give all calls the same
             ``out``, bind it with `functools.partial`.
 
         Returns
@@ -158,7 +158,7 @@ class ParallelStates:
         """
         number = as_integer(index, -1)
         if not 0 <= number < self.count:
-            raise StateIndexError(f"state {shown(index)} of {self.count}: the index must be 0 to {self.count - 1}")
+            raise StateIndexError(f"state {shown(index)} does not exist: the index must be 0 to {self.count - 1}")
         self.pool.internals.status.check()
         # A lock that another thread held at an `os.fork` stays locked in the child. So each process has locks of its own.
         lock = self._locks.setdefault((process(), self.pool.driver.current_device(), number), threading.Lock())
@@ -239,7 +239,7 @@ class State:
         Parameters
         ----------
         nbytes : int
-            0 is legal.
+            Number of bytes, 0 or more.
 
         Returns
         -------

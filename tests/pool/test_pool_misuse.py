@@ -35,7 +35,10 @@ class HasProperty:
         (False, "False is no stream: bool has no __cuda_stream__"),
         (-5, r"-5 is no cudaStream_t"),
         (2.0, r"2.0 is no stream: float has no __cuda_stream__"),
-        (Speaks((1, 7)), r"<a stream of tomorrow> speaks version 1 of the protocol; .* version 0. Pass the pointer"),
+        (
+            Speaks((1, 7)),
+            r"<a stream of tomorrow> speaks version 1 of the protocol; .* version 0. Pass the stream.s cudaStream_t",
+        ),
         (Speaks(7), r"<a stream of tomorrow> gave 7, not \(version, pointer\)"),
         (Speaks((0, 1, 2)), r"gave \(0, 1, 2\), not \(version, pointer\)"),
         (Speaks((0, "7")), r"gave the pointer '7', which is no integer"),

@@ -441,7 +441,9 @@ def test_with_checks_an_argument_that_was_written_and_not_declared_is_named(chec
         for each in others.get("a") or [w if x is None else x]:
             each[0] += 1
 
-    with pytest.raises(ContractError, match=r"function wrote argument x without declaring it: declare its writes, as with"):
+    with pytest.raises(
+        ContractError, match=r"function wrote argument x without declaring it: declare the function.s writes, for example with"
+    ):
         function(x, y)
     with pytest.raises(ContractError, match=r"function wrote argument others "):
         function(1, y, a=[x])

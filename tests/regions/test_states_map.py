@@ -126,10 +126,10 @@ def test_iterables_that_are_not_equally_long_are_refused_before_any_call(scene, 
     launched = scene.driver.calls["launch"]
     with scene.states.fork() as fork:
         for runs in (scene.states, fork):
-            with pytest.raises(ArgumentError, match="its iterables have {}, {} entries, and out= has {}".format(*lengths)):
+            with pytest.raises(ArgumentError, match="its iterables have {} and {} entries, and out= has {}".format(*lengths)):
                 runs.map(plus, form(xs), ys, out=form(outs))
             if lengths[0] != lengths[1]:
-                with pytest.raises(ArgumentError, match="its iterables have {}, {} entries".format(*lengths)):
+                with pytest.raises(ArgumentError, match="its iterables have {} and {} entries".format(*lengths)):
                     runs.map(lambda *_: pytest.fail("it was called"), xs, form(ys))
         assert leased(scene) == 0
     assert scene.driver.calls["launch"] == launched
@@ -146,9 +146,9 @@ def test_iterables_without_an_end_give_as_many_entries_as_the_others(scene, toge
     assert together == [4] * 4
     assert scene.states.map(max, itertools.repeat(2), itertools.repeat(1, 3)) == [2, 2, 2]
     assert scene.states.map(max, [], itertools.count()) == []
-    with pytest.raises(ArgumentError, match="its iterables have 4, 3 entries"):
+    with pytest.raises(ArgumentError, match="its iterables have 4 and 3 entries"):
         scene.states.map(plus, xs, itertools.repeat(y, 3))
-    with pytest.raises(ArgumentError, match="its iterables have 4, 0 entries"):
+    with pytest.raises(ArgumentError, match="its iterables have 4 and 0 entries"):
         scene.states.map(plus, xs, itertools.cycle([]))
 
 
