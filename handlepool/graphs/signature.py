@@ -66,7 +66,7 @@ def normalise(settings: Mapping[str, Any]) -> Settings:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ArgumentError(f"{name}={shown(value)}; it must be a text")
+        raise ArgumentError(f"{name}={shown(value)}; it must be a text with at least one character")
     return value
 
 
@@ -194,7 +194,7 @@ class Signature:
         return names[:count]
 
     def referred(self, name: str, references: Sequence[Any], options: Collection[str]) -> list[str]:
-        """Return the tensor parameters of a call by reference.
+        """Return the tensor parameters of a call that names arrays by references.
 
         They are the required parameters, and the optional parameters named by a reference.
         """
@@ -253,10 +253,12 @@ class Recipe:
                     )
                 if by_reference:
                     raise ArgumentError(
-                        f"{name}.run was given {option}= by keyword; put arrays into its dictionary, by reference"
+                        f"{name}.run was given {option}= by keyword; put the array into the dictionary, with its reference as key"
                     )
-                which = f"{option} is parameter {order.index(option) + 1} of" if option in order else "the arrays are"
-                raise ArgumentError(f"{name} was given {option}= by keyword: arrays are positional; {which} {', '.join(order)}")
+                which = f"pass {option} as parameter {order.index(option) + 1} of" if option in order else "pass the arrays"
+                raise ArgumentError(
+                    f"{name} was given {option}= by keyword, but arrays are positional; {which} {', '.join(order)}"
+                )
             # Raise a clear error here. Otherwise the plan cache would raise a TypeError.
             try:
                 hash(value)
