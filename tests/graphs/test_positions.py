@@ -135,8 +135,8 @@ def test_what_comes_after_the_positional_arguments_is_told_that_it_is_a_keyword(
 
 def test_conv2d_says_that_bias_is_a_keyword(given):
     message = (
-        r"conv2d takes x, w by position, and was given <.*rray of shape \(4,\), float32> as a further argument: bias is a keyword, "
-        r"as in conv2d\(x, w, bias=\.\.\.\)\. The keywords are stride, padding, .* pool$"
+        r"conv2d takes x, w by position, and was given <.*rray of shape \(4,\), float32> as a further argument: bias is a "
+        r"keyword, as in conv2d\(x, w, bias=\.\.\.\)\. The keywords are stride, padding, .* pool$"
     )
     for function in (handlepool.conv2d, ops.conv2d_plan):
         with pytest.raises(TypeError, match=message):

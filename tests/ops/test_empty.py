@@ -224,7 +224,7 @@ def test_a_batch_that_is_empty_now_and_then_is_found_each_time(each_pool):
 UNFIT = {
     "channels in x": lambda a: conv2d(a(0, 5, 7, 7), a(6, 4, 3, 3)),
     "has filters without taps": lambda a: conv2d(a(0, 4, 7, 7), a(6, 4, 0, 3)),
-    r"add of shape \(1, 6, 5, 5\) for a result of \(0, 6, 5, 5\)": lambda a: conv2d(
+    r"add has shape \(1, 6, 5, 5\) and the result has shape \(0, 6, 5, 5\)": lambda a: conv2d(
         a(0, 4, 7, 7), a(6, 4, 3, 3), add=a(1, 6, 5, 5)
     ),
     "bias of shape": lambda a: conv2d(a(0, 4, 7, 7), a(6, 4, 3, 3), bias=a(0)),

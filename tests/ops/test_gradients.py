@@ -114,7 +114,11 @@ BAD = {
     ),
     "a shape of three": (ArgumentError, "four integers", lambda a: conv2d_input_grad(a["dy"], a["w"], (16, 9, 10))),
     "a shape below zero": (ArgumentError, "four integers", lambda a: conv2d_weight_grad(a["x"], a["dy"], (8, -1, 3, 3))),
-    "a shape of no channels": (ArgumentError, "16 channels in x", lambda a: conv2d_weight_grad(a["x"], a["dy"], (8, 0, 3, 3))),
+    "a shape of no channels": (
+        ArgumentError,
+        "x .* has 16 channels",
+        lambda a: conv2d_weight_grad(a["x"], a["dy"], (8, 0, 3, 3)),
+    ),
     "no shape": (ArgumentError, "four integers", lambda a: conv2d_weight_grad(a["x"], a["dy"], 3)),
     "two types": (ArgumentError, "convert one", lambda a: conv2d_input_grad(a["half"], a["w"], X)),
     "three axes": (ArgumentError, "has 3 axes", lambda a: conv2d_input_grad(a["dy"][0], a["w"], X)),
