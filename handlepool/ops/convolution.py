@@ -227,7 +227,7 @@ def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, S
     if w_shape[1] * groups != x_shape[1]:
         raise ArgumentError(
             f"{function}: {x} {x_shape} has {x_shape[1]} channels, and {w} {w_shape} with groups={groups} takes "
-            f"{w_shape[1] * groups} channels; {w} must have the shape (K, C / groups, R, S)"
+            f"{w_shape[1] * groups} channels; {w} must be (K, C / groups, R, S)"
         )
     if w_shape[0] % groups:
         raise ArgumentError(

@@ -226,7 +226,7 @@ REFUSED = {
         r"linear: bias of shape \(8,\) for 5 columns; its shape must be \(5,\)",
     ),
     "a row": (lambda r: matmul(r(3, 8), r(8, 5), bias=r(1, 5)), r"matmul: bias of shape \(1, 5\) for 5 columns"),
-    "empty": (lambda r: matmul(r(0, 3, 7), r(8, 5)), "7 columns in a"),
+    "empty": (lambda r: matmul(r(0, 3, 7), r(8, 5)), "has 7 columns and b"),
     "activation": (
         lambda r: linear(r(3, 8), r(5, 8), activation="selu"),
         "activation='selu'; it can be relu, .* or None",
