@@ -116,7 +116,7 @@ def check_ends(what: str, *values: object) -> None:
                 )
             if len(left) > MOST_DEEP:
                 raise ArgumentError(
-                    f"{what} a {kind_of(value)} nested in more than {MOST_DEEP} containers: make the nesting flatter"
+                    f"{what} a {kind_of(value)} nested in more than {MOST_DEEP} containers: pass fewer levels of nesting"
                 )
             within.add(id(value))
             # The list is a copy, because another thread may change the container meanwhile.

@@ -1,4 +1,4 @@
-"""Walk from an error to the errors that it was raised for."""
+"""Walk from an error to its causes and contexts."""
 
 from collections.abc import Iterator
 

@@ -26,7 +26,7 @@ def place_of_call() -> str:
 def place_of_error(error: BaseException) -> str:
     """Return the user's file and line that led to an error.
 
-    The library that raised the error may be any library.
+    The line belongs to the innermost frame of the user's code. If the traceback has no such frame, its outermost frame counts.
     """
     place, trace = "", error.__traceback__
     while trace is not None:
@@ -37,7 +37,7 @@ def place_of_error(error: BaseException) -> str:
 
 
 def frames_inside() -> int:
-    """Return the ``stacklevel`` of a warning for the user's line.
+    """Return the ``stacklevel`` with which a warning names the user's line.
 
     The user's line is the line that called into this package.
     """

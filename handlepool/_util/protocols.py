@@ -21,9 +21,9 @@ class Wrapper:
         return []
 
     def _request(self, pool: Any, requests: Any, task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call as a request, and return its future.
+        """Enqueue a call for an executor, and return its future.
 
-        If the call has to be a task, return None. ``task()`` makes the request's task.
+        Such a call is a request. If the call has to be a task, return None. ``task()`` makes the request's task.
         """
 
 

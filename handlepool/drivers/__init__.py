@@ -14,13 +14,14 @@ VARIABLE = "HANDLEPOOL_DRIVER"
 
 
 class LoadedDrivers:
-    """The drivers of this process, each of which is made once.
+    """Hold the drivers of this process, and make each driver once.
 
-    There is one object for each driver, because the driver's events, streams and arenas belong together.
+    A driver's events, streams and arenas belong to its object. A second object for the same driver could not use them.
 
     The lock ensures that only one thread makes a driver. While CuPy is imported, the garbage collector may run a finalizer that
-    asks for a driver in the same thread. So the lock is reentrant. A fork takes the lock, and so waits while another thread loads
-    a driver. Without that wait, the child could have half-imported modules, because the importing thread does not exist there.
+    asks for a driver in the same thread. So the lock is reentrant. `os.fork` also takes the lock, and so waits while another
+    thread loads a driver. Without that wait, the child process could have half-imported modules, because it lacks the thread
+    that imports them.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,8 @@ class LoadedDrivers:
     def after_fork(self) -> None:
         """Let a forked child make its own drivers.
 
-        The parent's drivers cannot serve, because CUDA does not survive a fork, and the host driver's threads are missing.
+        The child cannot use the parent's drivers, because CUDA does not survive a fork, and the child lacks the threads of the
+        host driver.
         """
         self.inherited.update(self.by_name)
         self.forked = True
@@ -56,7 +58,7 @@ _loaded = LoadedDrivers()
 
 
 def choose(name: str | None = None) -> tuple[str, str]:
-    """Return the name of the driver to use, and the reason.
+    """Return the driver's name, and the reason for this choice.
 
     Parameters
     ----------
@@ -81,7 +83,7 @@ def choose(name: str | None = None) -> tuple[str, str]:
     else:
         name, reason = "cuda", f"the default; {VARIABLE} is not set"
     if not isinstance(name, str) or name not in NAMES:
-        raise ArgumentError(f"no driver is named {shown(name)} ({reason}); the drivers are {' and '.join(NAMES)}")
+        raise ArgumentError(f"no driver is named {shown(name)} ({reason}); use one of the drivers {' and '.join(NAMES)}")
     return name, reason
 
 
@@ -103,7 +105,7 @@ def available(name: str) -> str | None:
 
 
 def load(name: str | None = None, *, strict: bool = False) -> Driver:
-    """Return the process's driver with a name, made at first use.
+    """Return this process's driver ``name``; the first call makes it.
 
     Parameters
     ----------
@@ -128,13 +130,13 @@ def load(name: str | None = None, *, strict: bool = False) -> Driver:
             # A forked child must not use the CUDA context of its parent.
             if name == "cuda" and name in _loaded.inherited:
                 raise ForkedProcessError(
-                    "the process that forked this one had used CUDA, which does not survive a fork: start the child with "
+                    "the parent of this process had used CUDA, which does not survive a fork: start the child with "
                     "multiprocessing.get_context('spawn'), or fork before CUDA is used"
                 )
             if (problem := available(name)) and name == "cuda" and _loaded.forked:
                 raise DriverNotAvailableError(
-                    f"the cuda driver ({reason}) cannot run in this forked process: {problem}. Where any library of the parent "
-                    f"has used CUDA, start the child with multiprocessing.get_context('spawn')"
+                    f"the cuda driver ({reason}) cannot run in this forked process: {problem}. If any library of the parent "
+                    f"process has used CUDA, start the child with multiprocessing.get_context('spawn')"
                 )
             if problem:
                 raise DriverNotAvailableError(

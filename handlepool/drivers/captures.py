@@ -30,7 +30,7 @@ class RecordedGraph(Protocol):
     def edges(self) -> Sequence[Edge]:
         """Return the edges that the graph had when its capture ended.
 
-        Their nodes are hashable, and equal to the nodes that `Driver.dependencies` returned for the same work.
+        The nodes of the edges are hashable, and equal to the nodes that `Driver.dependencies` returned for the same work.
         """
 
     def allocations(self) -> Sequence[Any]:
@@ -42,13 +42,13 @@ class RecordedGraph(Protocol):
     def host_copies(self) -> Sequence[int]:
         """Return the addresses that the graph copies host data to.
 
-        A driver may refuse such copies already during the capture. These copies are not in the list.
+        If a driver refuses such copies during the capture, the list does not contain them.
         """
 
     def arranged(self, add: Sequence[tuple[Any, Any]] = (), remove: Sequence[tuple[Any, Any]] = ()) -> "RecordedGraph":
-        """Return a graph of the same nodes with edges added and removed.
+        """Return this graph with the edges ``add`` and without ``remove``.
 
-        If there is nothing to add or remove, the method may return the graph itself.
+        If ``add`` and ``remove`` are empty, the method may return the graph itself.
 
         The driver may add nodes that make launches quicker. Called inside `Driver.relaxed`. Raises `CaptureError` for a graph
         that cannot be copied, and `MemoryError` if the device has no memory for the copy.
@@ -57,9 +57,9 @@ class RecordedGraph(Protocol):
     def marked(
         self, add: Sequence[tuple[Any, Any]], remove: Sequence[tuple[Any, Any]], groups: Sequence[Sequence[Any]]
     ) -> "MarkedGraph":
-        """Return a graph like `arranged` that also times groups of nodes.
+        """Return a graph like `arranged`, which also times groups of nodes.
 
-        The graph takes the time of a group when all nodes of the group have ended. Raises the same errors as `arranged`.
+        At each launch, the graph records the time when all nodes of a group have ended. Raises the same errors as `arranged`.
         """
 
     def instantiate(self) -> None:
@@ -69,9 +69,9 @@ class RecordedGraph(Protocol):
         """
 
     def upload(self, pointer: int) -> None:
-        """Upload the graph to the device in stream order.
+        """Upload the graph to the device, on the stream ``pointer``.
 
-        The first launch then does not have to upload it.
+        The first launch then does not have to upload the graph.
         """
 
     def destroy(self) -> None:
@@ -93,7 +93,7 @@ class MarkedGraph(RecordedGraph, Protocol):
     def cost(self) -> float:
         """Return the microseconds that one time measurement takes.
 
-        Each measurement delays the work behind it by so long.
+        Each measurement delays the work that follows it by this time.
         """
 
 
@@ -115,13 +115,13 @@ class RecordingMemory(Protocol):
     def in_order(self) -> int:
         """Bytes that the recording would need if its work ran serially.
 
-        The count begins at `set_reuse_policy`. Serial work could reuse each freed block at once.
+        Serial work could reuse each freed block at once. The count begins when `set_reuse_policy` is called.
         """
 
     def on_allocate(self, of: Callable[[object], None] | None) -> None:
         """Call ``of(block)`` for each block that is allocated later.
 
-        If ``of`` is None, no function is called. `Driver.block_range` tells the addresses of a block.
+        If ``of`` is None, no function is called. `Driver.block_range` returns the addresses of a block.
         """
 
     def set_reuse_policy(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
@@ -134,7 +134,7 @@ class RecordingMemory(Protocol):
         """
 
     def holds(self, value: object) -> bool:
-        """Return whether this memory holds an array or a block."""
+        """Return whether ``value`` is an array or a block in this memory."""
 
     def begins(self, pointer: int) -> bool:
         """Return whether a block of this memory begins at an address."""

@@ -16,9 +16,9 @@ import numpy as np
 from handlepool.tensors.layout import bytes_at, span
 
 STEP = 0x9E3779B97F4A7C15
-"""Increment from one position to the next, as in splitmix64.
+"""The number by which `fold` multiplies the position of a word.
 
-`_mixed` is the mixing function of splitmix64.
+`fold` adds the product to the word. This number and the function `_mixed` are those of the random number generator splitmix64.
 """
 FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _AT_ONCE = 1 << 18
@@ -46,13 +46,13 @@ class Sums(Protocol):
     def values(self) -> list[int] | None:
         """Return a checksum for each array.
 
-        Called when the checksums are ready. Returns None if they could not be computed.
+        Called when the checksums are ready. Returns None if the driver could not compute the checksums.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """An array's memory as words.
+    """Describe an array's memory as words of equal size.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class Words:
 
     @property
     def count(self) -> int:
-        """The number of all words."""
+        """The number of words in the array."""
         return math.prod(extent for extent, _ in self.axes)
 
     def as_numpy(self) -> np.ndarray[Any, Any]:

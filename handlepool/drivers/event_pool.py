@@ -11,7 +11,7 @@ from handlepool.drivers.protocol import Driver
 class Events:
     """Pool the events of one device.
 
-    An event is released when no thread will wait for its old record any more. Then it may be recorded again.
+    An event is released when no thread will wait for its old record any more. Then another user may record the event again.
 
     Attributes
     ----------
@@ -35,12 +35,12 @@ class Events:
                 return self.driver.create_event()
 
     def release(self, event: object) -> None:
-        """Take an event back."""
+        """Take back an event that `acquire` returned, for later users."""
         self.free.append(event)
         self._note_released()
 
     def release_all(self, events: list[Any]) -> None:
-        """Take several events back."""
+        """Take back several events that `acquire` returned, for later users."""
         self.free.extend(events)
         self._note_released()
 

@@ -59,8 +59,8 @@ class AliasPair:
     reach, others : int
         Size in bytes of the output's memory and of the other operand's memory, gaps included.
     same : int or None
-        The other operand's distance in bytes from the output at which an overlap is allowed, because each element is then written
-        where it was read. None if no overlap is allowed.
+        Distance in bytes from the output's first byte to the other operand's first byte. At this distance, an overlap is allowed,
+        because each element is then written where it was read. None if no overlap is allowed.
     meet : callable or None
         Gets the other operand's distance in bytes from the output, and returns whether the two operands share an element. None if
         a comparison of the byte ranges is enough.
@@ -81,7 +81,7 @@ def scratch_of(copies: Iterable[OperandCopy]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SavedPlan:
-    """A compiled graph in the form in which a file keeps it.
+    """Hold the data of a compiled graph, as a file stores them.
 
     Attributes
     ----------
@@ -142,7 +142,8 @@ class Executable(Protocol):
         workspace : int
             Device pointer to at least ``workspace_size`` bytes. It may be 0 only if ``workspace_size`` is 0.
         check : callable, optional
-            Called with the operands' addresses before any work is enqueued. If it raises an error, the launch raises that error.
+            Called with the operands' addresses before any work is enqueued. If ``check`` raises an error, the launch raises that
+            error.
         """
 
     def shortcut(

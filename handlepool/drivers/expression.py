@@ -1,7 +1,7 @@
 """Describe expressions over elements: straight-line code for each driver to evaluate.
 
-A value is a float32 number or a truth value. The values of an expression are numbered: first the elements of the arrays, then the
-numbers that each launch passes, then the results of the steps in their order.
+A value is a float32 number or a truth value. Each value of an expression has an index. The elements of the arrays have the first
+indices, then follow the numbers that each launch passes, then the results of the steps in their order.
 """
 
 import struct
@@ -46,7 +46,7 @@ class Step:
     operation : str
         A key of `OPERATIONS`.
     sources : tuple of int
-        The numbers of the values that the operation takes.
+        The indices of the values that the operation takes.
     bits : int
         The value of a constant, as `bits_of` returns it.
     """
@@ -58,7 +58,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A function of elements.
+    """Compute an output element from one element of each input.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class Expression:
         The count of arrays, and the count of numbers that each launch passes.
     steps : tuple of Step
     result : int
-        The number of the value that is written to the output.
+        The index of the value that is written to the output.
     """
 
     inputs: int

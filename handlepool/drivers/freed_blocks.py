@@ -5,9 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 MOST_TRIED = 4
-"""The maximum of blocks that `take` tries per end of a list."""
+"""The maximum number of blocks that `take` tries per list end.
+
+`take` tries the blocks at both ends of a list. The list has the freed blocks of one size, in the order in which they were freed.
+"""
 MOST_SIZES = 8
-"""The maximum of sufficient sizes that `take` tries."""
+"""The maximum number of block sizes that `take` tries."""
 MOST_TIMES = 2
 """The maximum ratio of a reused block's size to the requested size."""
 
@@ -28,13 +31,13 @@ class SizeClass(list[B]):
         self._log = log
 
     def append(self, block: B) -> None:
-        """Take a block that was freed."""
+        """Add a freed block, and log that it was freed."""
         self._log.append((id(block), 0))
         super().append(block)
 
 
 class FreedBlocks(Generic[B]):
-    """Freed blocks of one device, by their sizes."""
+    """Hold the freed blocks of one device, in lists by size."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -58,7 +61,7 @@ class FreedBlocks(Generic[B]):
         self._log.append((id(block), size))
 
     def in_order(self) -> int:
-        """Return the bytes needed if any array could reuse any freed block.
+        """Return the bytes needed if each array could reuse any freed block.
 
         The method repeats the requests and frees of the log in their order, and counts the new blocks.
         """
@@ -99,7 +102,7 @@ class FreedBlocks(Generic[B]):
         return None
 
     def take_all(self) -> Iterator[B]:
-        """Take every block, one after the other."""
+        """Remove and yield all blocks, one after the other."""
         for home in self._of.values():
             while home:
                 yield home.pop()

@@ -26,7 +26,7 @@ class Add:
 class Concat:
     """Concatenate arrays of one type along an axis.
 
-    An input may be the very part of the output that it is copied to.
+    An input may already lie in the output, at exactly the place where the kernel would copy it.
     """
 
     axis: int
@@ -120,7 +120,8 @@ class Normalise:
     axes : tuple of int
         Axes of a row, in ascending order. If ``groups`` is given, they are all axes behind the channels.
     groups : int or None
-        The number of groups that the channels, which are axis 1, are divided into. A row then also has the channels of one group.
+        The number of groups that the channels, which are axis 1, are divided into. A row then consists of ``axes`` and the
+        channels of one group.
     eps : float
         A number that is added to the variance or to the mean square.
     weighted, biased : bool
@@ -164,7 +165,7 @@ class Pad:
     Attributes
     ----------
     before : tuple of int
-        The number of elements to add before the first element of each axis. A negative number cuts elements of x off. The
+        The number of elements to add before the first element of each axis. A negative number cuts off elements of the input. The
         output's shape determines the number of elements to add at the end.
     mode : {"constant", "reflect", "replicate"}
         "reflect" does not repeat the outermost element.
@@ -211,8 +212,8 @@ class Resample:
 class Squeeze:
     """Sum the pixels of images for each channel, in float32.
 
-    The images are (N, C, H, W). The result is float32 of the shape (N, parts, C). All parts have equally many pixels, except that
-    the last part may have fewer.
+    The images are (N, C, H, W). The kernel divides the pixels of an image into ``parts`` parts of equal size, except that the
+    last part may be smaller. The result has a sum for each part and channel: float32 of the shape (N, parts, C).
 
     Attributes
     ----------
@@ -224,10 +225,10 @@ class Squeeze:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Compute a dense layer of the channels' means over images, in float32.
+    """Apply a dense layer to the mean of each channel, in float32.
 
     Operands are the images, the sums of `Squeeze`, the weights (S, C) and the bias (S,), then the result, which is float32 of the
-    shape (N, S). Of the images, only the size is used. Weights and bias have no gaps.
+    shape (N, S). The kernel uses the size of the images, and not their pixels. Weights and bias have no gaps.
 
     Attributes
     ----------
@@ -265,5 +266,5 @@ class Excite:
 MOST_EXCITED, MOST_SQUEEZED = 8192, 1024
 """The maximum of channels, and of the first layer's outputs, in `Excite`."""
 NetworkKernel = Normalise | Affine | Pad | Shuffle | Resample | Squeeze | Layer | Excite
-"""Kernels of normalisations, and of copies to other places or sizes."""
+"""Kernels that normalise, pad, reorder, resize, or scale channels by gates."""
 Kernel = Add | Concat | Windows | Depthwise | Elementwise | NetworkKernel

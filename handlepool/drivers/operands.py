@@ -28,7 +28,7 @@ def operand_name(index: int, inputs: int = sys.maxsize, outs: int = 0) -> str:
 
 
 ASARRAY = "pool.driver.asarray"
-"""The function that messages name for making an array of the driver."""
+"""The function that messages recommend for converting arrays to the driver's type."""
 
 
 def taken(driver: Driver) -> str:
@@ -47,7 +47,7 @@ def check_operands(
     """Raise for the first array of ``operands`` that a launch cannot take.
 
     The graph ``name`` was planned for ``device``. ``operand`` returns the name of an operand for messages. A launch copies the
-    operands whose places are in ``copied``, so these arrays may begin at any element.
+    operands whose indices are in ``copied``, so these arrays may begin at any element.
 
     Raises
     ------
@@ -62,7 +62,8 @@ def check_operands(
         kinds: Any = (*driver.array_types, View)
         if not isinstance(array, kinds):
             raise ArrayTypeError(
-                f"{name}: {operand(index)} is a {kind_of(array)}; the {driver.name} driver takes {taken(driver)}"
+                f"{name}: {operand(index)} is a {kind_of(array)}; the {driver.name} driver takes {taken(driver)}; "
+                f"convert the array first, for example with {ASARRAY}"
             )
         found = driver.array_device(array)
         if found != device:
@@ -75,5 +76,6 @@ def check_operands(
         if array.size and (address := driver.array_pointer(array) % alignment):
             raise ArgumentError(
                 f"{name}: {operand(index)}, of shape {array.shape}, begins {address} bytes past a multiple of {alignment}, and a "
-                f"launch needs such a multiple; pass a copy; for an output, pass another array, and copy from that"
+                f"launch needs an address that is such a multiple. Pass a copy; for an output, pass another array, and copy "
+                f"the result from that array"
             )

@@ -12,20 +12,20 @@ Run = Callable[..., Sequence[Any]]
 """Enqueue a call: ``run(arrays, pointer, launch, begin=None)``.
 
 ``arrays`` are the caller's arrays, and ``pointer`` is the pointer of the stream. If a copy is not a single run of bytes, this
-stream must be the current stream. ``begin`` is called after the allocations and before the first copy. The function returns new
-arrays,
-from the current stream's memory."""
+stream must be the current stream. ``launch()`` launches the program's graph. ``begin()`` is called after the allocations and
+before the first copy. The function returns new arrays in memory of the current stream.
+"""
 
 
 class Copies(NamedTuple):
-    """The arrays that a prepared call copies.
+    """Hold the arrays that a prepared call copies.
 
     Attributes
     ----------
     inputs : sequence of array
         The program's own input arrays. A call copies the caller's arrays, which have the same layouts, into them.
     outputs : sequence of array
-        The program's own output arrays, each once. A call returns copies of them.
+        The program's own output arrays, without duplicates. A call returns copies of them.
     steps : sequence of tuple
         For each output, the strides in bytes of its copy.
     back : sequence of int
@@ -38,14 +38,17 @@ class Copies(NamedTuple):
     back: Sequence[int] = ()
 
     def runs(self) -> tuple[list[bool], list[bool]]:
-        """Return for inputs and outputs whether each copy is one run."""
+        """Return whether each copy is a single run of bytes.
+
+        The first list is for the inputs, and the second for the outputs.
+        """
         lies = [(each, each.strides) for each in self.inputs], zip(self.outputs, self.steps, strict=True)
         bring, take = ([one_run(each.shape, each.strides, steps, each.dtype.itemsize) for each, steps in some] for some in lies)
         return bring, take
 
 
 def prepared(driver: Any, copies: Copies) -> Run:
-    """Return a function that enqueues a call, for any driver."""
+    """Return a function that enqueues a program's call, on any driver."""
     bring, take = copies.runs()
 
     def copy(target: Any, source: Any, run: bool, pointer: int) -> None:

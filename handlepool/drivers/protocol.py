@@ -13,7 +13,7 @@ depend on the pool. These conventions hold for both drivers:
   an event has passed, or compile. The driver does not enter `relaxed` on its own. So the call shows that its caller has thought
   of captures, and the host driver can refuse a call outside of `relaxed`.
 - A method waits for the device only if its name says so (`synchronize_event`, `synchronize_stream`). The exception is `free`,
-  which may wait.
+  which may wait for the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -54,27 +54,27 @@ class Driver(Protocol):
     Two live blocks share no byte.
     """
     memory_advice: str
-    """The end of an out-of-memory message.
+    """Advice at the end of an out-of-memory message.
 
-    It names the setting for the amount of memory. If there is no such setting, it is empty.
+    The text names the setting for the amount of memory. If there is no such setting, the text is empty.
     """
 
-    # These methods are on hot paths. They are called by position only, so that a driver can use the array library's C functions
-    # for them.
+    # These methods are on hot paths. They are called by position only, so that a driver can store C functions
+    # of the array library under these names.
     def current_device(self) -> int:
-        """Return this thread's device."""
+        """Return the ordinal of this thread's current device."""
 
     def current_stream(self, device: int = -1, /) -> Stream:
-        """Return this thread's stream on the current device."""
+        """Return this thread's current stream on the current device."""
 
     def record_event(self, event: Any, pointer: int, /) -> None:
         """Record the stream's work so far in the event."""
 
     def record_event_next(self, event: Any, pointer: int, /) -> None:
-        """Record an event right after the caller's other call on the stream.
+        """Record an event right after this thread enqueued work on the stream.
 
-        If the stream's queue was full, that other call has waited for room. So this method does not wait, and may keep Python's
-        lock. Then this thread need not wait to get the lock back.
+        If the stream's queue was full, the call that enqueued this work has waited for room. So this method does not wait, and
+        may keep Python's lock. Then this thread need not wait to get the lock back.
         """
 
     def wait_event(self, pointer: int, event: Any, /) -> None:
@@ -273,7 +273,7 @@ class Driver(Protocol):
         """
 
     def capture_failure(self, error: BaseException) -> str | None:
-        """Return in words the operation that a capture refused.
+        """Describe in words the operation that a capture refused.
 
         The method searches ``error`` and its causes. If no error among them comes from a capture, return None.
         """
@@ -292,8 +292,8 @@ class Driver(Protocol):
     def watch_shared_state(self, report: Callable[[str], None], *, check: bool = True) -> Callable[[], None]:
         """Call ``report(name)`` before a thread uses state shared between streams.
 
-        The state belongs to the array library. If ``check`` is true, the driver also checks the order of all memory accesses, if
-        it can.
+        ``name`` is the name of the state, which belongs to the array library. If ``check`` is true, the driver
+        also checks the order of all memory accesses, if it can.
 
         Returns
         -------
@@ -304,7 +304,8 @@ class Driver(Protocol):
     def watch_untracked_work(self, report: Callable[[str], None]) -> Callable[[], None]:
         """Call ``report(name)`` if code outside of this package queues work.
 
-        The thread that queues the work makes the call. If a driver cannot detect such work, it never calls ``report``.
+        ``name`` is the name of the work. The thread that queues the work calls ``report``. If a driver cannot detect
+        such work, it never calls ``report``.
 
         Returns
         -------
@@ -414,9 +415,10 @@ class Driver(Protocol):
         """
 
     def prepare_checksums(self) -> None:
-        """Load and allocate the needs of `checksums` on the current device.
+        """Prepare the current device for `checksums`; called inside `relaxed`.
 
-        Called inside `relaxed`. The method may wait for the device. If it was not called before, `checksums` calls it.
+        The method loads a kernel and allocates memory if the driver needs them, and may wait for the device. If this method was
+        not called before, `checksums` calls it.
         """
 
     def checksums(self, arrays: Sequence[Any], pointer: int) -> Sums:
@@ -454,7 +456,7 @@ class Driver(Protocol):
     def part(self, array: Any, address: int, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any]) -> Any:
         """Return an array over part of another array's memory.
 
-        Its first element is at ``address``.
+        The first element of the returned array is at ``address``.
         """
 
     def array_block(self, array: Any) -> object:

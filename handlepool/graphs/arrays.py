@@ -29,8 +29,8 @@ from handlepool.tensors.layout import HOST, Layout, Piece, View
 class ForeignCall(GraphCall):
     """A `GraphCall` over arrays of other libraries than the driver's.
 
-    The outputs that the call allocates become arrays of the first array's library. An output that needs a
-    conversion is converted after the launch has been enqueued.
+    The outputs that the call allocates become arrays of the first array's library. An output that needs a conversion is
+    converted after the launch has been enqueued.
     """
 
     __slots__ = ("_call", "_converted", "callers", "stream")

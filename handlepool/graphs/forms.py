@@ -433,8 +433,8 @@ def _three_axes(forms: OperandForms, node: FrontendNode) -> None:
     """Declare every tensor with exactly one batch axis.
 
     cuDNN has no plans for tensors with no batch axis or with two batch axes. A factor that repeats along some batch axes but not
-    all is copied to the whole batch. An addend that repeats in this way is copied to the shape of
-    the whole output, because cuDNN was measured only with such a copy.
+    all is copied to the whole batch. An addend that repeats in this way is copied to the output's whole shape, because cuDNN was
+    measured only with such a copy.
     """
     batches = [tuple(tensor.dim)[:-2] for tensor in forms.operands]
     batch, matrix = tuple(map(max, *batches)), tuple(forms.operands[forms.inputs].dim)[-2:]

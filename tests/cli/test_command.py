@@ -104,7 +104,9 @@ sys.exit(run())
 """
 
 
-def interrupted_at_the_import_of(name, module="handlepool_command", **options):
+def interrupted_at_the_import_of(name, module="handlepool_command", handler=signal.SIG_DFL):
+    # A background job of a shell ignores Ctrl-C, and so do its children. So the command gets the handler of a terminal's job.
+    options = {"preexec_fn": lambda: signal.signal(signal.SIGINT, handler)}
     program = INTERRUPTED_IMPORT.format(module=module)
     command = [sys.executable, "-c", program, name]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
@@ -122,7 +124,7 @@ def test_control_without_the_entry_ctrl_c_during_the_import_is_a_traceback():
 
 
 def test_ctrl_c_that_the_process_ignores_stays_ignored():
-    done = interrupted_at_the_import_of("numpy", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    done = interrupted_at_the_import_of("numpy", handler=signal.SIG_IGN)
     assert done.returncode == 0
     assert "interrupted" not in done.stderr
 

@@ -139,7 +139,7 @@ def test_a_launch_has_room_for_its_argument_on_every_gpu():
 def test_more_axes_than_the_kernel_takes_are_refused():
     axes = checksum.MOST_AXES + 1
     words = Words.of(0, (2,) * axes, tuple(3**axis * 8 for axis in range(axes)), 4)
-    with pytest.raises(ValueError, match="axes that cannot be joined"):
+    with pytest.raises(ValueError, match="axes that cannot be merged"):
         checksum.arguments([words], 0)
 
 

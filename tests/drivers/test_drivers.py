@@ -40,7 +40,9 @@ def test_a_name_wins_over_the_environment_and_cuda_is_the_default(monkeypatch, n
 
 
 def test_a_name_that_no_driver_has_is_refused_and_blamed_on_where_it_is_from(monkeypatch):
-    with pytest.raises(ArgumentError, match=r"no driver is named 'gpu' \(asked for by name\); the drivers are cuda and host"):
+    with pytest.raises(
+        ArgumentError, match=r"no driver is named 'gpu' \(asked for by name\); use one of the drivers cuda and host"
+    ):
         drivers.load("gpu")
     monkeypatch.setenv("HANDLEPOOL_DRIVER", "cpu")
     with pytest.raises(ArgumentError, match=r"no driver is named 'cpu' \(set by HANDLEPOOL_DRIVER\)"):
@@ -153,7 +155,7 @@ NO_DRIVER = "def getDeviceCount():\n    raise CUDARuntimeError('cudaErrorInsuffi
     ("runtime", "cudnn", "problem"),
     [
         (NO_GPU, LIBRARY, "no NVIDIA GPU is visible"),
-        (NO_DRIVER, LIBRARY, "no usable NVIDIA GPU (cudaErrorInsufficientDriver)"),
+        (NO_DRIVER, LIBRARY, "CUDA found no usable NVIDIA GPU (cudaErrorInsufficientDriver)"),
         (
             ONE_GPU,
             NO_LIBRARY,
@@ -202,7 +204,7 @@ def test_g13_where_the_parent_has_loaded_the_cuda_driver_its_child_is_told_to_be
         f"{SPAWN}, or fork before anything uses CUDA"
     )
     assert then[0] == "done"
-    assert then[1].startswith("ForkedProcessError: the process that forked this one had used CUDA")
+    assert then[1].startswith("ForkedProcessError: the parent of this process had used CUDA")
     assert SPAWN in then[1]
 
 
@@ -210,7 +212,8 @@ def test_g13_where_another_library_has_used_cuda_before_the_fork_the_child_is_to
     first, *_ = with_stubs(FORKED.format(parent=""), runtime=NO_DRIVER, cudnn=LIBRARY).stdout.splitlines()
     assert first == (
         "DriverNotAvailableError: the cuda driver (the default; HANDLEPOOL_DRIVER is not set) cannot run in this forked process: "
-        "no usable NVIDIA GPU (cudaErrorInsufficientDriver). Where any library of the parent has used CUDA, " + SPAWN
+        "CUDA found no usable NVIDIA GPU (cudaErrorInsufficientDriver). If any library of the parent process has used CUDA, "
+        + SPAWN
     )
 
 

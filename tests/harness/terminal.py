@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import signal
 import struct
 import sys
 import termios
@@ -17,6 +18,8 @@ def run_on_terminal(*arguments, columns=80, interrupt_at=None, **environment):
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | environment
     process, terminal = pty.fork()
     if process == 0:
+        # A background job of a shell ignores Ctrl-C, and so do its children. A job of a terminal does not.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.execve(sys.executable, [sys.executable, "-m", "handlepool", *map(str, arguments)], environment)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     output = b""

@@ -308,7 +308,7 @@ WRONG = {
     "a misaligned address": (
         beside_a_boundary,
         ArgumentError,
-        r"of shape .* begins 4 bytes past a multiple of 16.* pass a copy; for an output, pass another array, and copy from that",
+        r"of shape .* begins 4 bytes past a multiple of 16.* Pass a copy; for an output, pass another array, and copy the result",
     ),
     "read-only": (read_only, ArgumentError, "is read-only and cannot be written"),
 }

@@ -1,4 +1,4 @@
-"""Record on the cuda driver: graphs, and memory for a recording."""
+"""Hold captured graphs, and the memory of recordings, on the cuda driver."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -138,7 +138,7 @@ class CudaGraph:
 class MarkedGraph(CudaGraph):
     """Hold a graph with added nodes that record events.
 
-    The first two event nodes run before all other nodes.
+    The first two event nodes run before all other nodes. The time between these two events is the cost of an event.
     """
 
     __slots__ = ("events",)
@@ -196,8 +196,8 @@ class CudaRecordingMemory:
         self._relaxed = relaxed
         self._tell: Callable[[object], None] | None = None
         self._devices: set[int] = set()
-        # Addresses of all blocks of this pool. An address tells whose a block is, because no other pool can have the address
-        # before this pool returns the block to the device.
+        # Addresses of all blocks of this pool. A block whose address is in this set belongs to this pool, because no other
+        # pool can have the address before this pool returns the block to the device.
         self._addresses: set[int] = set()
         # The reuse policy. If it is None, every block comes from CuPy's pool.
         self._may_have: Callable[[int, int], bool] | None = None

@@ -1,5 +1,6 @@
-// Checksums of arrays' bits: see `handlepool/drivers/checksum.py`. Each block writes the sum of its words, and the host adds these:
-// no atomic operation is needed, and nothing has to be set to zero before.
+// Checksums of arrays' bits: see `handlepool/drivers/checksum.py`. Each block of threads writes
+// the sum of its words, and the host adds the sums of all blocks. So the kernel needs no atomic operation, and no memory has to
+// be set to zero before a launch.
 
 typedef unsigned long long word_t;
 

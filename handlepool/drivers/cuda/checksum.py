@@ -20,7 +20,7 @@ MOST_ARRAYS = 12
 The launch's argument then stays below the 4 KiB that CUDA takes on every GPU.
 """
 MOST_AXES = 16
-"""The maximum number of an array's axes after neighbours are joined."""
+"""The maximum number of an array's axes after axes are merged."""
 MACROS = {"THREADS": THREADS, "MOST_ARRAYS": MOST_ARRAYS, "MOST_AXES": MOST_AXES}
 
 
@@ -38,14 +38,15 @@ def arguments(words: Sequence[Words], sums: int) -> tuple["buffer[int]", tuple[i
     Raises
     ------
     ValueError
-        For an array with more than `MOST_AXES` axes that cannot be joined.
+        For an array with more than `MOST_AXES` axes after axes are merged.
     """
     values = [sums]
     for each in words:
         rank = len(each.axes)
         if rank > MOST_AXES:
             raise ValueError(
-                f"an array has {rank} axes that cannot be joined, and a checksum takes at most {MOST_AXES}; pass a dense copy"
+                f"an array has {rank} axes that cannot be merged, and a checksum takes at most {MOST_AXES} axes; pass a copy "
+                f"without gaps"
             )
         none = [0] * (MOST_AXES - rank)
         values += [each.start, each.size, each.count, rank]

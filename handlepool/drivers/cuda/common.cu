@@ -1,4 +1,4 @@
-// What the sources of all kernels begin with.
+// The beginning of every kernel's source.
 
 #if WIDE  // some offset takes more than 32 bits
 typedef long long offset_t;

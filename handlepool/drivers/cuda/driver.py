@@ -81,7 +81,7 @@ def unavailable() -> str | None:
     try:
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
-        return f"no usable NVIDIA GPU ({error})"
+        return f"CUDA found no usable NVIDIA GPU ({error})"
     if count == 0:
         return "no NVIDIA GPU is visible"
     try:
@@ -96,7 +96,7 @@ _POINTER = attrgetter("data.ptr")
 
 
 class _ForeignStream:
-    """A stream's pointer and owner, as an argument for ``Stream.from_external``."""
+    """Carry a stream's pointer and owner as the argument of ``Stream.from_external``."""
 
     def __init__(self, pointer: int, owner: object) -> None:
         self.pointer = pointer
@@ -274,8 +274,8 @@ class CudaDriver:
             else:
                 if origin != LEGACY_STREAM and runtime.streamIsCapturing(origin) != runtime.streamIsCapturing(current.ptr):
                     raise CaptureError(
-                        f"an allocation on stream {current.ptr:#x} belongs to a region of stream {origin:#x}, and a capture "
-                        "began on one of the two streams since then. Begin the capture before the region or after it"
+                        f"an allocation on stream {current.ptr:#x} belongs to a region of stream {origin:#x}, and only one "
+                        "of the two streams is being captured. Begin the capture before the region, or after its join"
                     )
                 # CuPy takes a block from the arena of the current stream. The block must come from the arena of the origin
                 # stream, so that a reuse of the block after the join follows the order of the origin stream.
@@ -467,7 +467,7 @@ class CudaDriver:
             view.device_id = self.current_device() if not view.size else int(found.device) if found.type > 1 else HOST
         if view.device_id == HOST:
             raise ArrayTypeError(
-                "it is in host memory, and the cuda driver takes arrays in a GPU's memory; copy the array to the GPU first"
+                "the array is in host memory, and the cuda driver takes arrays in a GPU's memory; copy the array to the GPU first"
             )
         return view
 

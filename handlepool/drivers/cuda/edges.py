@@ -17,11 +17,11 @@ _ACTIVE = 1
 
 
 def with_edge_data(bindings: object, name: str) -> Callable[..., tuple[Any, ...]]:
-    """Find the form of a CUDA call that uses edge data.
+    """Find the version of a CUDA function that uses edge data.
 
-    ``name`` is the call's name in cuda-bindings 13. In cuda-bindings 12.9 the name of this form has a version suffix.
+    ``name`` is the function's name in cuda-bindings 13. In cuda-bindings 12.9, the name of this version has a suffix.
 
-    The form without edge data answers CUDA_ERROR_LOSSY_QUERY if an edge is programmatic. cuDNN leaves such edges in a captured
+    The version without edge data returns CUDA_ERROR_LOSSY_QUERY if an edge is programmatic. cuDNN leaves such edges in a captured
     graph.
 
     Parameters
@@ -99,8 +99,8 @@ class Dependencies:
             self._refuse(status)
         if answer.state.value != _ACTIVE:
             raise CaptureError(
-                f"stream {pointer:#x} is not capturing, or its capture was invalidated (state {answer.state.value}), so its next "
-                "work has no dependencies"
+                f"stream {pointer:#x} is not capturing, or its capture was invalidated (state {answer.state.value}), so CUDA "
+                "cannot tell the dependencies of its next work. Ask only while the stream is being captured"
             )
         # The nodes lie in the driver's memory, which the next call on the capture may change. So they are copied.
         return tuple(answer.nodes[: answer.count.value])

@@ -1,8 +1,8 @@
 """The CUDA source of an expression over elements, and its launch.
 
-This module needs no CUDA. The source depends on the expression, on the types, and on the merged axes: how many there are, and
-which operands have a step along which axis. The geometry holds the extents, the steps and the launch's numbers. So one source
-serves many shapes and all numbers.
+This module needs no CUDA. The source depends on the expression, on the types, on the number of merged axes, and on the axes
+along which each operand has a step. A thread computes a pack of neighbouring elements at once. The geometry holds the extents,
+the steps and the launch's numbers. So one source serves many shapes and all numbers.
 """
 
 import math
@@ -98,7 +98,7 @@ class _Operand:
     place : int
         Index among the operands.
     type : str
-        NumPy's name.
+        NumPy's name of the element type.
     along : tuple of int
         The merged axes along which the operand's step is not 0, the innermost first.
     packed : bool
@@ -165,7 +165,7 @@ def plan(kernel: Elementwise, operands: Sequence[Layout]) -> Launch:
 def _across(kernel: Elementwise, operands: Sequence[Layout], axes: Axes, pack: int) -> Launch:
     """Return a launch whose packs cross the ends of the innermost axis.
 
-    The kernel reads an operand that is not dense element by element.
+    The kernel reads dense operands in packs, and the elements of any other operand one at a time.
     """
     steps = [[each[place] for _, each in axes] for place in range(len(operands))]
     every = [
@@ -220,7 +220,7 @@ def _steps(operand: Layout, output: Layout) -> list[int]:
 def _pack(axes: Axes, operands: Sequence[Layout]) -> tuple[int, int]:
     """Return the sizes of a pack and of the tail, in elements.
 
-    A thread handles a pack at once. Its size is a power of two. The tail has the elements behind the last whole pack.
+    A thread computes a pack at once. A pack's size is a power of two. The tail has the elements behind the last whole pack.
     """
     (extent, inner), *outer = axes
     if inner[-1] != 1 or any(step not in (0, 1) for step in inner):
@@ -275,7 +275,7 @@ def _source(expression: Expression, operands: Sequence[_Operand], rank: int, loo
 
 
 def _places(rank: int, number: str = "i") -> list[str]:
-    """Return the code that splits a number into places along axes."""
+    """Return code that turns an element's number into indices along axes."""
     if rank == 1:
         return [f"        const offset_t p0 = {number};"]
     lines = [f"        count_t rest = {number};"]
@@ -304,8 +304,8 @@ def _elements(expression: Expression, operands: Sequence[_Operand], pack: int) -
 def _crossing_elements(expression: Expression, operands: Sequence[_Operand], pack: int, rank: int) -> list[str]:
     """Return the code of a pack that crosses the innermost axis's ends.
 
-    The code finds the place of the pack's first element by divisions. It finds the places of the other elements by counting on,
-    which costs less.
+    The code computes the indices of the pack's first element by divisions. For each further element, the code increments the
+    indices, which costs less.
     """
     *inputs, output = operands
     following = f"++p{rank - 1};"
@@ -326,7 +326,7 @@ def _crossing_elements(expression: Expression, operands: Sequence[_Operand], pac
 
 
 def _value(expression: Expression, inputs: Sequence[_Operand], output: _Operand, pack: int) -> str:
-    """Return the code of a result's element, ready to store."""
+    """Return the code that computes one output element in its stored type."""
     arguments = [*(each.element(pack) for each in inputs), *(f"n{k}" for k in range(expression.numbers))]
     return TYPES[output.type][2].format(f"value({', '.join(arguments)})")
 

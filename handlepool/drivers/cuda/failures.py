@@ -25,7 +25,7 @@ _FROM_HOST = (
 )
 _INSTEAD = {
     "cuBLAS": "use handlepool.matmul or handlepool.linear for cupy.matmul, dot, tensordot and einsum",
-    "cuRAND": "draw cupy.random's numbers before the capture, and copy them in",
+    "cuRAND": "draw the numbers with cupy.random before the capture, and let the captured work read their array",
 }
 """Advice by library, for calls that CuPy refuses under a capture."""
 

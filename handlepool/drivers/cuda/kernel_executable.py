@@ -17,7 +17,7 @@ from handlepool.drivers.streams import Handle
 from handlepool.tensors.layout import Layout
 
 _functions: dict[tuple[int, str, tuple[tuple[str, str], ...], str], Any] = {}
-"""CuPy's functions by device, entry, macros and code.
+"""Compiled kernels, as CuPy functions, by device, entry, macros and code.
 
 Each function lives as long as the process, because its destructor would call CUDA (guarantee 10) and captured graphs launch it.
 If two threads make the same function at once, the dictionary keeps the first function, and the second lives on unused.
@@ -36,7 +36,10 @@ def _function(device: int, launch: kernels.Launch) -> Any:
 
 
 class KernelExecutable:
-    """See `handlepool.drivers.executable.Executable`. Made inside `Driver.relaxed`."""
+    """Hold and launch a compiled kernel of this package.
+
+    See `handlepool.drivers.executable.Executable`. The driver makes this object inside `Driver.relaxed`.
+    """
 
     workspace_size = 0
     candidates = 1
@@ -75,7 +78,7 @@ class KernelExecutable:
         workspace: int,
         check: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """Implement the protocol."""
+        """See `handlepool.drivers.executable.Executable.launch`."""
         check_operands(self._driver, self.name, self._device, operands, self.titles.__getitem__)
         addresses = new_buffer()
         for place, array in enumerate(operands):
@@ -93,7 +96,7 @@ class KernelExecutable:
         single: bool,
         names: dict[str, Any],
     ) -> Callable[..., Any]:
-        """Implement the protocol."""
+        """See `handlepool.drivers.executable.Executable.shortcut`."""
         # With a single device there is no other device to compare with.
         device = self._device if self._driver.device_count() > 1 else None
         names = names | {"raw": self._raw, "index": 0}

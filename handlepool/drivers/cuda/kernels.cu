@@ -1,8 +1,10 @@
-// The kernels of our own. One variant is compiled at a time: macros say which, and `kernels.py` writes them, with the geometry.
+// The kernels of this package. Each compilation makes one variant of one kernel. `kernels.py` writes the macros that select the
+// variant, and the geometry.
 //
-// All kernels take two arguments by value: the operands' addresses, inputs before the output, and a geometry, whose members are all
-// of one integer type, so that Python can write it as an array. No header is needed. Every operand begins at a multiple of 16 bytes.
-// PACK elements are read and written at a time; strides, and extents of the innermost axis, are then counted in packs.
+// All kernels take two arguments by value. The first has the operands' addresses, inputs before the output. The second is a
+// geometry. All members of a geometry have the same integer type, so that Python can write it as an array. No header is needed.
+// Every operand begins at a multiple of 16 bytes. A thread reads and writes PACK elements at a time. Strides, and extents of the
+// innermost axis, are then counted in packs.
 
 struct alignas(PACK * sizeof(ELEMENT)) Pack {
     ELEMENT of[PACK];
@@ -42,7 +44,7 @@ HELPER float activated(float x) {
 #endif
 
 #if ADD || CONCAT
-// Where the element of a number lies; axes begin with the innermost.
+// Turns the number of an element into its indices along the axes. The innermost axis is the first.
 HELPER void unravel(count_t number, const offset_t* extents, offset_t* places) {
 #pragma unroll
     for (int axis = 0; axis < RANK - 1; ++axis) {
@@ -131,7 +133,7 @@ struct Images {  // steps from image to image, channel to channel, row to row an
 #endif
 
 #if WINDOWS || DEPTHWISE
-// The nearest pixel of the image, so that loads need no branches.
+// Returns the nearest index inside the image, so that loads need no branches.
 HELPER offset_t nearest(offset_t place, offset_t extent) { return place < 0 ? 0 : place < extent ? place : extent - 1; }
 #endif
 
@@ -141,7 +143,7 @@ struct Windows {  // each has a pixel of the image, so for a maximum no other on
     offset_t count, rows, columns, window[2], stride[2], padding[2], counted;
 };
 
-// How much of a window lies before the end of the padded image, which the last one may exceed.
+// Returns the length of a window up to the end of the padded image. Only the last window may exceed this end.
 HELPER offset_t clipped(offset_t start, offset_t length, offset_t end) { return start + length < end ? length : end - start; }
 
 ENTRY void windows(BY_VALUE Pointers operands, BY_VALUE Windows g) {
@@ -211,7 +213,7 @@ struct Whole {
     offset_t outputs;
 };
 
-// LANES outputs a block, each by SHARES threads, which have every so many pixels. Neighbours read neighbours in memory.
+// A block computes LANES outputs. SHARES threads share the pixels of an output. Neighbouring threads read neighbouring memory.
 ENTRY void __launch_bounds__(LANES * SHARES) whole(BY_VALUE Pointers operands, BY_VALUE Whole g) {
     __shared__ float parts[SHARES][LANES][PACK];
 #if CHANNELS_INNERMOST
@@ -228,7 +230,7 @@ ENTRY void __launch_bounds__(LANES * SHARES) whole(BY_VALUE Pointers operands, B
         for (int e = 0; e < PACK; ++e) result[e] = NOTHING;
         if (output < (count_t)g.outputs) {
             const Pack* x = (const Pack*)operands.at[0] + (n * g.images.from[0] + c * g.images.from[1]);
-            constexpr int at_once = 8;  // loads; those past the end are of the last pixel, and not used
+            constexpr int at_once = 8;  // a load past the end reads the last pixel, and its value is not used
             for (count_t i = share; i < (count_t)pixels; i += at_once * SHARES) {
                 Pack seen[at_once];
 #pragma unroll
@@ -272,9 +274,9 @@ struct Depthwise {
     offset_t pixels, rows, columns, stride[2], padding[2], dilation[2], lanes, together, bias, filter;  // together: pixels of a block
 };
 
-// A block has the filters of some channels, and goes over pixels of all images. Neighbours read neighbours in memory.
+// A block has the filters of some channels, and loops over pixels of all images. Neighbouring threads read neighbouring memory.
 ENTRY void depthwise(BY_VALUE Pointers operands, BY_VALUE Depthwise g) {
-    // Rows of a window whose loads are under way together; more registers would keep blocks out.
+    // Number of window rows that are loaded at once. More rows would take more registers, and fewer blocks would run at once.
     constexpr int taps = ROWS * COLUMNS, at_once = taps * sizeof(Pack) <= 256 ? ROWS : 1;
     __shared__ float filters[taps][LANES * PACK], biases[LANES * PACK];
     const int lanes = g.lanes, together = g.together;

@@ -89,9 +89,9 @@ class Launch:
     macros : tuple of (str, str)
         Macros that select the kernel's variant.
     geometry : array
-        The kernel's second argument.
+        The kernel's second argument: extents, steps and other integers of the computation.
     grid : (int, int)
-        Blocks along both axes.
+        Number of blocks along each of the grid's two axes.
     threads : int
         Threads per block.
     code : str
@@ -112,9 +112,9 @@ def _text(name: str) -> str:
 
 
 def source(code: str = "") -> str:
-    """Return the CUDA source whose code for one launch is ``code``.
+    """Return the CUDA source that consists of ``common.cu`` and ``code``.
 
-    Without ``code``, return the source of all kernels in `SOURCES`.
+    If ``code`` is empty, the files of `SOURCES` take its place.
     """
     return "\n".join((_text("common.cu"), *([code] if code else map(_text, SOURCES))))
 
@@ -171,7 +171,7 @@ def _packed(axes: Axes, most: int) -> int:
 
 
 def _in_packs(axes: Axes, pack: int, rank: int) -> Axes:
-    """Return the axes with the innermost extent and outer steps in packs.
+    """Return the axes, with innermost extent and outer steps counted in packs.
 
     Axes of extent 1 are added until there are ``rank`` axes.
     """

@@ -17,7 +17,7 @@ from cupy.cuda import runtime
 
 
 def locked(library: Any, name: str, types: Sequence[Any], again: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of the driver that keeps the lock.
+    """Return a function of CUDA's driver library that keeps Python's lock.
 
     Parameters
     ----------
@@ -28,8 +28,8 @@ def locked(library: Any, name: str, types: Sequence[Any], again: Callable[..., A
     types : sequence
         Types of the arguments.
     again : callable
-        The runtime's function with the same arguments. It is called if the driver's function fails. If no context was current, it
-        makes the context current and so succeeds. It raises an error for any other failure.
+        CuPy's runtime function with the same arguments. It is called if the function of the library fails. If no
+        context was current, it makes the context current and so succeeds. It raises an error for any other failure.
     """
     if library is None:
         return again
@@ -47,7 +47,7 @@ def locked(library: Any, name: str, types: Sequence[Any], again: Callable[..., A
 
 
 class _Flag(threading.local):
-    """Hold an output buffer for each thread.
+    """Hold each thread's output buffer for the capture query.
 
     The buffer is made once, because making a buffer takes longer than the query that fills it.
     """

@@ -1,7 +1,7 @@
-// Normalisations, and copies to other places or sizes. This follows `kernels.cu`, which has the rules and the helpers.
+// The kernels of `NetworkKernel`. This source follows `kernels.cu`, which has the rules and the helpers.
 
 #if NORMALISE || AFFINE || GATHER
-// Splits a number into places along axes, the innermost first, and adds a step for each place to an offset for each operand.
+// Splits a number into indices along axes, the innermost axis first. Adds index times step of each axis to an operand's offset.
 template <int RANKS, int ARRAYS>
 HELPER void walk(count_t number, const offset_t* extents, const offset_t (*steps)[RANKS], offset_t (&offsets)[ARRAYS]) {
 #pragma unroll
@@ -18,7 +18,7 @@ HELPER void walk(count_t number, const offset_t* extents, const offset_t (*steps
 #endif
 
 #if NORMALISE || AFFINE
-// Parameters may be float32 where the array is not.
+// Parameters, such as the weight, may be float32 although the array is not.
 #if SINGLE
 typedef float PARAMETER;
 HELPER float of_parameter(PARAMETER x) { return x; }
@@ -31,7 +31,7 @@ struct alignas(PACK * sizeof(PARAMETER) < 16 ? PACK * sizeof(PARAMETER) : 16) Pa
     PARAMETER of[PACK];
 };
 
-// Loads the parameters of a pack: one for all (WAY 0), neighbours (1), or with a step (2).
+// Loads the parameters of a pack. WAY is 0 if one element serves the pack, 1 for neighbours, and 2 for elements at a step.
 template <int WAY>
 HELPER void load(const void* parameters, offset_t first, offset_t step, float (&values)[PACK]) {
     const PARAMETER* at = (const PARAMETER*)parameters + first;
@@ -47,8 +47,9 @@ HELPER void load(const void* parameters, offset_t first, offset_t step, float (&
 #endif
 
 #if NORMALISE
-// Extents and steps of the axes that tell rows apart, then of the axes in a row. Steps are of x, the weight, the bias and y. x and y
-// are counted in packs, parameters in elements. A pack lies in a row, or, with ACROSS, has an element of each of PACK rows.
+// The outer axes distinguish rows, and the inner axes lie in a row. Each axis has steps for x, the weight, the bias and y. Steps
+// of x and y are counted in packs, and steps of parameters in elements. With ACROSS, a pack has an element of each of PACK rows.
+// Without ACROSS, a pack lies in one row.
 struct Normalise {
     offset_t rows, count, elements, eps, leap[2];
     offset_t outer[OUTER], outer_steps[4][OUTER], inner[INNER], inner_steps[4][INNER];
@@ -56,8 +57,8 @@ struct Normalise {
 
 HELPER float merged(bool largest, float a, float b) { return !largest ? a + b : b > a ? b : a; }
 
-// Joins the numbers of all threads of a row. All threads of a block call it together. Each thread returns after every thread of its
-// row has read its part of the row, so that a row may be overwritten from then on.
+// Joins the numbers of all threads of a row. All threads of a block call this function together. It returns after every thread of
+// the row has read its part of the row. So the row may be overwritten from then on.
 template <int COUNT>
 HELPER void join(bool largest, int lane, int share, float* parts, float (&values)[COUNT]) {
 #if ACROSS
@@ -94,7 +95,7 @@ HELPER void join(bool largest, int lane, int share, float* parts, float (&values
 #endif
 }
 
-// Goes over the packs of a row that are this thread's; a generic function object in the place of the body is refused by nvrtc.
+// Loops over this thread's packs of a row. This is a macro, because NVRTC refuses a generic function object as the body.
 #if EACH
 #define FOR_EACH_PACK(i) \
     _Pragma("unroll") for (int k = 0; k < EACH; ++k) \
@@ -105,8 +106,9 @@ HELPER void join(bool largest, int lane, int share, float* parts, float (&values
 #define PACK_AT(i) read(i)
 #endif
 
-// LANES rows a block, or packs of rows, each by SHARES threads. Up to EACH packs of a thread stay in registers; with 0 they are read
-// again. Threads behind the last row compute the last row once more and write nothing, because sums take all threads of a block.
+// A block computes LANES rows, or packs of rows, each by SHARES threads. Each thread keeps up to EACH packs in registers. If EACH
+// is 0, the thread reads its packs again. Threads behind the last row compute the last row once more and write nothing,
+// because sums need all threads of a block.
 ENTRY void __launch_bounds__(LANES * SHARES) normalise(BY_VALUE Pointers operands, BY_VALUE Normalise g) {
     constexpr int together = ACROSS ? PACK : 1;
     __shared__ float parts[ACROSS ? LANES * SHARES * PACK : LANES * SHARES];
@@ -217,7 +219,7 @@ ENTRY void __launch_bounds__(LANES * SHARES) normalise(BY_VALUE Pointers operand
 #endif
 
 #if AFFINE
-// Steps are of x, the means, the variances, the weight, the bias and y.
+// The operands of `steps` are x, the means, the variances, the weight, the bias and y, in this order.
 struct Affine {
     offset_t count, eps, leap[4], extents[RANK], steps[6][RANK];
 };
@@ -257,12 +259,12 @@ ENTRY void affine(BY_VALUE Pointers operands, BY_VALUE Affine g) {
 #endif
 
 #if GATHER
-// Axes of the output, the innermost first. An axis that was padded has its place in x clipped, mirrored or refused. ELEMENT has the
-// bits of an element, so that one variant serves all types of one size.
+// The axes are the output's, the innermost first. Along a padded axis, an index outside x is clipped or mirrored, or gets the
+// constant. ELEMENT has the bits of an element, so that one variant serves all types of one size.
 struct Gather {
-    // Steps are of x and y, in packs.
+    // The operands of `steps` are x and y. Steps are counted in packs.
     offset_t count, low, high, extents[RANK], steps[2][RANK];
-    // Elements of the output before the first one of x, and elements of x; no elements stand for an axis that is not padded.
+    // `before` is the number of output elements before the first element of x. `within` is the extent of x, or 0 without padding.
     offset_t before[RANK], within[RANK];
 };
 
@@ -320,7 +322,7 @@ struct Resample {
     offset_t count, rows, columns, scale[2];
 };
 
-// The place in the input of a pixel of the output, as torch computes it.
+// Returns the coordinate in the input for an output pixel, as torch computes it.
 HELPER float source(offset_t place, float scale) {
 #if BILINEAR && !CORNERS
     const float found = scale * ((float)place + 0.5f) - 0.5f;
@@ -372,7 +374,7 @@ ENTRY void resample(BY_VALUE Pointers operands, BY_VALUE Resample g) {
 #endif
 
 #if SQUEEZE
-// As `Images` of `kernels.cu`; then all packs of channels in blocks, packs of a block, and pixels and number of parts.
+// The images as in `kernels.cu`, then the number of blocks for all channel packs, packs per block, pixels per part, and parts.
 struct Squeeze {
     struct {
         offset_t channels, height, width, from[4], to[4];
@@ -380,7 +382,7 @@ struct Squeeze {
     offset_t blocks, lanes, each, parts;
 };
 
-// Sums the pixels of a part of an image. A block has some packs of channels of a part; its threads have every so many pixels.
+// Sums the pixels of a part of an image. A block has some channel packs of a part. Its threads share the pixels in turn.
 ENTRY void __launch_bounds__(MOST) squeeze(BY_VALUE Pointers operands, BY_VALUE Squeeze g) {
     __shared__ float sums[MOST * PACK];
     const int lanes = g.lanes, shares = blockDim.x / lanes;
@@ -397,7 +399,7 @@ ENTRY void __launch_bounds__(MOST) squeeze(BY_VALUE Pointers operands, BY_VALUE 
         float sum[PACK] = {};
         if (c < g.images.channels) {
             const Pack* x = (const Pack*)operands.at[0] + (n * g.images.from[0] + c * g.images.from[1]);
-            constexpr int at_once = 4;  // loads; those past the end are of the last pixel, and not used
+            constexpr int at_once = 4;  // a load past the end reads the last pixel, and its value is not used
             for (offset_t i = first + share; i < end; i += at_once * shares) {
                 Pack seen[at_once];
 #pragma unroll
@@ -425,23 +427,23 @@ ENTRY void __launch_bounds__(MOST) squeeze(BY_VALUE Pointers operands, BY_VALUE 
                     sums[(share * lanes + lane) * PACK + e] += sums[((share + half) * lanes + lane) * PACK + e];
             left = half;
         }
-        if (share == 0 && c < g.images.channels) {  // what this thread itself wrote last
+        if (share == 0 && c < g.images.channels) {  // this thread wrote the last sums itself
             float* y = (float*)operands.at[1] + ((n * g.parts + blockIdx.y) * g.images.channels + c) * PACK;
 #pragma unroll
             for (int e = 0; e < PACK; ++e) y[e] = sums[lane * PACK + e];
         }
-        __syncthreads();  // before the next ones overwrite what others still read
+        __syncthreads();  // the next sums must not overwrite sums that another thread still reads
     }
 }
 #endif
 
 #if LAYER
-// Packs of channels, and the numbers of parts, of results for each image, of results in all, and of pixels.
+// The numbers of channel packs, of parts, of results per image, of results in all, and of pixels.
 struct Layer {
     offset_t channels, parts, squeezed, rows, pixels;
 };
 
-// Each warp computes a number of the layer at a time. All threads go round equally often, because they join their numbers.
+// Each warp computes one result at a time. All threads loop equally often, because they join their numbers.
 ENTRY void __launch_bounds__(THREADS) layer(BY_VALUE Pointers operands, BY_VALUE Layer g) {
     constexpr int warps = THREADS / 32;
     const offset_t channels = g.channels * PACK;
@@ -470,7 +472,7 @@ ENTRY void __launch_bounds__(THREADS) layer(BY_VALUE Pointers operands, BY_VALUE
 #endif
 
 #if EXCITE
-// As `Squeeze`, with the pixels of a block, and the numbers between the two layers.
+// As `Squeeze`, but `each` is the number of pixels per block. `squeezed` is the number of results of the first layer.
 struct Excite {
     struct {
         offset_t channels, height, width, from[4], to[4];
@@ -478,8 +480,8 @@ struct Excite {
     offset_t blocks, lanes, each, parts, squeezed;
 };
 
-// Each block computes the first layer for its image, or reads its result with LAYERED; the second layer for its channels; and
-// scales its part of the image.
+// Each block computes the first layer for its image, or, with LAYERED, reads the result of the first layer. Then the block
+// computes the second layer for its channels, and scales its part of the image.
 ENTRY void __launch_bounds__(THREADS) excite(BY_VALUE Pointers operands, BY_VALUE Excite g) {
     __shared__ float hidden[SQUEEZED], gates[LANES * PACK];
 #if !LAYERED
@@ -503,8 +505,8 @@ ENTRY void __launch_bounds__(THREADS) excite(BY_VALUE Pointers operands, BY_VALU
             means[c] = sum / (float)pixels;
         }
         __syncthreads();
-        // The threads of a warp share a row of the first layer, and 8 threads a row of the second one. All threads go round equally
-        // often, because they join their numbers together.
+        // The threads of a warp share a row of the first layer, and 8 threads share a row of the second layer. All threads loop
+        // equally often, because they join their numbers.
         for (offset_t begin = 0; begin < g.squeezed; begin += THREADS / 32) {
             const offset_t s = begin + thread / 32;
             const Pack* row = (const Pack*)operands.at[2] + (s < g.squeezed ? s : g.squeezed - 1) * g.images.channels;
@@ -557,7 +559,7 @@ ENTRY void __launch_bounds__(THREADS) excite(BY_VALUE Pointers operands, BY_VALU
             for (int e = 0; e < PACK; ++e) y.of[e] = narrow(widen(x.of[e]) * gates[lane * PACK + e]);
             ((Pack*)operands.at[second + 2])[n * g.images.to[0] + c * g.images.to[1] + row * g.images.to[2] + column * g.images.to[3]] = y;
         }
-        __syncthreads();  // before the next ones overwrite what others still read
+        __syncthreads();  // the next gates must not overwrite gates that another thread still reads
     }
 }
 #endif

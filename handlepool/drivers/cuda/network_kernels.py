@@ -1,4 +1,4 @@
-"""Choose variant, geometry and grid for the kernels of networks.
+"""Choose variant, geometry and grid for each `NetworkKernel`.
 
 This module needs no CUDA. The source is ``network.cu``, which follows ``kernels.cu``.
 """
@@ -89,10 +89,11 @@ def _pack(axes: Axes, others: Axes, itemsize: int) -> int:
 
 
 def _ways(axes: Axes, others: Axes, pack: int) -> list[int]:
-    """Return for each parameter how the kernel loads it for a pack.
+    """Return a number per parameter that says how a pack loads it.
 
-    The number is 0 for one element that serves the pack, 1 for a pack of neighbours, and 2 for elements at a step. It is
-    ``WAY`` of ``load`` in ``network.cu``.
+    The parameters are the operands between x and the result, such as the weight. The number is 0 if one element serves the whole
+    pack, 1 if the pack's elements are neighbours in memory, and 2 if they lie at a step. The number is the argument ``WAY`` of
+    ``load`` in ``network.cu``.
     """
     (_, inner), *outer = axes
     found = []
@@ -266,9 +267,9 @@ def _affine(kernel: Affine, operands: Sequence[Layout]) -> Launch:
 
 
 def _optional(kernel: Normalise | Affine) -> list[tuple[bool, int]]:
-    """Return for weight and bias whether it exists, and its place.
+    """Return whether weight and bias exist, and their indices.
 
-    The place is its index among the parameters.
+    The indices count the parameters: the operands between x and the result.
     """
     first = 2 if isinstance(kernel, Affine) else 0
     return [(kernel.weighted, first), (kernel.biased, first + kernel.weighted)]
@@ -299,7 +300,7 @@ def _gather(
     edges = [(0, 0)] * len(axes) + [(before[axis], within[axis]) for axis in padded]
     both = [(extent, each, edge) for (extent, each), edge in zip([*axes, *rest], edges, strict=True)]
     # The output's innermost axis comes first, so that neighbouring threads write neighbours in memory. Packs lie along the first
-    # axis. An axis of one place comes last, because its step is 0 and no pack fits into it.
+    # axis. An axis of extent 1 comes last, because its step is 0 and no pack fits into it.
     both.sort(key=lambda axis: (axis[0] == 1, axis[1][1]))
     more = rank - len(both)
     first, last = zip(*[edge for _, _, edge in both], strict=True)

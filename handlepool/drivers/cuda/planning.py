@@ -28,7 +28,7 @@ class Planned:
     Attributes
     ----------
     graph : cudnn.pygraph
-        The graph, or the lowered graph where the plan was read from a file.
+        The graph. If the plan was read from a file, the frontend's lowered graph, which ``pygraph`` wraps.
     workspace_size : int
         Bytes of scratch: first for the graph, then for the copies of operands.
     copies_at : int
@@ -70,7 +70,7 @@ class Planned:
 
         Returns None for a plan of the frontend's own engines.
         """
-        # cuDNN would write a plan incompletely that it has read itself, so the original is returned. A graph on one of the
+        # If cuDNN has read a plan from a file, cuDNN writes it incompletely, so the original is returned. A graph on one of the
         # frontend's own engines has no plan of cuDNN, so None is returned.
         if self.saved is not None or self.graph.selected_engine is not None:
             return self.saved
@@ -174,14 +174,16 @@ def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedP
             found = lowered.query_tensor_attributes_of_uid(int(tensor.get_uid()))
             geometry = list(found.get_dim()), list(found.get_stride()), found.get_data_type()
             if geometry != (list(tensor.dim), list(tensor.stride), tensor.data_type):
-                raise ValueError(f"the saved plan has other sizes, strides or type for {tensor.name}: {geometry}")
+                raise ValueError(
+                    f"tensor {tensor.name} has the sizes, strides and type {geometry} in the saved plan, and differs in the graph"
+                )
         size = int(lowered.get_workspace_size())
         if size != saved.workspace_size:
             raise ValueError(f"the saved plan needs {size} bytes of scratch, and its file says {saved.workspace_size}")
         uids = [int(tensor.get_uid()) for tensor in operands]
         raw = _raw(lowered, uids)
         if raw is None:
-            raise ValueError("the saved plan has the operands in another order")
+            raise ValueError("the saved plan takes the operands in another order than the graph")
     except Exception as error:
         # The saved data may be anything, so cuDNN or the frontend may raise any error.
         raise GraphNotSupportedError(f"the saved bytes are no plan of this graph: {error}") from error
@@ -189,7 +191,10 @@ def loaded(operands: Sequence[Any], copies: Sequence[OperandCopy], saved: SavedP
 
 
 def _scratch(size: int, copies: Sequence[OperandCopy]) -> tuple[int, int]:
-    """Return the bytes of graph and copies, and the copies' offset."""
+    """Return the scratch's size, and the copies' offset in it, in bytes.
+
+    The scratch serves the graph and the copies.
+    """
     copies_at = -(-size // ALIGNMENT) * ALIGNMENT
     return copies_at + scratch_of(copies) if copies else size, copies_at
 
@@ -290,7 +295,10 @@ class DescribedDevice:
 
     def zeros(self, *_: object) -> NoReturn:
         """Raise, because no kernel of this package is planned ahead."""
-        raise GraphNotSupportedError("a kernel of this package writes the zeros, and such kernels cannot be planned ahead")
+        raise GraphNotSupportedError(
+            "the graph has an empty operand, so a kernel of this package fills the output with zeros, and such kernels cannot be "
+            f"planned ahead; let the first use on {self.properties.name} plan the graph"
+        )
 
     def plan_environment(self) -> str:
         """Return the same as `CudaDriver.plan_environment` on the device itself."""

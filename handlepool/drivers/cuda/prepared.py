@@ -52,13 +52,13 @@ def prepared(
     relaxed: int,
     check: Callable[[int], object],
 ) -> Run:
-    """Return a function that enqueues a call; see `Driver.prepared`.
+    """Return a function that enqueues a program's call; see `Driver.prepared`.
 
     Parameters
     ----------
     copies : Copies
     copy : callable
-        Copies between arrays with gaps.
+        Copies its second argument, an array with gaps, into its first argument.
     exchange : callable
         Exchanges the thread's capture mode, and returns a status.
     relaxed : int

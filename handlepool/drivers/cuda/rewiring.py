@@ -119,7 +119,10 @@ class Rewiring:
         if status == self._bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError(f"CUDA driver error: {status.name}")
         if status:
-            raise CaptureError(f"CUDA cannot copy the graph ({status.name}), for example because the graph allocates memory")
+            raise CaptureError(
+                f"CUDA cannot copy the graph ({status.name}), for example because the graph allocates memory. Allocate before "
+                "the recording, or from a pool that keeps freed memory"
+            )
         return int(copied)
 
     def rewire(self, copied: int, add: Sequence[Edge], remove: Sequence[Edge]) -> None:
@@ -136,11 +139,11 @@ class Rewiring:
                 self._change(name, copied, [found[one] for one, _ in edges], [found[other] for _, other in edges])
 
     def mark(self, copied: int, groups: Sequence[Sequence[int]], events: Sequence[int]) -> None:
-        """Record two events before a copy's nodes, and an event per group.
+        """Add two event nodes before a copy's nodes, and one per group.
 
-        A group is given by nodes of the original, and its event is recorded after them. The nodes behind a group then depend on
-        the group's event node. Without such dependencies, each event node would be a branch of its own in the graph, and a branch
-        costs many times the time of a node.
+        ``groups`` lists nodes of the original graph. A group's event node runs after the nodes of the group. The nodes behind a
+        group then depend on the group's event node. Without such dependencies, each event node would be a branch of its own in
+        the graph, and a branch costs many times the time of a node.
         """
         edges = self.edges(copied)
         roots = [self._bindings.CUgraphNode(node) for node in ends(self.nodes(copied), edges)[0]]
@@ -173,7 +176,7 @@ class Rewiring:
     def gather(self, copied: int, first: Sequence[int], last: Sequence[int], kernel: int) -> None:
         """Add a one-thread kernel before all nodes, and another after.
 
-        ``first`` and ``last`` are the roots and leaves of ``copied``, given by nodes of the original. ``kernel`` is a
+        ``first`` and ``last`` are the roots and leaves of ``copied``, given as nodes of the original graph. ``kernel`` is a
         ``CUfunction`` without arguments.
         """
         find = self._bindings.cuGraphNodeFindInClone

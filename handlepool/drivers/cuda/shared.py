@@ -20,16 +20,16 @@ _PASSED = (
 )
 """The name of each shared state, and the function that returns it.
 
-The function is given by the module in which CuPy looks it up, and by its name there.
+Each entry has the name of the state, the module in which CuPy looks the function up, and the function's name in that module.
 """
 
 
 class Watchers:
     """Keep the watching pools, and the replaced functions of CuPy.
 
-    The lock guards both. The first watcher replaces the functions, and the last watcher restores them. CuPy's modules are
-    imported under the lock. An import may run the garbage collector, and so a finalizer that takes the lock in the same thread.
-    The lock is therefore reentrant.
+    The lock guards the pools and the functions. The first watcher replaces the functions, and the last watcher restores them.
+    CuPy's modules are imported under the lock. An import may run the garbage collector, and so a finalizer that takes the lock in
+    the same thread. The lock is therefore reentrant.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Watchers:
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def add(self, report: Callable[[str], None]) -> Callable[[], None]:
-        """Add a function to call before each use; return its remover."""
+        """Call ``report`` before each use of shared state; return a remover."""
         with self.lock:
             if not self._reports:
                 self._replace()

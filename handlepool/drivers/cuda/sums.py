@@ -31,7 +31,8 @@ Kernels live as long as the process, because a destructor would call CUDA (guara
 _under_way: deque["CudaSums"] = deque()
 """Sums that streams may still write.
 
-The queue keeps them alive, because the caller may drop its sums before they are written. Appends and pops are atomic.
+The queue keeps the sums alive, because the caller may drop its `CudaSums` before the stream has written them. Appends and pops
+are atomic.
 """
 
 
@@ -75,13 +76,13 @@ class CudaSums:
         runtime.eventRecord(self._event, pointer)
 
     def ready(self) -> bool:
-        """Implement the protocol."""
+        """See `handlepool.drivers.checksum.Sums.ready`."""
         if self._event is not None and runtime.eventQuery(self._event) == 0:
             self._passed()
         return self._event is None
 
     def wait(self) -> None:
-        """Implement the protocol."""
+        """See `handlepool.drivers.checksum.Sums.wait`."""
         if self._event is not None:
             runtime.eventSynchronize(self._event)
             self._passed()
@@ -94,7 +95,7 @@ class CudaSums:
             self._events.release(event)
 
     def values(self) -> list[int]:
-        """Implement the protocol."""
+        """See `handlepool.drivers.checksum.Sums.values`."""
         sums = np.frombuffer(self._memory, np.uint64, sum(count for _, count in self._parts))
         return [int(sums[first : first + count].sum(dtype=np.uint64)) for first, count in self._parts]
 

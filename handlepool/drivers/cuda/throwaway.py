@@ -17,8 +17,8 @@ class IdleStreams:
     """Keep, for each context, the streams that are not capturing.
 
     To create a stream costs as much as the rest of a throwaway capture, so streams are kept and used again. They live as long as
-    the process. There are as many as threads that ever planned at the same time. The class needs no lock, because appends and
-    pops of a list are atomic.
+    the process. Their number is the maximum number of threads that planned at the same time. The class needs no lock, because
+    appends and pops of a list are atomic.
     """
 
     def __init__(self) -> None:
