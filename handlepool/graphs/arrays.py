@@ -280,7 +280,8 @@ class ConvertedArguments:
             else:
                 raise ArrayTypeError(
                     f"{self._name}: {self._called(place)} is a {kind_of(array)}; the {self.pool.driver.name} driver takes "
-                    f"{taken(self.pool.driver)}, torch tensors, and arrays with __dlpack__ or __cuda_array_interface__"
+                    f"{taken(self.pool.driver)}, torch tensors, and arrays with __dlpack__ or __cuda_array_interface__. Convert "
+                    f"the argument to such an array"
                 )
             # A view may lose its memory before the launch has run, so keep the view. The host driver adopts a view as an array of
             # its own type, which stays alive by itself.

@@ -176,7 +176,7 @@ class Signature:
             )
         missing = self.needed - set(options)
         if missing:
-            raise ArgumentError(f"{name} needs the option {', '.join(sorted(missing))}")
+            raise ArgumentError(f"{name} needs the option {', '.join(sorted(missing))}; pass it by keyword")
 
     def tensors(self, name: str, count: int, options: Collection[str]) -> list[str]:
         """Return the parameters of ``count`` positional arrays, in order.
@@ -187,7 +187,7 @@ class Signature:
         missing = [p for p in names[count:] if p in self.required]
         if missing:
             raise ArgumentError(
-                f"{name} takes {', '.join(names)}, and was called with {count} arrays: {', '.join(missing)} missing"
+                f"{name} takes {', '.join(names)}, and was called with {count} arrays; pass {', '.join(missing)} as well"
             )
         if self.variadic is not None:
             names += [f"{self.variadic}{i}" for i in range(count - len(names))]

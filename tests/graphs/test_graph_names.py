@@ -239,7 +239,7 @@ def test_run_with_tensor_objects_of_an_earlier_build(given):
 BAD = {
     "an input that is missing": (
         ArgumentError,
-        r"needs an array for conv2d::weight \(w\).*There is: conv2d::image \(x\)",
+        r"needs an array for conv2d::weight \(w\).*The graph has conv2d::image \(x\)",
         lambda a: {"x": a.x},
     ),
     "all inputs missing but an output": (
