@@ -36,14 +36,15 @@ if TYPE_CHECKING:
     GraphTensor: TypeAlias = Tensor | Any
     """Annotate a parameter that holds a graph tensor.
 
-    Inside the function, the parameter has the methods of a graph tensor. A call may pass an array for it.
+    Inside the function, the parameter has the methods of a graph tensor. A call of the graph function passes an array
+    for the parameter.
     """
 
     Q = ParamSpec("Q")
     Outs = TypeVar("Outs", bound=Array | Sequence[Array])
 
     class ArrayCall(partial[Any], Generic[P, R_co]):
-        """Type the callable over arrays of a graph function ``P -> R``.
+        """Give type checkers the calls of a graph function ``P -> R``.
 
         P are the parameters after the graph, and R is the result. An output that the call allocates has the type of the first
         array. The result's type is Any if the function does not return its outputs. For mypy, it is also Any if the function

@@ -1,6 +1,6 @@
-"""Convert arrays of other libraries to the driver's form for one call.
+"""Convert a call's arrays of other libraries to arrays of the driver.
 
-`handlepool.foreign.torch` converts torch tensors.
+A converted array has the memory of the original array. `handlepool.foreign.torch` converts torch tensors.
 """
 
 import sys
@@ -27,10 +27,10 @@ from handlepool.tensors.layout import HOST, Layout, Piece, View
 
 
 class ForeignCall(GraphCall):
-    """A `GraphCall` with arrays of other libraries.
+    """A `GraphCall` over arrays of other libraries than the driver's.
 
-    The outputs that the call allocates become arrays of the first array's library. If need be, they are converted after the
-    launch has been enqueued.
+    The outputs that the call allocates become arrays of the first array's library. An output that needs a conversion is
+    converted after the launch has been enqueued.
     """
 
     __slots__ = ("_call", "_converted", "callers", "stream")
@@ -44,6 +44,7 @@ class ForeignCall(GraphCall):
     def submit(self, slot: Slot) -> Any:
         """Launch the call in order with the streams `callers`; return the outputs.
 
+        The launch waits for the earlier work of the streams `callers`, and their later work waits for the launch.
         `GraphCall.submit` orders the call among branches and nodes.
         """
         converted = self._converted
@@ -147,7 +148,7 @@ MASKED = "its mask would be lost; pass x.filled(...), or the data and the mask a
 
 
 class ConvertedArguments:
-    """The arrays of one call in the driver's form.
+    """The arrays of one call, as arrays of the driver.
 
     Parameters
     ----------
@@ -164,7 +165,7 @@ class ConvertedArguments:
     Attributes
     ----------
     arrays, outs : tuple
-        Arrays in the driver's form.
+        The parameters ``arrays`` and ``outs``, as arrays of the driver over the same memory.
     stream : int or None
         Pointer of the stream to launch on. None means the current stream of the driver's array library.
     callers : list of int
@@ -173,10 +174,10 @@ class ConvertedArguments:
     kept : list
         Views that must stay alive until the GPU has passed the call.
     made : list
-        New outputs, in the driver's form or as torch tensors.
+        New outputs, as arrays of the driver or as torch tensors.
     wrap : callable or None
-        Converts an output from the driver's form to an array of the first array's library. None if no conversion is needed, or
-        if the library has no function for it.
+        Converts an output from an array of the driver to an array of the first array's library. None if no conversion is
+        needed, or if that library has no function for the conversion.
 
     Raises
     ------
@@ -266,8 +267,9 @@ class ConvertedArguments:
                 strict and (has_protocol(array, "__dlpack__") or has_protocol(array, "__array_interface__"))
             ):
                 raise ArrayTypeError(
-                    f"{self._name}: {self._called(place)}, a {kind_of(array)}: it is in host memory, and the "
-                    f"{self.pool.driver.name} driver takes {taken(self.pool.driver)}; convert the array first, as with {ASARRAY}"
+                    f"{self._name}: {self._called(place)} is a {kind_of(array)} in host memory, and the "
+                    f"{self.pool.driver.name} driver takes {taken(self.pool.driver)}; convert the array first, for example with "
+                    f"{ASARRAY}"
                 )
             if has_protocol(array, "__dlpack__"):
                 operands[place] = self._adopt(place, lambda array: from_dlpack(array, stream), array)
@@ -278,7 +280,8 @@ class ConvertedArguments:
             else:
                 raise ArrayTypeError(
                     f"{self._name}: {self._called(place)} is a {kind_of(array)}; the {self.pool.driver.name} driver takes "
-                    f"{taken(self.pool.driver)}, torch tensors, and arrays with __dlpack__ or __cuda_array_interface__"
+                    f"{taken(self.pool.driver)}, torch tensors, and arrays with __dlpack__ or __cuda_array_interface__. Convert "
+                    f"the argument to such an array"
                 )
             # A view may lose its memory before the launch has run, so keep the view. The host driver adopts a view as an array of
             # its own type, which stays alive by itself.
@@ -330,8 +333,8 @@ class ConvertedArguments:
         if out is None and self.wrap is not None and thread.recording is not None and self.pool.driver.name == "host":
             raise CaptureError(
                 f"{self._name}: {self._called(0)}, a {kind_of(self._first)}, cannot be recorded on the host driver, "
-                f"because the output would be a {kind_of(self._first)} as well, which needs its values before the recording "
-                f"runs. Pass the driver's own arrays, as {ASARRAY} makes them, or record torch tensors on a GPU"
+                f"because the output would be a {kind_of(self._first)} as well, and its conversion needs values that only a "
+                f"replay computes. Pass arrays that {ASARRAY} makes, or record torch tensors on a GPU"
             )
         call = prepare(self.pool, self.arrays, self.outs or None, options, settings, self)
         if out is None:
@@ -342,15 +345,16 @@ class ConvertedArguments:
     def call(self, call: GraphCall, written: Iterable[int]) -> ForeignCall:
         """Wrap ``call`` so that it returns a tuple of the new outputs.
 
-        ``written`` holds the places of the arrays that ``call`` writes, among ``arrays`` and ``outs``.
+        ``written`` holds indices in ``arrays + outs``, of the arrays that ``call`` writes.
         """
         self._write(written)
         return ForeignCall(self, call, tuple(self.made))
 
     def _write(self, places: Iterable[int]) -> None:
-        """Prepare the arrays at ``places`` for a write.
+        """Check that the arrays at ``places`` can be written.
 
-        The method refuses an array that cannot be written.
+        ``places`` are indices in ``arrays + outs``. The method also tells torch's autograd that the call changes the torch
+        tensors among these arrays.
         """
         operands = self.arrays + self.outs
         for place in places:
@@ -378,7 +382,8 @@ def convert(name: str, pool: PoolInternals, arrays: tuple[Any, ...]) -> Converte
 def layout_of(name: str, pool: PoolInternals, operand: str, array: DeviceArray) -> Layout:
     """Return the layout of ``array``, for `GraphFunction.plan_for`.
 
-    ``array`` is an array of any library, or another object with a shape, strides and a type. ``operand`` is its name in messages.
+    ``array`` is an array of any library, or another object with a shape, strides and a type. ``operand`` is the name of
+    ``array`` in messages.
 
     Raises
     ------

@@ -12,7 +12,7 @@ from handlepool.tensors.layout import Layout
 
 
 class Site(Protocol):
-    """An operation over arrays of one geometry, which has several forms.
+    """An operation with several forms, over arrays of one geometry.
 
     Attributes
     ----------
@@ -39,4 +39,4 @@ class Site(Protocol):
         """
 
     def choose(self, form: Any) -> None:
-        """Launch the operation in ``form`` at all later calls."""
+        """Make all later calls launch the operation in ``form``."""

@@ -34,8 +34,8 @@ from handlepool.tensors.layout import Layout
 
 MOST_REASONS = 4
 UNKEPT = (
-    "its graph has a part that no text identifies, such as a callback or an array of fractions, or its engine cannot be saved; "
-    "give the graph's operations plain numbers, or let the first call build the plan"
+    "the graph has a value that no text identifies, such as a callback or an array of fractions, or the plan's engine cannot be "
+    "saved; give the graph's operations plain numbers, or let the first call build the plan"
 )
 """Reason that a plan directory cannot keep a plan, with the fix."""
 _ENGINE = re.compile(r'^\{"engineId":(\d+)')
@@ -112,7 +112,7 @@ class Builder(Protocol):
     def zeros(self, name: str, output: Layout, title: str) -> Executable:
         """Return a kernel that fills an array with zeros.
 
-        ``name`` and ``title`` are for messages.
+        ``name`` is the name of the function and ``title`` the name of the array, for messages.
         """
 
     def plan_environment(self) -> str:
@@ -143,8 +143,8 @@ class OnDevice:
         """Return this thread's handle of its current stream, or None.
 
         cuDNN needs a handle to read a saved plan, and the plan needs no handle afterwards. To create another handle would take
-        2 ms. If a finalizer launches with this handle during the read, it finds the handle bound to another stream, and binds the
-        handle again.
+        2 ms. If a finalizer launches with this handle during the read, the launch finds the handle bound to another stream,
+        and binds the handle again.
         """
         slot = slot_on_stream(self._stream)
         mine = slot is not None and slot.owner is self._slots.status and slot.device == self.device and slot.intact
@@ -153,7 +153,7 @@ class OnDevice:
     def compile(
         self, graph: FrontendGraph, operands: Sequence[Any], *, copies: Sequence[OperandCopy] = (), **settings: Any
     ) -> Executable:
-        """Have the driver compile ``graph``; no capture ends (guarantee 9)."""
+        """Compile ``graph`` without ending any thread's capture (guarantee 9)."""
         handles = self._slots.handles
         with handles.building(), self._driver.relaxed():
             # A new plan needs the builder handle. A saved plan can be read with this thread's handle. If the builder handle
@@ -165,7 +165,7 @@ class OnDevice:
     def zeros(self, name: str, output: Layout, title: str) -> Executable:
         """Return a kernel that fills an array with zeros.
 
-        The kernel is a sum of no arrays.
+        The kernel is an `Add` of no arrays, whose sum is 0.
         """
         with self._slots.handles.build_lock, self._driver.relaxed():
             return self._driver.kernel(Add(), (output,), name=name, titles=(title,))
@@ -241,7 +241,8 @@ def build(
             taken = scratch_of(copies)
             if taken > limit:
                 raise GraphNotSupportedError(
-                    f"copies of its operands take {taken:,} bytes of scratch, more than {limit:,}; raise workspace_limit"
+                    f"copies of the operands take {taken:,} bytes of scratch, more than workspace_limit={limit:,}; raise "
+                    f"workspace_limit"
                 )
             # In the scratch, the copies come after the plan's own part, at a multiple of the alignment. So the limit for the
             # plan's own part is rounded down to such a multiple.
@@ -308,7 +309,7 @@ def build_for(
             f"a call with an empty array needs no plan"
         )
     if not plan.key or plan.executable.save() is None:
-        raise ArgumentError(f"{name}.compile(device=...) cannot keep its plan: {UNKEPT}")
+        raise ArgumentError(f"{name}.compile(device=...) cannot save the plan, because {UNKEPT}")
     return plan
 
 

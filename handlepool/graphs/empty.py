@@ -25,9 +25,9 @@ _TYPES = ("float16", "bfloat16", "float32")
 
 
 class WithoutEmpty:
-    """An executable that launches another executable, or nothing.
+    """An executable for a call with an empty array.
 
-    The inner executable gets only the operands that have elements.
+    The launch passes ``inner`` the operands that have elements. Without ``inner``, nothing is launched.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class WithoutEmpty:
         """Return None, because this executable has no shortcut."""
 
     def save(self) -> None:
-        """Return None: such an executable takes no planning to make."""
+        """Return None, because making this executable again needs no planning."""
 
 
 def without_empty(
@@ -109,7 +109,7 @@ def without_empty(
     Raises
     ------
     GraphNotSupportedError
-        If the result has elements, and is not that of a single sum over no elements.
+        If the result has elements, unless the graph is a single node of `_SUMS` whose result has one of the `_TYPES`.
     """
     if not any(layout.size for layout in outputs):
         return WithoutEmpty(name, titles)

@@ -62,7 +62,7 @@ class Traced:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """See the class."""
+        """Type of an output with this value."""
         return as_dtype(self.kind if self.kind in (*FLOATING, "bool") else "float32")
 
     def __repr__(self) -> str:
@@ -77,7 +77,7 @@ class Traced:
         return self.trace.cast(self, name, dtype)
 
     def clip(self, min: object = None, max: object = None) -> Traced:
-        """Apply the function `clip`."""
+        """Limit this value to the bounds ``min`` and ``max``."""
         return clip(self, min, max)
 
     # Arithmetic
@@ -225,8 +225,8 @@ class Traced:
 
     def _refuse_part(self, *_: object) -> Any:
         raise TraceError(
-            f"{self.trace.name}: an index, a loop or len() asks for parts of a traced value, which has none, because it stands "
-            f"for single elements; pass each part of an array as an argument of its own"
+            f"{self.trace.name}: an index, a loop or len() asks for parts of a traced value, but the value stands for "
+            f"one element at a time and has no parts; pass each part of an array as an argument of its own"
         )
 
     __getitem__ = __setitem__ = __iter__ = __len__ = __contains__ = _refuse_part
@@ -289,7 +289,10 @@ class Trace:
         return Traced(self, number.number, number.shape, name)
 
     def expression(self, result: object, titles: Sequence[str]) -> tuple[Expression, Traced]:
-        """Return the expression of a result without unneeded steps, and the result."""
+        """Return the expression that computes ``result``, and the traced result.
+
+        The expression leaves out steps that ``result`` does not need. ``titles`` are the names of the arguments in messages.
+        """
         if not isinstance(result, Traced):
             raise TraceError(
                 f"{self.name} returned {shown(result)}; it must return one value that it computes from its arguments, so write a "
@@ -326,7 +329,7 @@ class Trace:
         number = self._known.get(step)
         if number is None:
             if len(self._steps) == MOST_STEPS:
-                raise TraceError(f"{self.name} does more than {MOST_STEPS:,} operations; write two functions")
+                raise TraceError(f"{self.name} does more than {MOST_STEPS:,} operations; split the function into two")
             self._steps.append(step)
             number = self._known[step] = self.inputs + self.numbers + len(self._steps) - 1
         return Traced(self, number, shape, kind)
@@ -390,12 +393,13 @@ def as_number(what: str, value: object) -> float:
             f"{what} was given {shown(value)}, but takes real numbers only; compute the real and the imaginary part separately"
         )
     raise TraceError(
-        f"{what} was given {shown(value)}, a {kind_of(value)}; it takes traced values and numbers, so pass arrays as arguments"
+        f"{what} was given {shown(value)}, a {kind_of(value)}, instead of a traced value or a number; pass each array to the "
+        "elementwise function as a positional argument"
     )
 
 
 def broadcast(what: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape that all given shapes broadcast to.
+    """Return the shape to which all ``shapes`` broadcast.
 
     Raises
     ------
@@ -486,7 +490,7 @@ def _known_functions() -> str:
 
 
 def apply(operation: str, *values: object) -> Any:
-    """Trace an operation on ``values``, of which one must be traced."""
+    """Trace an operation on ``values``, which must include a traced value."""
     for value in values:
         if isinstance(value, Traced):
             return value.trace.apply(operation, values)
@@ -500,12 +504,17 @@ def _combined(operation: str, sign: str, *values: object) -> Any:
     for value in values:
         if not (isinstance(value, (bool, np.bool_)) or (isinstance(value, Traced) and value.kind == "bool")):
             trace = next(each.trace for each in values if isinstance(each, Traced))
-            raise TraceError(f"{trace.name}: {sign} was given {shown(value)}; pass truth values, such as a comparison returns")
+            raise TraceError(
+                f"{trace.name}: {sign} was given {shown(value)}; pass truth values, such as the result of a comparison"
+            )
     return apply(operation, *values)
 
 
 def pow(x: DeviceArray, y: object) -> Any:
-    """Return x to the power of y; a square is a product."""
+    """Return x to the power of y.
+
+    If y is the number 2, the expression multiplies x by x.
+    """
     return apply("multiply", x, x) if isinstance(y, (int, float)) and y == 2 else apply("pow", x, y)
 
 
@@ -524,7 +533,7 @@ def clip(x: DeviceArray, min: object = None, max: object = None) -> Any:
 
 
 def positive(x: DeviceArray) -> Any:
-    """Return x."""
+    """Return x, as ``+x`` does."""
     return x
 
 
@@ -569,12 +578,12 @@ def silu(x: DeviceArray) -> Any:
 
 
 def hardsigmoid(x: DeviceArray) -> Any:
-    """Return x / 6 + 1 / 2, limited to 0 and 1."""
+    """Return x / 6 + 1 / 2, limited to the range 0 to 1."""
     return apply("multiply", clip(apply("add", x, 3.0), 0.0, 6.0), 1 / 6)
 
 
 def hardswish(x: DeviceArray) -> Any:
-    """Return x hardsigmoid(x)."""
+    """Return x times hardsigmoid(x)."""
     return apply("multiply", x, hardsigmoid(x))
 
 

@@ -149,8 +149,8 @@ def _pointwise(forms: OperandForms) -> None:
     for place in range(forms.inputs, len(shapes)):
         if shapes[place] != full:
             raise GraphNotSupportedError(
-                f"{forms.called(place)} has shape {shapes[place]} and the whole graph has shape {full}, but all outputs of a "
-                "graph of pointwise operations must have the same shape. Split the graph into two graph functions"
+                f"{forms.called(place)} has shape {shapes[place]}, but all arrays of the graph broadcast to shape {full}, and "
+                "in a graph of pointwise operations each output must have that shape. Split the graph into two graph functions"
             )
     order = axis_order(full, forms.operands[forms.inputs].stride)
     axes = [axis for axis in order if full[axis] > 1]
@@ -197,10 +197,10 @@ def _pointwise(forms: OperandForms) -> None:
 
 
 def _operands_to_expand(forms: OperandForms, steps: Sequence[Sequence[int]]) -> set[int]:
-    """Return the operands that need a copy to the whole extent.
+    """Return the operands to copy, repeated to the output's whole shape.
 
-    With these copies, each node has an input of the whole extent. If all inputs of a node repeated along some axis, cuDNN would
-    have no plan, or would compute a later node wrongly.
+    With these copies, each node has an input of the whole shape. If all inputs of a node repeated along some axis, cuDNN would
+    have no plan, or would compute a later node wrongly. ``steps`` has the steps of each operand's memory along the axes.
     """
     whole: set[int] = set()
     for node in forms.graph.nodes:
@@ -213,10 +213,10 @@ def _operands_to_expand(forms: OperandForms, steps: Sequence[Sequence[int]]) -> 
 
 
 def _dense_axes(steps: Sequence[int], extents: Sequence[int], split: int) -> tuple[list[int], list[int], bool]:
-    """Return an operand's extents and steps on the sides of a split.
+    """Return an operand's extents and steps, without repeated sides.
 
-    ``split`` is the number of axes on the first side. A side is left out if the operand repeats along all axes of that side. The
-    last result says whether the remaining axes are dense.
+    The first ``split`` axes form one side, and the remaining axes form the other side. A side counts as repeated if the operand
+    repeats along all its axes. The last result says whether the axes of the remaining sides lie in memory without gaps.
     """
     shape: list[int] = []
     along: list[int] = []
@@ -230,7 +230,8 @@ def _dense_axes(steps: Sequence[int], extents: Sequence[int], split: int) -> tup
 def _declare_rows(forms: OperandForms, fills: Sequence[tuple[bool, bool]], rows: int, columns: int) -> None:
     """Declare every tensor as (rows, columns, 1, 1).
 
-    An extent is 1 where the tensor repeats.
+    ``fills`` says for each operand whether it fills the rows, and whether it fills the columns. Where a tensor does not fill an
+    axis, it repeats, and its extent is 1.
     """
     by_uid: dict[int, tuple[bool, bool]] = {}
     for tensor, fill in zip(forms.operands, fills, strict=True):
@@ -432,7 +433,8 @@ def _three_axes(forms: OperandForms, node: FrontendNode) -> None:
     """Declare every tensor with exactly one batch axis.
 
     cuDNN has no plans for tensors with no batch axis or with two batch axes. A factor that repeats along some batch axes but not
-    all is copied to the whole batch. Such an addend is copied to the whole output, because only then its form was measured.
+    all is copied to the whole batch. An addend that repeats in this way is copied to the output's whole shape, because cuDNN was
+    measured only with such a copy.
     """
     batches = [tuple(tensor.dim)[:-2] for tensor in forms.operands]
     batch, matrix = tuple(map(max, *batches)), tuple(forms.operands[forms.inputs].dim)[-2:]

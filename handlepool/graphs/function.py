@@ -52,9 +52,9 @@ A variant is the function with other settings, made by `GraphFunction.options`.
 
 
 class GraphFunction(ArrayCall[P, R_co]):
-    """A callable over arrays from a function ``f(g, *tensors, **options)``.
+    """A callable over arrays, made from ``f(g, *tensors, **options)``.
 
-    The function builds a graph with a `cudnn.pygraph`. See `graph`.
+    The function ``f`` builds a graph with the `cudnn.pygraph` ``g``. See `graph`.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class GraphFunction(ArrayCall[P, R_co]):
     """
 
     def __new__(cls, *_: object, **__: object) -> GraphFunction[P, R_co]:
-        """Make the function that a call runs."""
+        """Make a `partial` of the function that a call runs."""
 
         # The object is a `partial` without arguments. Calling a `partial` is a C call that goes straight on to `call`. An
         # object with a method `__call__` costs 0.15 µs more per call, of a total of 2 µs.
@@ -137,7 +137,7 @@ class GraphFunction(ArrayCall[P, R_co]):
     # Calls
 
     def run(self, arrays: MutableMapping[Any, Any], /, **options: object) -> MutableMapping[Any, Any]:
-        """Launch on the current stream, with arrays named by references.
+        """Launch the graph on the current stream, with arrays named by references.
 
         Outputs may be among the arrays.
 
@@ -165,7 +165,9 @@ class GraphFunction(ArrayCall[P, R_co]):
         try:
             references, given = tuple(arrays), tuple(arrays.values())
         except (AttributeError, TypeError):
-            raise ArgumentError(f"{self._name}.run takes a dictionary of arrays by reference, not {shown(arrays)}") from None
+            raise ArgumentError(
+                f"{self._name}.run takes a dictionary with an array for each reference, not {shown(arrays)}"
+            ) from None
         converted = convert(self._name, pool, given)
         if converted is not None:
             given = converted.arrays
@@ -370,7 +372,7 @@ class GraphFunction(ArrayCall[P, R_co]):
         Returns
         -------
         Plan
-            As from `plan_for`. A plan for a described device can be read, but not launched.
+            As from `plan_for`. A plan for a described device has all attributes, but cannot be launched.
 
         Raises
         ------
@@ -481,8 +483,8 @@ class GraphFunction(ArrayCall[P, R_co]):
         if isinstance(found, GraphFunction) and found.variants is self.variants:
             return _variant, (found, self._recipe.settings)
         raise ArgumentError(
-            f"graph function {self._name} cannot be pickled: another process finds it by its name, and {self.__module__}.{name} "
-            f"does not lead to it. Define it at the level of a module, under its own name"
+            f"graph function {self._name} cannot be pickled: another process looks it up by name, but {self.__module__}.{name} "
+            f"is not this function. Define the function at the top level of a module, under its own name"
         )
 
     def __copy__(self) -> GraphFunction[P, R_co]:

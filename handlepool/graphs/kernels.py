@@ -146,7 +146,7 @@ def _with_axes(layout: Layout, rank: int) -> Layout:
 
 
 def check_strides(title: str, layout: Layout) -> None:
-    """Raise for strides that none of our kernels takes."""
+    """Raise for strides that no kernel of this package takes."""
     itemsize = layout.dtype.itemsize
     if any((stride < 0 or stride % itemsize) and extent > 1 for extent, stride in zip(layout.shape, layout.strides, strict=True)):
         raise ArgumentError(
@@ -164,8 +164,8 @@ def dense(shape: tuple[int, ...], dtype: np.dtype[Any], order: Sequence[int] | N
 
 
 def lying_as(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a new array, ordered as ``layout``.
+    """Return a layout of ``shape``, with the axis order of ``layout``.
 
-    ``shape`` has the rank of ``layout``. The new array is contiguous or channels-last, as an array with ``layout`` is.
+    ``shape`` has the rank of ``layout``. The new layout has no gaps. It is contiguous or channels-last if ``layout`` is.
     """
     return dense(shape, layout.dtype, axis_order(layout.shape, layout.strides))

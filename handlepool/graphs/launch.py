@@ -64,7 +64,7 @@ def hit(
 
 
 def _hit_node(pool: PoolInternals, attempts: Sequence[Shortcut], arrays: tuple[Any, ...], out: object) -> Any:
-    """Launch as a node of this thread's recording, or return `NOT_CACHED`.
+    """Launch a node of this thread's recording, or return `NOT_CACHED`.
 
     The result is `NOT_CACHED` if the call is no node, or if ``thread.launched`` must get each launched plan.
     """
@@ -153,7 +153,10 @@ def launches(function: F) -> F:
 
 
 class _Prepared:
-    """Stand in for a branch, to get a call without a launch."""
+    """Stand in for a branch, so that `prepared` gets a call.
+
+    A branch would launch the call. This object returns the call instead.
+    """
 
     begin = None
 
@@ -421,7 +424,7 @@ class GraphCall(Call):
 def by_keyword(function: F) -> F:
     """Hide ``*extra`` in the shown signature of a function.
 
-    The function takes ``*extra`` only so that `misplaced` can refuse it.
+    The function takes ``*extra`` only so that `misplaced` can refuse surplus positional arguments.
     """
     shown_as = signature(function)
     parameters = [p for p in shown_as.parameters.values() if p.kind is not p.VAR_POSITIONAL]
@@ -436,8 +439,8 @@ def misplaced(function: Callable[..., Any], extra: Sequence[Any]) -> SignatureEr
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     meant = next(name for name in (("bias", "out") if holds_values(extra[0]) else keywords) if name in keywords)
     return SignatureError(
-        f"{function.__name__} takes {taken} by position, and was given {shown(extra[0])} after them: {meant} is a keyword, as in "
-        f"{function.__name__}({taken}, {meant}=...). The keywords are {', '.join(keywords)}"
+        f"{function.__name__} takes {taken} by position, and was given {shown(extra[0])} as a further argument: {meant} is a "
+        f"keyword, as in {function.__name__}({taken}, {meant}=...). The keywords are {', '.join(keywords)}"
     )
 
 
@@ -459,9 +462,10 @@ def check_arrays(
 
 
 def misaligned_vectors(driver: Driver, arrays: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the places of vectors that are not aligned for a launch.
+    """Return the indices of vectors in ``arrays`` that are not aligned.
 
-    A call with such vectors has a plan of its own, which copies them.
+    An aligned vector begins at a multiple of `TENSOR_ALIGNMENT` bytes. A call with misaligned vectors has a plan of its
+    own, which copies these vectors.
     """
     return tuple(
         [

@@ -186,7 +186,8 @@ def used_again(forms: OperandForms, node: FrontendNode, full: Shape) -> set[int]
 def declare(tensor: FrontendTensor, dim: list[int], stride: list[int]) -> None:
     """Give a tensor another shape and other strides.
 
-    A shape between nodes may be unassigned: a guess of the frontend, which cuDNN does not get. It stays unassigned.
+    The frontend may have guessed the shape of a tensor between nodes. Such a shape counts as unassigned, and cuDNN does not get
+    it. The function leaves it unassigned.
     """
     # The setters mark a property as assigned, and cuDNN gets all assigned properties. So an unassigned property gets no setter.
     if tensor.dim_assigned or not tensor.is_virtual:
@@ -249,7 +250,8 @@ def stepped_channels_last(shape: Sequence[int], steps: Sequence[int]) -> bool:
 def is_nested(axes: Iterable[tuple[int, int]]) -> bool:
     """Return whether axes are nested, beginning with a step of 1.
 
-    Nested axes lie inside one another. An axis is (extent, step). The axes run from the innermost to the outermost.
+    An axis is (extent, step). The axes run from the innermost to the outermost. In nested axes, each step is at least the extent
+    times the step of the axis before.
     """
     reach = 0
     for extent, step in axes:

@@ -19,7 +19,8 @@ def option_key(options: dict[str, Any]) -> tuple[Any, ...]:
 def of_integers(values: tuple[Any, ...]) -> bool:
     """Return whether a tuple holds only Python integers, also when nested.
 
-    Such a tuple needs no types in a key, because an equal tuple of other types, such as (True,), has its types in the key.
+    Such a tuple needs no types in a key, because an equal tuple of other types, such as (True,), has its types in the key,
+    so the two keys differ.
     """
     for value in values:
         if type(value) is int:

@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def candidates(self) -> int:
-        """Number of plans proposed."""
+        """Number of plans that cuDNN proposed for the graph."""
         return self.executable.candidates
 
     @cached_property
@@ -137,7 +137,7 @@ class Plan:
     def select(self, index: int) -> "Plan":
         """Build another proposed plan, and use the new plan from now on.
 
-        Calls that launched this plan launch the new plan.
+        Later calls launch the new plan instead of this plan.
 
         Parameters
         ----------
@@ -191,23 +191,23 @@ class Plan:
         self._chooser()(self, True)
 
     def __reduce__(self) -> Any:
-        """Refuse to be copied, because cuDNN's build belongs to this process."""
+        """Refuse copies and pickles, because cuDNN's build belongs to this process."""
         raise TypeError(
-            f"a plan of {self.name} cannot be copied or pickled; call the graph function in the other process, and give both a "
-            f"plan directory"
+            f"a plan of {self.name} cannot be copied or pickled; call the graph function in the other process, and give both "
+            f"processes the same plan directory"
         )
 
     def _other(self, index: int, keep: bool) -> "Plan":
         if not self.candidates:
             raise ArgumentError(
-                f"{self.name}: plan {shown(index)} of none: an array is empty, and cuDNN proposes no plans for it; select a plan "
-                f"for arrays with elements"
+                f"{self.name}: there is no plan {shown(index)}, because an array is empty, so cuDNN proposed no plans; select a "
+                f"plan for arrays with elements"
             )
         # A value that is no integer becomes -1, which is out of range.
         number = as_integer(index, -1)
         if not 0 <= number < self.candidates:
             last = self.candidates - 1
-            raise ArgumentError(f"{self.name}: plan {shown(index)} of {self.candidates}; the index must be 0 to {last}")
+            raise ArgumentError(f"{self.name}: there is no plan {shown(index)}; the index must be 0 to {last}")
         return self._chooser()(number, keep)
 
     def built_anew(self) -> "Plan":
@@ -229,12 +229,14 @@ class Plan:
 
     def _chooser(self) -> "Callable[[int | Plan | None, bool], Plan]":
         if self._choose is None:
-            raise ArgumentError(f"{self.name}: no graph function built this plan, so it has no alternatives to select from")
+            raise ArgumentError(
+                f"{self.name}: no graph function built this plan, so it has no alternatives; use a plan from plan_for"
+            )
         return self._choose
 
 
 def at_their_places(inputs: Sequence[Layout], outputs: Sequence[Layout]) -> tuple[int | None, ...]:
-    """Return `Plan.in_place` for a function over elements.
+    """Return `Plan.in_place` for a function that computes each element alone.
 
     Each element of the output must depend only on the input elements at the same place.
     """

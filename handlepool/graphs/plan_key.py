@@ -15,9 +15,9 @@ from handlepool.tensors.graph_types import FrontendTensor
 _NO_MATTER = ("name", "owner", "uid_assigned")
 """Attributes of a tensor that no plan depends on."""
 _MOST_INTEGERS = 64
-"""The maximum size of an integer array among a graph's parameters.
+"""The maximum number of elements of an integer array in a key.
 
-Such an array is a padding, for example. A larger array counts as data.
+Such an array is a padding, for example. A graph with a larger array gets no key, because such an array counts as data.
 """
 
 
@@ -33,8 +33,8 @@ def plan_key(graph: Any, operands: Sequence[Any], settings: Mapping[str, Any], p
     operands : sequence of graph tensor
         Operands in the order of a launch.
     settings : mapping
-        Settings for the driver. The key leaves ``plan_index`` out, because it is the key of the graph's plan in use, whichever
-        candidate that is.
+        Settings for the driver. The key leaves ``plan_index`` out, because a plan directory keeps one plan for a graph,
+        whichever candidate it is.
     plan_environment : str
         The result of `handlepool.drivers.protocol.Driver.plan_environment`.
     """

@@ -66,7 +66,7 @@ def normalise(settings: Mapping[str, Any]) -> Settings:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ArgumentError(f"{name}={shown(value)}; it must be a text")
+        raise ArgumentError(f"{name}={shown(value)}; it must be a text with at least one character")
     return value
 
 
@@ -176,7 +176,7 @@ class Signature:
             )
         missing = self.needed - set(options)
         if missing:
-            raise ArgumentError(f"{name} needs the option {', '.join(sorted(missing))}")
+            raise ArgumentError(f"{name} needs the option {', '.join(sorted(missing))}; pass it by keyword")
 
     def tensors(self, name: str, count: int, options: Collection[str]) -> list[str]:
         """Return the parameters of ``count`` positional arrays, in order.
@@ -187,14 +187,14 @@ class Signature:
         missing = [p for p in names[count:] if p in self.required]
         if missing:
             raise ArgumentError(
-                f"{name} takes {', '.join(names)}, and was called with {count} arrays: {', '.join(missing)} missing"
+                f"{name} takes {', '.join(names)}, and was called with {count} arrays; pass {', '.join(missing)} as well"
             )
         if self.variadic is not None:
             names += [f"{self.variadic}{i}" for i in range(count - len(names))]
         return names[:count]
 
     def referred(self, name: str, references: Sequence[Any], options: Collection[str]) -> list[str]:
-        """Return the tensor parameters of a call by reference.
+        """Return the tensor parameters of a call that names arrays by references.
 
         They are the required parameters, and the optional parameters named by a reference.
         """
@@ -253,10 +253,12 @@ class Recipe:
                     )
                 if by_reference:
                     raise ArgumentError(
-                        f"{name}.run was given {option}= by keyword; put arrays into its dictionary, by reference"
+                        f"{name}.run was given {option}= by keyword; put the array into the dictionary, with its reference as key"
                     )
-                which = f"{option} is parameter {order.index(option) + 1} of" if option in order else "the arrays are"
-                raise ArgumentError(f"{name} was given {option}= by keyword: arrays are positional; {which} {', '.join(order)}")
+                which = f"pass {option} as parameter {order.index(option) + 1} of" if option in order else "pass the arrays"
+                raise ArgumentError(
+                    f"{name} was given {option}= by keyword, but arrays are positional; {which} {', '.join(order)}"
+                )
             # Raise a clear error here. Otherwise the plan cache would raise a TypeError.
             try:
                 hash(value)

@@ -112,7 +112,7 @@ class References:
         """Return a list of the graph's tensors, for messages."""
         entries = [self._entry(node, port, tensor) for node, port, tensor in self._ports()]
         more = len(entries) - MOST_LISTED
-        return f"There is: {', '.join(entries[:MOST_LISTED]) or 'nothing'}" + (f" and {more} more" if more > 0 else "")
+        return f"The graph has {', '.join(entries[:MOST_LISTED]) or 'no tensors'}" + (f" and {more} more" if more > 0 else "")
 
     def _named(self, name: str) -> list[Any]:
         # A text can name the same tensor in several ways, so collect tensors by identity.

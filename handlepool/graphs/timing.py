@@ -28,16 +28,15 @@ MOST_LAUNCHES = 16
 ENOUGH = 500.0
 """The microseconds that one state's launches in a sample should take."""
 TOO_SLOW = 4
-"""The factor over the quickest time that makes a plan too slow.
+"""The ratio to the quickest time above which plans are too slow.
 
-A plan that is too slow is not timed further. If there are more states than this factor, the number of states is the factor.
-With a plan beyond the factor, all states side by side take longer than the quickest plan launched for one state after the
-other.
+A plan that is too slow is not timed further. If there are more states than this ratio, the number of states is the ratio. Above
+the ratio, one launch of the plan takes longer than the launches of the quickest plan for all states, one after the other.
 """
 SCREENING = 3
 """The number of samples after which candidates far behind are dropped."""
 FAR_BEHIND = 1.5
-"""The factor over the quickest median that puts a candidate far behind.
+"""The ratio to the quickest median above which candidates are far behind.
 
 A candidate that is far behind gets no more samples.
 """
@@ -50,7 +49,9 @@ class SideStates(Protocol):
     Attributes
     ----------
     count : int
+        Number of states.
     pool : HandlePool
+        The pool that owns the states.
     """
 
     count: int
@@ -110,9 +111,10 @@ class _Trial:
 
 @contextmanager
 def side_slots(pool: PoolInternals, what: str, count: int) -> Iterator[list[Slot]]:
-    """Lease side slots of the current device.
+    """Lease ``count`` side slots of the current device for a with block.
 
-    The slots are released without scratch, because the largest candidate may need far more scratch than the winner.
+    ``what`` is the caller's name for messages. After the block, the slots are released without scratch, because the largest
+    candidate may need far more scratch than the winner.
 
     Raises
     ------
@@ -134,8 +136,8 @@ def side_slots(pool: PoolInternals, what: str, count: int) -> Iterator[list[Slot
             if slot is None:
                 plural = "s" * (count > 1)
                 raise StateBusyError(
-                    f"{what} needs {count} side stream{plural}, and {len(slots)} are free: call it outside of forks, and give "
-                    f"executors fewer workers"
+                    f"{what} needs {count} side stream{plural}, and {len(slots)} are free: call {what} outside of forks, and "
+                    f"give executors fewer workers"
                 )
             slots.append(slot)
             bind_to_thread(pool.repaired(slot))
@@ -188,7 +190,7 @@ class TimingRig:
             do_all([wait, *(graph.destroy for graph in self._graphs), *(partial(destroy, event) for event in self._events)])
 
     def estimate(self, plan: Plan) -> float:
-        """Return a rough time of a launch in microseconds.
+        """Return a rough time of a launch of ``plan``, in microseconds.
 
         The time is 0 if the plan cannot be launched.
         """
@@ -201,8 +203,8 @@ class TimingRig:
         """Time the candidates of a plan.
 
         Return every candidate in cuDNN's order, with times or the reason for no times, and the timed plans by index. ``most``
-        limits the number of candidates. ``until`` is the time (`monotonic`) after which no candidate is tried. Neither limit
-        applies until the plan in use was tried.
+        limits the number of candidates. ``until`` is the time in seconds, by `time.monotonic`, after which no candidate is tried.
+        Neither limit applies until the plan in use was tried.
         """
         self._make_events()
         trials = self._built(plan, most, until)
@@ -221,7 +223,10 @@ class TimingRig:
             self._events.append(self._driver.create_event(timing=True))
 
     def _sample(self, trials: list[_Trial]) -> None:
-        """Time graphs in turns: first all graphs, then only the promising graphs."""
+        """Time the trials' graphs in turns.
+
+        After `SCREENING` samples of each graph, trials that are far behind get no more samples.
+        """
         for turn in range(ROUNDS + 1):
             for trial in trials:
                 for samples, graph in zip(trial.samples, trial.graphs, strict=True):
@@ -255,7 +260,7 @@ class TimingRig:
         return trials
 
     def _reserved(self, trials: list[_Trial]) -> list[_Trial]:
-        """Return the trials whose scratch fits on all streams at once."""
+        """Return the trials whose scratch fits into memory for all streams."""
 
         def reserve(trial: _Trial) -> None:
             for slot in self._slots:

@@ -40,7 +40,7 @@ def declare(graph: Any, name: str, layout: Layout, title: str) -> Any:
 def element_strides(title: str, layout: Layout) -> list[int]:
     """Return an array's strides in elements.
 
-    On an axis of extent 1 any stride means the same, so the function returns a dense array's stride.
+    On an axis of extent 1 any stride means the same, so for such an axis the function returns the stride of a dense array.
     """
     shape, itemsize = layout.shape, layout.dtype.itemsize
     if any((stride < 0 or stride % itemsize) and extent > 1 for extent, stride in zip(shape, layout.strides, strict=True)):
@@ -54,14 +54,14 @@ def element_strides(title: str, layout: Layout) -> list[int]:
         strides = [plain if extent == 1 else stride for extent, stride, plain in zip(shape, strides, dense, strict=True)]
     if (span := 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))) > MOST_ELEMENTS:
         raise ArgumentError(
-            f"{title} of shape {shape} has strides of {strides} elements and spans {span:,}, gaps included; cuDNN's tensors span "
-            f"at most {MOST_ELEMENTS:,}: pass parts of the array, or a copy without gaps"
+            f"{title} of shape {shape} has strides of {strides} elements and spans {span:,} elements, gaps included; a tensor "
+            f"of cuDNN spans at most {MOST_ELEMENTS:,} elements: pass parts of the array, or a copy without gaps"
         )
     return strides
 
 
 def layout_of(tensor: FrontendTensor) -> Layout:
-    """Return the layout of the array for a declared tensor."""
+    """Return the layout that the array for a declared tensor must have."""
     dtype = frontend.numpy_dtype(tensor.data_type)
     return Layout(tuple(tensor.dim), tuple(step * dtype.itemsize for step in tensor.stride), dtype)
 
@@ -144,9 +144,9 @@ def check_out(name: str, layout: Layout, out: Layout) -> None:
 
 
 Assignment = dict[str, int | None]
-"""For each parameter, the place of its array in the request.
+"""For each parameter, the index of its array in `Request.layouts`.
 
-The place is None for a parameter without an array.
+The index is None for a parameter without an array.
 """
 
 UNKNOWN = Layout((1, 1, 1, 1), (4, 4, 4, 4), np.dtype(np.float32))
@@ -183,9 +183,9 @@ class Request:
 
 
 def draft(recipe: Recipe, request: Request, new_graph: Callable[[], Any]) -> "Draft":
-    """Run the function, and run it again after a wrong guess.
+    """Run the graph function, and run it again after a wrong guess.
 
-    The guess assigns the arrays to the function's parameters.
+    The guess assigns the arrays to the function's parameters. Return the last run.
     """
     assignment = _guess(recipe, request)
     drafted = Draft(recipe, request, new_graph(), assignment)
@@ -195,8 +195,8 @@ def draft(recipe: Recipe, request: Request, new_graph: Callable[[], Any]) -> "Dr
         # If the function names its tensors after their shapes, each run may give another assignment, so stop here.
         if drafted.assignment() != found:
             raise ArgumentError(
-                f"{recipe.name} gives its tensors other names for other shapes, so its references cannot be resolved; refer to "
-                f"its parameters instead"
+                f"{recipe.name} gives its tensors other names for other shapes, so its references cannot be resolved; use the "
+                f"names of the function's parameters as references"
             )
     return drafted
 
@@ -298,7 +298,7 @@ class Draft:
             if excess:
                 raise ArgumentError(
                     f"{recipe.name} returned a mapping with {', '.join(map(shown, returned))}; the mapping may have 'inputs' and "
-                    f"'outputs', but neither if the decorator has it"
+                    f"'outputs', but no key that the decorator sets"
                 )
             inputs = as_references("inputs", returned.get("inputs"))
             wanted = wanted or as_references("outputs", returned.get("outputs"))
@@ -320,7 +320,8 @@ class Draft:
         if not self.outputs or not all(is_tensor(tensor) for tensor in self.outputs):
             what = "nothing" if returned is None else shown(returned)
             raise ArgumentError(
-                f"{recipe.name} returned {what}; return the graph tensor to output, or a tuple of graph tensors, or name outputs="
+                f"{recipe.name} returned {what}; return the graph tensor to output, or a tuple of graph tensors, or set "
+                f"outputs= in the decorator"
             )
         for tensor in self.outputs:
             if id(tensor) not in self._made:
@@ -390,7 +391,11 @@ class Draft:
         for place, tensor in enumerate(self._sources):
             if id(tensor) in needed or (self._request.references is not None and id(tensor) in outputs):
                 continue
-            why = "is made by the graph and is no output" if id(tensor) in self._made else "is used by no node"
+            why = (
+                "is made by the graph and is no output; leave its array out"
+                if id(tensor) in self._made
+                else "is used by no node; leave its array out"
+            )
             if id(tensor) in outputs:
                 why = "is an output; pass its array as out="
             raise ArgumentError(f"{self._title(place)}: tensor {self._references.name(tensor)!r} {why}")

@@ -45,7 +45,10 @@ Larger operands repeat these values along their longest axes.
 MOST_CANDIDATES = 10
 """The maximum number of candidates that are timed for a plan."""
 MOST_TIME = 0.9
-"""The share of the total time that the heaviest plans cover."""
+"""The share of the total time that the tuned plans take together.
+
+The plans that take the largest shares are tuned.
+"""
 MOST_OTHERS = 2
 """The maximum number of a plan's candidates that become alternatives."""
 NEARLY = 1.1
@@ -89,7 +92,7 @@ class Tuning:
     form : str
         The form of the operation from now on, if the plan is part of an operation with several forms.
     forms : tuple of (str, float)
-        The forms that were timed. Each comes with the total time of its launches, by the quickest plans, in microseconds.
+        Each form that was timed, with the total time of its launches in microseconds. Every launch uses its quickest plan.
     """
 
     name: str
@@ -107,7 +110,8 @@ class Tuning:
         timed = sorted((each for each in self.candidates if not each.skipped), key=lambda each: each.time)
         together = "" if self.winner.concurrent is None else f", and {self.states} states side by side"
         lines = [
-            f"{self.name}: {len(timed)} of {len(self.candidates)} plans timed alone{together}; microseconds, bytes of scratch"
+            f"{self.name}: {len(timed)} of {len(self.candidates)} plans timed alone{together}; times in microseconds, "
+            f"scratch in bytes"
         ]
         lines.append(f"{'plan':>5}{'alone':>11}{'concurrent':>11}{'scratch':>15}  engine")
         for each in timed:
@@ -529,7 +533,7 @@ def form_times(
 def _pool_of(name: str, states: SideStates | None) -> tuple[PoolInternals, int]:
     """Return the pool to tune on, and the caller's stream pointer."""
     if states is not None and not isinstance(states, SideStates):
-        raise ArgumentError(f"{name}.tune with states={shown(states)}: pass a ParallelStates, or None for a single stream")
+        raise ArgumentError(f"{name}.tune was given states={shown(states)}: pass a ParallelStates, or None for a single stream")
     pool = current_pool() if states is None else states.pool.internals
     pool.status.check()
     return pool, _check(pool, name)
@@ -546,7 +550,7 @@ def _check(pool: PoolInternals, name: str) -> int:
         raise CaptureError(f"{name} cannot be tuned inside a recording, where nothing runs: tune {name} before the recording")
     if thread.region is not None:
         raise CaptureError(
-            f"{name} cannot be tuned inside a branch or a task, because other work runs at the same time: tune {name} outside"
+            f"{name} cannot be tuned inside a branch or a task, because other work runs at the same time: tune {name} elsewhere"
         )
     home = resolve(driver)
     check_foreign(driver, home)
@@ -559,7 +563,7 @@ def _check(pool: PoolInternals, name: str) -> int:
 def _operands(pool: PoolInternals, plan: Plan, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """Return the operands of one state: copies of the arrays, and outputs.
 
-    A state reads other libraries' arrays in place.
+    Arrays of other libraries are not copied: every state reads them in place.
     """
     driver = pool.driver
     operands = []

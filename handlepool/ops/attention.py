@@ -95,7 +95,7 @@ def _prepare(
     is_causal, scale = values
     causal = flag(f"{name}: is_causal", is_causal)
     if causal and len(arrays) > 3:
-        raise ArgumentError(f"{name}: attn_mask with is_causal=True; pass only one of these arguments, as in torch")
+        raise ArgumentError(f"{name}: attn_mask was given with is_causal=True; pass only one of these arguments, as in torch")
     options = {"is_causal": causal, "scale": None if scale is None else _scale(name, scale)}
     return _attention.prepare(pool, arrays, out, options, key=key)
 

@@ -142,7 +142,7 @@ def settings_of(workspace_limit: object, allow_tf32: object, deterministic: obje
 
 
 def parameters(*, stride: tuple[int, int], padding: Sides, dilation: tuple[int, int]) -> dict[str, list[int]]:
-    """Return the parameters of a convolution node, from a `geometry`."""
+    """Return a convolution node's parameters, from the result of `geometry`."""
     before, after = (list(side) for side in zip(*padding, strict=True))
     how = {"padding": before} if before == after else {"pre_padding": before, "post_padding": after}
     return {"stride": list(stride), "dilation": list(dilation), **how}
@@ -187,10 +187,10 @@ def check_array(function: str, name: str, layout: Layout, rank: int, like: tuple
         return
     else:
         taken = "; a channels-last array may also have gaps between channels, pixels, rows or images"
-    remedy = f"Pass a contiguous copy, as from ascontiguousarray({name})"
+    remedy = f"Pass a contiguous copy, for example ascontiguousarray({name})"
     # A contiguous copy of a channels-last view would lose the layout, so advise another copy.
     if order == last:
-        remedy = f"Pass a copy without gaps, as from {name}.copy(order='K')"
+        remedy = f"Pass a copy without gaps, for example {name}.copy(order='K')"
     if name == "out":
         remedy = f"Leave out= away, and copy the result: out[...] = {function}(...)"
     raise ArgumentError(
@@ -226,8 +226,8 @@ def check_channels(function: str, image: tuple[str, Shape], weight: tuple[str, S
         raise ArgumentError(f"{function}: {w} {w_shape} has filters without taps; give R and S of 1 or more")
     if w_shape[1] * groups != x_shape[1]:
         raise ArgumentError(
-            f"{function}: {x_shape[1]} channels in {x} {x_shape} and {w_shape[1]} x groups={groups} in {w} {w_shape}, which must "
-            f"be equal; {w} must be (K, C / groups, R, S)"
+            f"{function}: {x} {x_shape} has {x_shape[1]} channels, and {w} {w_shape} with groups={groups} takes "
+            f"{w_shape[1] * groups} channels; {w} must be (K, C / groups, R, S)"
         )
     if w_shape[0] % groups:
         raise ArgumentError(
@@ -261,8 +261,8 @@ def check_result(function: str, x: Shape, w: Shape, dy: Shape, how: Mapping[str,
     node = Convolution(before, after, how["stride"], how["dilation"], False)
     if not transposed or dy[:2] != shape[:2] or min(dy[2:]) < 1 or not node.transposes(dy[2:], w[2:], x[2:]):
         raise ArgumentError(
-            f"{function}: images {x} and filters {w} lead to a result of shape {shape}, and dy has shape {dy}; correct the "
-            f"shape, or stride, padding and dilation"
+            f"{function}: images {x} and filters {w} lead to a result of shape {shape}, and dy has shape {dy}; correct dy, "
+            f"shape, stride, padding or dilation"
         )
 
 
@@ -426,9 +426,9 @@ def _prepare(
     values: tuple[Any, ...],
     key: tuple[Any, ...],
 ) -> GraphCall:
-    """Return the call of `conv2d` for given values of its options.
+    """Return the call of `conv2d` with the options ``values``.
 
-    ``key`` identifies these values.
+    ``parts`` names the parts of the epilogue that are among ``arrays`` and ``values``. ``key`` identifies ``values``.
     """
     stride, padding, dilation, groups, mode, activation, *limits = values
     if isinstance(padding, str):
@@ -527,7 +527,9 @@ def _check(
         shape = result_shape(x.shape, w.shape, **how)
         # If the result has no pixels, the shapes are wrong, and a later check raises a clearer error.
         if add.shape != shape and min(shape[2:]) > 0:
-            raise ArgumentError(f"conv2d: add of shape {add.shape} for a result of {shape}; pass an array of the result's shape")
+            raise ArgumentError(
+                f"conv2d: add has shape {add.shape} and the result has shape {shape}; pass an array of the result's shape"
+            )
         check_type("conv2d", "add", add, like)
 
 

@@ -75,7 +75,8 @@ def _unhashable(name: str, options: dict[str, Any]) -> ArgumentError:
     for option, value in options.items():
         if holds_values(value):
             return ArgumentError(
-                f"{name} was given {option}={shown(value)} by keyword: arrays are positional, because keywords are constants"
+                f"{name} was given {option}={shown(value)} by keyword, but keywords are constants of the kernel; pass arrays by "
+                f"position"
             )
     return ArgumentError(
         f"{name} was given {', '.join((f'{option}={shown(value)}' for option, value in options.items()))}, of which a "
@@ -123,7 +124,7 @@ class ElementwiseFunction:
         self._function = function
 
     def __call__(self, *args: object, out: object = None, pool: HandlePool | None = None, **options: object) -> Any:
-        """Launch on the current stream.
+        """Launch the kernel on the current stream.
 
         With traced arguments, the call becomes a part of the elementwise function that is being traced.
         """
@@ -163,8 +164,8 @@ class ElementwiseFunction:
         if found is self:
             return name
         raise ArgumentError(
-            f"elementwise function {self.__name__} cannot be pickled: another process finds it by its name, and "
-            f"{self.__module__}.{name} does not lead to it. Define it at the level of a module, under its own name"
+            f"elementwise function {self.__name__} cannot be pickled: another process looks it up by name, but "
+            f"{self.__module__}.{name} is not this function. Define the function at the top level of a module, under its own name"
         )
 
     # Without this method, a copy would use `__reduce__`, which raises if the name does not lead to this object.
@@ -227,7 +228,7 @@ def elementwise(function: Callable[..., Any]) -> ElementwiseFunction:
     An operation's result has the floating type of its operands. Python's numbers do not count, nor do integers if another
     operand is floating. The result of float16 with bfloat16 is float32, and so is the result of integers or booleans alone.
     Comparisons give bool. ``x.astype`` rounds to another type, so ``return y.astype("float16")`` gives a float16 result. A new
-    result has the layout of the first input with its shape, contiguous or channels-last, without gaps.
+    array for the result has the layout of the first input with the result's shape, contiguous or channels-last, without gaps.
 
     NaN and infinities are as in torch: ``maximum``, ``minimum``, ``clip`` and ``relu`` pass NaN on, and ``x / 0`` is infinite.
     On a GPU, numbers smaller than 1.2e-38 may be treated as zero.

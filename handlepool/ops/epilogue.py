@@ -196,7 +196,7 @@ class Stages:
         return self._finish(call, [given[part] for part in rest if part in given], rest, out) if rest else call
 
     def _note(self, key: Hashable, form: Form, call: GraphCall, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> None:
-        """Note the call's site, so that a tuning can choose its form."""
+        """Note an `EpilogueSite` for the call, so that tunings can choose forms."""
         sites, plan = self.pool.plans.sites, call.plan
         if key is not None and self.parts and id(plan) not in sites:
             # The site keeps the plan alive, so no other plan can get the same ``id``, which is the key.
@@ -264,7 +264,10 @@ class Stages:
 
 @dataclass(slots=True)
 class EpilogueSite:
-    """An operation with an epilogue, as a `handlepool.graphs.choices.Site`."""
+    """An operation with an epilogue, as a `handlepool.graphs.choices.Site`.
+
+    A tuning times the forms of the operation, and chooses a form for later calls.
+    """
 
     stages: Stages
     key: Hashable
@@ -296,7 +299,7 @@ class EpilogueSite:
         return self.stages.prepare(form, arrays, out)
 
     def choose(self, form: Form) -> None:
-        """Run the operation in ``form`` at all later calls."""
+        """Make all later calls run the operation in ``form``."""
         plans = self.stages.pool.plans
         plans.fused_parts[self.key] = self.form = form
         # Existing shortcuts launch the operation in its former form, so drop them.

@@ -107,7 +107,7 @@ def steps(function: str, name: str, value: Any, axes: int, least: int = 1) -> Sh
             return entries
     except TypeError:
         pass
-    many = "or a sequence of one integer," if axes == 1 else "or two integers, each"
+    many = "or a sequence of one integer, with a value of" if axes == 1 else "or two integers, each"
     raise ArgumentError(f"{function}: {name}={shown(value)}; it must be an integer, {many} {least} or more")
 
 

@@ -15,7 +15,7 @@ from handlepool.tensors.layout import Layout, as_dtype
 
 GATES = ("sigmoid", "hardsigmoid")
 PIXELS_EACH, MOST_PARTS = 256, 64
-"""The minimum of pixels in a part, and the maximum of parts.
+"""The minimum number of pixels per part, and the maximum part count.
 
 Each image is summed in several parts. If it were one part, few blocks of the GPU would have to sum a large image of few
 channels.
@@ -119,20 +119,20 @@ def _describe_excite(layouts: tuple[Layout, ...], *, gate: Any, activation: str 
     squeezed = _check_layers(x, [*zip(("w1", "b1", "w2", "b2")[-len(layers) :], layers, strict=True)])
     if layered and given.shape[1] != squeezed:
         raise ArgumentError(
-            f"squeeze_excite: w2 of shape {layers[0].shape} for {given.shape[1]} numbers of the first layer; w2 must be (C, "
-            f"{given.shape[1]})"
+            f"squeeze_excite: w2 has shape {layers[0].shape} and the first layer has {given.shape[1]} outputs; w2 must have "
+            f"the shape (C, {given.shape[1]})"
         )
     return Excite(gate, layered, activation), lying_as(x, x.shape)
 
 
 def _check_layers(x: Layout, given: Sequence[tuple[str, Layout]]) -> int:
-    """Check weights and biases; return S, the size between the layers."""
+    """Check weights and biases; return S, the number of first-layer outputs."""
     (name, first), channels = given[0], x.shape[1]
     squeezed = (first.shape[0] if name == "w1" else first.shape[1]) if first.ndim > 1 else 0
     if channels > MOST_EXCITED or squeezed > MOST_SQUEEZED:
         raise ArgumentError(
-            f"squeeze_excite: {channels} channels and {squeezed} numbers between the layers; at most {MOST_EXCITED} channels and "
-            f"{MOST_SQUEEZED} numbers are possible. Use mean2d, linear and multiply instead"
+            f"squeeze_excite: x has {channels} channels and the first layer has {squeezed} outputs; at most {MOST_EXCITED} "
+            f"channels and {MOST_SQUEEZED} outputs are possible. Use mean2d, linear and multiply instead"
         )
     wanted = {"w1": (squeezed, channels), "b1": (squeezed,), "w2": (channels, squeezed), "b2": (channels,)}
     for name, layout in given:

@@ -42,7 +42,7 @@ def conv2d_input_grad(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Compute the gradient of `handlepool.conv2d` for its images.
+    """Compute the gradient of `handlepool.conv2d` with respect to the images.
 
     The work runs on the current stream.
 
@@ -94,7 +94,7 @@ def conv2d_weight_grad(
     deterministic: bool = False,
     pool: HandlePool | None = None,
 ) -> ArrayT:
-    """Compute the gradient of `handlepool.conv2d` for its filters.
+    """Compute the gradient of `handlepool.conv2d` with respect to the filters.
 
     The work runs on the current stream.
 

@@ -208,7 +208,7 @@ def _check_bytes(name: str, x: Layout) -> None:
 
 
 def _bits(dtype: np.dtype[Any], text: str) -> int:
-    """Return the bytes of a number, in a type, as an integer.
+    """Return the bytes of a number of type ``dtype``, as an integer.
 
     ``text`` is the number as text.
 

@@ -172,8 +172,8 @@ def _describe(
     x = _check(name, layouts)
     if padding[0] > x.shape[2] or padding[1] > x.shape[3]:
         raise ArgumentError(
-            f"{name}: a padding of {padding[0]} and {padding[1]} is more than images of {x.shape[2]} x {x.shape[3]} have pixels; "
-            f"give less padding"
+            f"{name}: a padding of {padding[0]} and {padding[1]} pixels exceeds the size of the images, "
+            f"{x.shape[2]} x {x.shape[3]} pixels; give less padding"
         )
     kernel = Windows(kind, window, stride, padding, count_include_pad, ceil_mode)
     count = kernel.count(*x.shape[2:])

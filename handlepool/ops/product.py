@@ -124,7 +124,11 @@ def linear(
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """Implement `matmul` or `linear`."""
+    """Launch the calls of `matmul`, or of `linear`.
+
+    ``plain`` and ``copying`` are graph functions of the product. Only ``copying`` may copy operands. ``finish`` applies the parts
+    of the epilogue that the plan does not contain.
+    """
 
     name: str
     plain: GraphFunction[..., Any]
@@ -213,8 +217,8 @@ def _checker(name: str, names: tuple[str, str], transposed: bool) -> Callable[..
         if a.shape[-1] != summed:
             form = "(O, I)" if transposed else "(..., K, N)"
             raise ArgumentError(
-                f"{name}: {a.shape[-1]} columns in {one} {a.shape} and {summed} {'columns' if transposed else 'rows'} in {other} "
-                f"{b.shape}, which must be equal; {other} must be {form} for {one} "
+                f"{name}: {one} {a.shape} has {a.shape[-1]} columns and {other} {b.shape} has {summed} "
+                f"{'columns' if transposed else 'rows'}, which must be equal; {other} must be {form} for {one} "
                 f"{'(..., M, I)' if transposed else '(..., M, K)'}"
             )
         for x, y in zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False):

@@ -126,8 +126,8 @@ def _describe(
     counts = size or tuple(math.floor(extent * factor) for extent, factor in zip(extents, factors or (), strict=True))
     if min(extents) < 1 or min(counts) < 1 or max(*extents, *counts) > MOST_SIDE:
         raise ArgumentError(
-            f"interpolate2d: images of {extents[0]} x {extents[1]} pixels to {counts[0]} x {counts[1]}; both sizes must be 1 to "
-            f"{MOST_SIDE:,} pixels along each axis"
+            f"interpolate2d: images of {extents[0]} x {extents[1]} pixels cannot become {counts[0]} x {counts[1]} pixels; both "
+            f"sizes must be 1 to {MOST_SIDE:,} pixels along each axis"
         )
     scales = [_scale(*axis, align_corners) for axis in zip(extents, counts, factors or (None, None), strict=True)]
     return Resample(mode, (scales[0], scales[1]), align_corners), lying_as(x, (*x.shape[:2], *counts))

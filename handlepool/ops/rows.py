@@ -53,9 +53,9 @@ def conv1d(
     w : array, shape (K, C / groups, R)
         Filters, of the same type, without gaps.
     stride, dilation : int or sequence of one
-        Along the one spatial axis.
+        Stride and dilation along the one spatial axis, in elements.
     padding : int, sequence of one, ((before, behind),), "same" or "valid"
-        Zeros at the ends of a row. The names mean the same as in `handlepool.conv2d`.
+        Number of zeros at each end of a row. The names mean the same as in `handlepool.conv2d`.
     groups, bias, activation, out, workspace_limit, allow_tf32, deterministic, pool
         As in `handlepool.conv2d`.
 

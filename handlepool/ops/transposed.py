@@ -148,7 +148,7 @@ def _options(name: str, axes: int, _: tuple[Any, ...], values: tuple[Any, ...]) 
 
 
 def _spatial(size: Shape, taps: Shape, how: dict[str, Any], more: Shape) -> Shape:
-    """Return the spatial extents of the result."""
+    """Return the spatial extents of a transposed convolution's result."""
     axes = zip(size, taps, how["stride"], how["padding"], how["dilation"], more, strict=True)
     return tuple((extent - 1) * s - sum(p) + d * (tap - 1) + 1 + extra for extent, tap, s, p, d, extra in axes)
 
@@ -195,8 +195,8 @@ def _check(
         raise ArgumentError(f"{name}: w {w.shape} has filters without taps; give each spatial axis of w 1 or more")
     if w.shape[0] != x.shape[1]:
         raise ArgumentError(
-            f"{name}: {x.shape[1]} channels in x {x.shape} and {w.shape[0]} filters in w {w.shape}; w must be (C, K / groups, "
-            f"...)"
+            f"{name}: x {x.shape} has {x.shape[1]} channels and w {w.shape} has {w.shape[0]} filters, which must be equal; w "
+            f"must have the shape (C, K / groups, ...)"
         )
     if w.shape[0] % groups:
         raise ArgumentError(

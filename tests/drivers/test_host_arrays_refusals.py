@@ -118,14 +118,14 @@ def test_a_strict_driver_refuses_plain_arrays_in_graph_functions(strict, make_po
     x, w = strict.asarray(IMAGE), strict.asarray(WEIGHT)
     assert handlepool.conv2d(x, w, padding=1, pool=pool).get().sum() == 4096
     for args, options in (((IMAGE, w), {}), ((x, WEIGHT), {}), ((IMAGE, WEIGHT), {}), ((x, w), {"out": IMAGE.copy()})):
-        with pytest.raises(ArrayTypeError, match=r"a numpy.ndarray: it is in host memory.*pool\.driver\.asarray"):
+        with pytest.raises(ArrayTypeError, match=r"is a numpy.ndarray in host memory.*pool\.driver\.asarray"):
             handlepool.conv2d(*args, padding=1, pool=pool, **options)
     with pytest.raises(ArrayTypeError, match=ASARRAY):
         handlepool.ops.relu(IMAGE, pool=pool)
     for protocol in ("__array_interface__", "__dlpack__"):
         image = foreign(IMAGE, protocol)
         for args, options in (((image, w), {}), ((x, image), {}), ((x, w), {"out": image})):
-            with pytest.raises(ArrayTypeError, match=r"Foreign: it is in host memory.*pool\.driver\.asarray"):
+            with pytest.raises(ArrayTypeError, match=r"Foreign in host memory.*pool\.driver\.asarray"):
                 handlepool.conv2d(*args, padding=1, pool=pool, **options)
         assert handlepool.conv2d(image, WEIGHT, padding=1, pool=make_pool()).get().sum() == 4096  # a control
     program = handlepool.record(handlepool.conv2d, x, w, pool=pool)

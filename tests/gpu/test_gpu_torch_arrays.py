@@ -178,7 +178,7 @@ def test_what_cannot_be_taken(default, torch, integers):
         sparse = torch.sparse_coo_tensor(size=(1, 16, 8, 8), device="cuda")
     for wrong, text in (
         (x.cpu(), "argument 0, a torch.Tensor: the array is in host memory"),
-        (x.cpu().numpy(), "argument 0, a numpy.ndarray: it is in host memory"),
+        (x.cpu().numpy(), "argument 0 is a numpy.ndarray in host memory"),
         (x.to(torch.complex64), "no data type 'complex64'"),
         (x.to("meta"), "memory"),
         (sparse, "without strided memory"),

@@ -172,7 +172,7 @@ def test_the_function_itself_may_name_inputs_and_outputs(given):
 
 def test_inputs_are_named_in_one_place(given):
     own = handlepool.graph(lambda g, x, w: {"inputs": [w, x], "outputs": [convolve(g, x, w)]}, inputs=["x", "w"])
-    with pytest.raises(ArgumentError, match="but neither if the decorator has it"):
+    with pytest.raises(ArgumentError, match="but no key that the decorator sets"):
         own(given.x, given.w)
 
 
@@ -239,7 +239,7 @@ def test_run_with_tensor_objects_of_an_earlier_build(given):
 BAD = {
     "an input that is missing": (
         ArgumentError,
-        r"needs an array for conv2d::weight \(w\).*There is: conv2d::image \(x\)",
+        r"needs an array for conv2d::weight \(w\).*The graph has conv2d::image \(x\)",
         lambda a: {"x": a.x},
     ),
     "all inputs missing but an output": (
@@ -266,7 +266,7 @@ BAD = {
     "an empty array": (ArgumentError, "out= of convolve", lambda a: {"x": a.x[:0], "w": a.w, "conv2d::Y": a.poisoned(*Y)}),
     "an array of another device": (DeviceMismatchError, "device 1", lambda a: {"x": a.far, "w": a.w}),
     "no arrays": (ArgumentError, "without arrays", lambda a: {}),
-    "no dictionary": (ArgumentError, "takes a dictionary of arrays by reference", lambda a: [a.x, a.w]),
+    "no dictionary": (ArgumentError, "takes a dictionary with an array for each reference", lambda a: [a.x, a.w]),
     "no reference": (ArgumentError, "is no reference", lambda a: {"x": a.x, None: a.w}),
 }
 

@@ -295,7 +295,12 @@ BAD = {
     "an array of another device": (twice, DeviceMismatchError, "device 1", lambda a: (a["far"],)),
     "a list": (twice, ArrayTypeError, "list", lambda a: ([1.0],)),
     "nothing": (twice, ArgumentError, "without arrays", lambda a: ()),
-    "an array too few": (convolve, ArgumentError, "takes x, w, and was called with 1 arrays: w missing", lambda a: (a["x"],)),
+    "an array too few": (
+        convolve,
+        ArgumentError,
+        "takes x, w, and was called with 1 arrays; pass w as well",
+        lambda a: (a["x"],),
+    ),
     "an array too many": (twice, ArgumentError, "takes x, and was called with 2 arrays", lambda a: (a["x"], a["w"])),
     "an array that no node uses": (unused, ArgumentError, r"argument 1.*'w' is used by no node", lambda a: (a["x"], a["w"])),
     "a function that returns nothing": (nothing, ArgumentError, "returned nothing", lambda a: (a["x"],)),
@@ -466,7 +471,7 @@ def test_a_plan_is_chosen_by_index(pool, x, w):
     assert fn.plan_for(x, w) is chosen
     assert fn.options().plan_for(x, w) is chosen
     for index in (1, -1, True, "0", 0.0):
-        unlaunched(pool, ArgumentError, "plan .* of 1; the index must be 0 to 0", lambda index=index: plan.select(index))
+        unlaunched(pool, ArgumentError, "there is no plan .*; the index must be 0 to 0", lambda index=index: plan.select(index))
     assert fn.plan_for(x, w) is chosen
 
 

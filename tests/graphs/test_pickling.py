@@ -100,10 +100,10 @@ def test_what_its_name_does_not_lead_to_says_where_to_put_it(name):
     function = LOST[name]
     named = getattr(function, "__qualname__", "graph")
     with pytest.raises(
-        ArgumentError, match=r"cannot be pickled: .* does not lead to it. Define it at the level of a module"
+        ArgumentError, match=r"cannot be pickled: .* is not this function. Define the function at the top level of a module"
     ) as caught:
         pickle.dumps(function)
-    assert f"finds it by its name, and {function.__module__}.{named} does not" in str(caught.value)
+    assert f"looks it up by name, but {function.__module__}.{named} is not this function" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", [*FOUND, *LOST])

@@ -58,9 +58,9 @@ def given(each_pool):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("z", "conv was given z= by keyword: arrays are positional; z is parameter 4 of x, w, b, z"),
-        ("b", "conv was given b= by keyword: arrays are positional; b is parameter 3 of x, w, b, z"),
-        ("bias", "conv was given bias= by keyword: arrays are positional; the arrays are x, w, b, z"),
+        ("z", "conv was given z= by keyword, but arrays are positional; pass z as parameter 4 of x, w, b, z"),
+        ("b", "conv was given b= by keyword, but arrays are positional; pass b as parameter 3 of x, w, b, z"),
+        ("bias", "conv was given bias= by keyword, but arrays are positional; pass the arrays x, w, b, z"),
         ("padding", r"conv was given padding=<.*rray of shape \(1, 4, 6, 6\), float32>: an option is a part of the plan's key"),
     ],
 )
@@ -73,14 +73,19 @@ def test_an_array_that_is_passed_by_keyword_is_told_its_place(given, way, names,
 
 def test_the_place_is_told_where_inputs_are_named_where_there_are_any_number_and_beside_a_dictionary(given):
     for function, args, options, message in (
-        (reordered, [given.w], {"x": given.x}, "x is parameter 2 of conv::weight, x"),
-        (reordered, [given.x], {"w": given.w}, "arrays are positional; the arrays are conv::weight, x"),
-        (total, [given.x], {"x": given.x}, r"total was given x= by keyword: arrays are positional; the arrays are \*tensors"),
+        (reordered, [given.w], {"x": given.x}, "pass x as parameter 2 of conv::weight, x"),
+        (reordered, [given.x], {"w": given.w}, "arrays are positional; pass the arrays conv::weight, x"),
+        (
+            total,
+            [given.x],
+            {"x": given.x},
+            r"total was given x= by keyword, but arrays are positional; pass the arrays \*tensors",
+        ),
         (
             conv.run,
             [{"x": given.x}],
             {"b": given.b},
-            "conv.run was given b= by keyword; put arrays into its dictionary",
+            "conv.run was given b= by keyword; put the array into the dictionary",
         ),
     ):
         with pytest.raises(ArgumentError, match=message):
@@ -91,7 +96,7 @@ def test_the_place_is_told_where_inputs_are_named_where_there_are_any_number_and
 def test_what_can_be_hashed_is_told_so_too(given, array):
     """As torch's tensors, each of which would be a key of its own."""
     for call in (conv, conv.plan_for, conv.compile):
-        with pytest.raises(ArgumentError, match="arrays are positional; b is parameter 3 of x, w, b, z"):
+        with pytest.raises(ArgumentError, match="arrays are positional; pass b as parameter 3 of x, w, b, z"):
             call(given.x, given.w, b=array)
     assert given.pool.stats()["plans_cached"] == 0
 
@@ -130,8 +135,8 @@ def test_what_comes_after_the_positional_arguments_is_told_that_it_is_a_keyword(
 
 def test_conv2d_says_that_bias_is_a_keyword(given):
     message = (
-        r"conv2d takes x, w by position, and was given <.*rray of shape \(4,\), float32> after them: bias is a keyword, as "
-        r"in conv2d\(x, w, bias=\.\.\.\)\. The keywords are stride, padding, .* pool$"
+        r"conv2d takes x, w by position, and was given <.*rray of shape \(4,\), float32> as a further argument: bias is a "
+        r"keyword, as in conv2d\(x, w, bias=\.\.\.\)\. The keywords are stride, padding, .* pool$"
     )
     for function in (handlepool.conv2d, ops.conv2d_plan):
         with pytest.raises(TypeError, match=message):

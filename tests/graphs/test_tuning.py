@@ -312,7 +312,7 @@ def test_a_function_that_fails_goes_on_and_nothing_is_tuned(make):
     for wrong in (None, 3):
         with pytest.raises(ArgumentError, match="tune takes a function, not"):
             handlepool.tune(wrong, x)
-    with pytest.raises(ArgumentError, match=r"handlepool\.tune with states=4"):
+    with pytest.raises(ArgumentError, match=r"handlepool\.tune was given states=4"):
         handlepool.tune(conv, x, w, states=4)
 
 
@@ -545,7 +545,7 @@ def test_the_report_can_be_read(make):
     lines = [" ".join(line.split()) for line in text.splitlines()]
     size = format(conv.plan_for(*arrays_of(scene.driver)).workspace_size, ",")
     assert lines == [
-        "convolution: 2 of 3 plans timed alone, and 4 states side by side; microseconds, bytes of scratch",
+        "convolution: 2 of 3 plans timed alone, and 4 states side by side; times in microseconds, scratch in bytes",
         "plan alone concurrent scratch engine",
         f"1 12.00 20.00 {size} engine 1, chosen",
         f"0 10.00 50.00 {size} engine 0, used before",

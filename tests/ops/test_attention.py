@@ -104,7 +104,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
             q, q, q, attn_mask=mask
         ),
         "attn_mask is float32": lambda: attention(q, q, q, attn_mask=single.random(4, 4)),
-        "attn_mask with is_causal=True": lambda: attention(q, q, q, attn_mask=arrays.random(4, 4), is_causal=True),
+        "attn_mask was given with is_causal=True": lambda: attention(q, q, q, attn_mask=arrays.random(4, 4), is_causal=True),
         "is_causal=1": lambda: attention(q, q, q, is_causal=1),
         "scale='1'": lambda: attention(q, q, q, scale="1"),
         "scale=inf": lambda: attention(q, q, q, scale=float("inf")),

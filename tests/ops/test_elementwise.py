@@ -323,7 +323,7 @@ def traced_errors():
     yield lambda x: x * 1j, ("1j", "real")
     yield lambda x: x + None, ("None",)
     yield lambda x: x * [1, 2], ("list",)
-    yield lambda x: x * np.ones(3), ("arrays as arguments",)
+    yield lambda x: x * np.ones(3), ("positional argument",)
     yield lambda x: math.exp(x), ("numpy.exp",)
     yield lambda x: float(x), ("float(x)",)
     yield lambda x: x[0], ("index",)
@@ -381,7 +381,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
         (("(2, 8, 6, 4)", "(2, 8, 6, 8)"), lambda: mul(x, x, out=y)),
         (("float16", "float32"), lambda: mul(x, x, out=asarray(np.ones(x.shape, np.float16)))),
         (("negative",), lambda: mul(x[:, :, ::-1], x)),
-        (("k=", "positional"), lambda: named(x, k=x)),
+        (("k=", "by position"), lambda: named(x, k=x)),
         (("k=[1]", "tuple"), lambda: named(x, k=[1])),
         (("63",), lambda: multiply(*[x] * 64)),
         (("without arrays",), lambda: mul(1.0, 2.0)),

@@ -66,7 +66,7 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool):
         r"size=\(1, 2, 3\)": lambda: interpolate2d(x, size=(1, 2, 3)),
         "scale_factor=-1": lambda: interpolate2d(x, scale_factor=-1),
         "scale_factor=True": lambda: interpolate2d(x, scale_factor=True),
-        "images of 4 x 4 pixels to 0 x 0": lambda: interpolate2d(x, scale_factor=0.1),
+        "images of 4 x 4 pixels cannot become 0 x 0 pixels": lambda: interpolate2d(x, scale_factor=0.1),
         "mode='cubic'": lambda: interpolate2d(x, size=2, mode="cubic"),
         "align_corners=1": lambda: interpolate2d(x, size=2, align_corners=1),
         "align_corners=True with mode='nearest'": lambda: interpolate2d(x, size=2, align_corners=True),

@@ -119,10 +119,10 @@ UNFIT = {
     "none": ("NoneType", lambda scene: {"w": None}),
     **{f"{name} {shape}": (f"{name} has {len(shape)} axes.*must have 4", of(name, shape)) for name, shape in AXES},
     "no rows": ("the result is empty", of("x", (2, 4, 0, 8))),
-    "channels": (r"4 channels in x.*3 x groups=1 in w.*C / groups", of("w", (6, 3, 3, 3))),
+    "channels": (r"x .* has 4 channels, and w .* with groups=1 takes 3 channels.*C / groups", of("w", (6, 3, 3, 3))),
     "groups": ("2 groups do not divide 5 filters", lambda scene: {"w": given(scene, "w", (5, 2, 3, 3)), "groups": 2}),
     **{
-        f"add {shape}": (r"add of shape .* for a result of \(2, 6, 6, 6\)", of("add", shape))
+        f"add {shape}": (r"add has shape .* and the result has shape \(2, 6, 6, 6\)", of("add", shape))
         for shape in ((6,), (1, 6, 6, 6), (2, 6, 8, 8))
     },
     "add's type": ("add is float16 and x is float32", lambda scene: {"add": given(scene, "out", dtype="float16")}),

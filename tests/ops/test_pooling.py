@@ -131,10 +131,10 @@ def test_bad_input_is_a_typed_error_with_the_numbers(each_pool, function):
         "padding=2 is more than half of a window of 3 x 3": lambda: function(x, 3, padding=2),
         r"padding=\(2, 0\) is more than half of a window of 3 x 4": lambda: function(x, (3, 4), padding=(2, 0)),
         r"padding=\(0, 2\) is more than half of a window of 4 x 3": lambda: function(x, (4, 3), padding=(0, 2)),
-        "a padding of 7 and 0 is more than images of 6 x 8": lambda: function(x, (14, 1), padding=(7, 0)),
-        "a padding of 0 and 9 is more than images of 6 x 8": lambda: function(x, (1, 18), padding=(0, 9)),
+        "a padding of 7 and 0 pixels exceeds the size of the images, 6 x 8": lambda: function(x, (14, 1), padding=(7, 0)),
+        "a padding of 0 and 9 pixels exceeds the size of the images, 6 x 8": lambda: function(x, (1, 18), padding=(0, 9)),
         "a window of 7 x 1 pixels exceeds images of 6 x 8": lambda: function(x, (7, 1), stride=2, ceil_mode=True),
-        "a padding of 1000000 and 1000000 is more than images of 6 x 8 have pixels": lambda: function(
+        "a padding of 1000000 and 1000000 pixels exceeds the size of the images, 6 x 8 pixels": lambda: function(
             x, 2 * 10**6, padding=10**6
         ),
         "a window of 1180591620717411303424 x 1180": lambda: function(x, 2**70),

@@ -214,11 +214,11 @@ REFUSED = {
     "weights in batches": (lambda r: linear(r(3, 8), r(2, 5, 8)), r"linear: w has 3 axes, shape \(2, 5, 8\); it must have 2$"),
     "inner": (
         lambda r: matmul(r(3, 8), r(7, 5)),
-        r"matmul: 8 columns in a \(3, 8\) and 7 rows in b \(7, 5\), which must be equal; b must",
+        r"matmul: a \(3, 8\) has 8 columns and b \(7, 5\) has 7 rows, which must be equal; b must",
     ),
     "features": (
         lambda r: linear(r(3, 8), r(8, 5)),
-        r"linear: 8 columns in x \(3, 8\) and 5 columns in w \(8, 5\), which must be equal; w must",
+        r"linear: x \(3, 8\) has 8 columns and w \(8, 5\) has 5 columns, which must be equal; w must",
     ),
     "batches": (lambda r: matmul(r(2, 3, 8), r(3, 8, 5)), r"batch axes \(2,\) of a and \(3,\) of b do not broadcast"),
     "bias": (
@@ -226,7 +226,7 @@ REFUSED = {
         r"linear: bias of shape \(8,\) for 5 columns; its shape must be \(5,\)",
     ),
     "a row": (lambda r: matmul(r(3, 8), r(8, 5), bias=r(1, 5)), r"matmul: bias of shape \(1, 5\) for 5 columns"),
-    "empty": (lambda r: matmul(r(0, 3, 7), r(8, 5)), "7 columns in a"),
+    "empty": (lambda r: matmul(r(0, 3, 7), r(8, 5)), "has 7 columns and b"),
     "activation": (
         lambda r: linear(r(3, 8), r(5, 8), activation="selu"),
         "activation='selu'; it can be relu, .* or None",

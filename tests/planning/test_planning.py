@@ -105,9 +105,9 @@ def test_a_plan_that_cannot_be_kept_is_said_by_the_command_and_refused_by_compil
     found = cudnn("planning.planned.unkept", str(tmp_path))
     (status, said, files), error = found["command"], found["error"]
     assert said[1].startswith("by_objects over ")
-    assert " cannot be kept: its graph has a part that no text identifies" in said[1]
+    assert " cannot be kept: the graph has a value that no text identifies" in said[1]
     assert (status, said[2], files) == (1, "1 plans for NVIDIA H200, 0 refused", 0)
-    assert error.startswith("by_objects.compile(device=...) cannot keep its plan: its graph has a part that no text identifies")
+    assert error.startswith("by_objects.compile(device=...) cannot save the plan, because the graph has a value that no text ")
 
 
 def test_a_padding_of_integers_of_numpys_is_kept(cudnn, tmp_path):
