@@ -167,7 +167,7 @@ def test_a_stream_may_wait_for_another_device_and_events_are_recorded_on_their_o
         there = driver.create_stream()
         driver.wait_event(there.ptr, event)
         give(driver, there, log, "there")
-        with pytest.raises(ContractError, match="its own device"):
+        with pytest.raises(ContractError, match="use a stream of the event's device"):
             driver.record_event(event, there.ptr)
     latch.release()
     driver.synchronize_stream(there.ptr)
