@@ -191,7 +191,7 @@ class ArrayWork:
 
     def _refuse_capture(self, queue: Queue, label: str) -> None:
         if queue.capture is not None:
-            what = f"{label} at {place_of_call()}, which waits for the values of a host array,"
+            what = f"{label} at {place_of_call()} (a wait for the values of a host array)"
             queue.capture.spoil(what)
             raise CaptureError(
                 f"{what} is impossible while {queue!r} is captured, because captured work has not run. Under a capture, call "

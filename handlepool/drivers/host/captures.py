@@ -83,7 +83,7 @@ class Capture:
     def check(self) -> None:
         """Raise if the capture was invalidated."""
         if self.spoiled:
-            raise CaptureError(f"{self!r} was invalidated by {self.spoiled}")
+            raise CaptureError(f"{self!r} was invalidated by {self.spoiled}; capture again without this call")
 
 
 class Mark:
@@ -140,7 +140,7 @@ class Captures:
         A reader of such memory cannot wait for a replay. ``what`` names the write.
         """
         if queue.capture is not None:
-            what = f"{what}, in NumPy's or another library's memory on the host,"
+            what = f"{what} (memory of NumPy or another library on the host)"
             queue.capture.spoil(what)
             raise CaptureError(
                 f"{what} cannot be captured on {queue!r}, because a reader of that memory cannot wait for a replay. Pass an "
