@@ -23,12 +23,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the command-line options for the seeds of the host pool."""
     group = parser.getgroup("handlepool")
     group.addoption("--handlepool-seed", type=int, metavar="SEED", help="the only seed for tests that use handlepool_host_pool")
-    group.addoption("--handlepool-seeds", type=_count, default=5, metavar="COUNT", help="number of seeds for each such test (5)")
+    group.addoption(
+        "--handlepool-seeds",
+        type=_count,
+        default=5,
+        metavar="COUNT",
+        help="number of seeds for each test that uses handlepool_host_pool (5)",
+    )
 
 
 def _count(text: str) -> int:
     if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} seeds would run no test; pass a count of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} seeds would run no test; pass a number of 1 or more")
     return int(text)
 
 
@@ -44,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the seed and other help to the report of a failed test.
+    """Add the scheduler's seed and an explanation to a failed test's report.
 
     The hook also notes on ``item`` that the test failed.
     """
@@ -63,7 +69,7 @@ def pytest_runtest_makereport(
 def _explain(item: pytest.Item, info: pytest.ExceptionInfo[BaseException]) -> None:
     """Explain the error of a failed test.
 
-    If the test found no GPU, a note names the fixture that needs none. If the package raised the error, the traceback ends at the
+    If the test found no GPU, a note names a fixture that needs no GPU. If the package raised the error, the traceback ends at the
     last line of the test's own code.
     """
     from handlepool.errors import DriverNotAvailableError, HandlePoolError

@@ -69,7 +69,7 @@ class DeviceProperties:
     Parameters
     ----------
     text : str
-        JSON of one object, as from a file that ``handlepool info --device-properties`` wrote.
+        A JSON object, such as the content of a file that ``handlepool info --device-properties`` wrote.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ class DeviceProperties:
             )
         if VERSION not in found:
             raise ArgumentError(
-                f"properties of a device lack {VERSION!r}, the version of the cuDNN that wrote them, as 91900 for 9.19.0; "
+                f"properties of a device lack {VERSION!r}, the number of the cuDNN version that wrote them (91900 for 9.19.0); "
                 "describe the device again by DeviceProperties.of"
             )
         missing = [key for key in KEYS if key not in found]
@@ -111,7 +111,7 @@ class DeviceProperties:
         # This library computes with these two values. cuDNN itself checks all other values.
         for key in (VERSION, "deviceVer"):
             if type(found[key]) is not int:
-                raise ArgumentError(f"properties of a device have {found[key]!r} as {key!r}; it must be an integer")
+                raise ArgumentError(f"properties of a device have {found[key]!r} as {key!r}; the value must be an integer")
         # The class is frozen, so `object.__setattr__` sets the attributes.
         object.__setattr__(self, "text", json.dumps(found, sort_keys=True))
         object.__setattr__(self, "_values", found)
@@ -145,7 +145,7 @@ class DeviceProperties:
 
     @property
     def architecture(self) -> int:
-        """The architecture to compile kernels for: 90 means sm_90."""
+        """The GPU's architecture, for compilers of kernels: 90 means sm_90."""
         return int(self._values["deviceVer"]) // 10
 
     @property
@@ -169,7 +169,7 @@ class DeviceProperties:
                 version = cudnn.backend_version()
             except RuntimeError as absent:
                 raise DriverNotAvailableError(
-                    f"libcudnn makes plans, and was not found ({absent}); install nvidia-cudnn-cu12 or nvidia-cudnn-cu13"
+                    f"libcudnn, which makes plans, was not found ({absent}); install nvidia-cudnn-cu12 or nvidia-cudnn-cu13"
                 ) from error
             # The frontend has no class for this error, so only the text gives the status.
             if "SUBLIBRARY_LOADING_FAILED" in str(error):
@@ -179,10 +179,10 @@ class DeviceProperties:
                     f"LD_LIBRARY_PATH ({error})"
                 ) from error
             missing = ", ".join(repr(key) for key in LATER if key not in self._values)
-            what = f"without {missing}" if missing else f"({error})"
+            what = f"because they lack {missing}" if missing else f"({error})"
             raise ArgumentError(
-                f"cuDNN {version} refuses the properties of {self.name!r} that cuDNN {self.cudnn_version} wrote, "
-                f"{what}; describe the device again with this cuDNN or a later one"
+                f"cuDNN {version} refuses the properties of {self.name!r} that cuDNN {self.cudnn_version} wrote "
+                f"{what}; describe the device again with cuDNN {version} or later"
             ) from error
 
     @property

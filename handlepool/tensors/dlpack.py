@@ -73,7 +73,7 @@ def device_of(array: Any) -> int:
 
 
 def from_dlpack(array: Any, stream: int) -> View:
-    """View an array by DLPack.
+    """Return a view of another library's array, by DLPack.
 
     Parameters
     ----------
@@ -99,7 +99,9 @@ def from_dlpack(array: Any, stream: int) -> View:
             # A library that is older than DLPack 1 does not take ``max_version``.
             capsule = array.__dlpack__(**asked)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise ArrayTypeError(f"a {kind_of(array)} does not hand out its memory: {error}") from error
+        raise ArrayTypeError(
+            f"a {kind_of(array)} does not export its memory by DLPack, for the reason that its library gives: {error}"
+        ) from error
     readonly = False
     if _is_called(capsule, b"dltensor_versioned"):
         versioned = _Versioned.from_address(_pointer_of(capsule, b"dltensor_versioned"))
@@ -130,15 +132,16 @@ def _dtype(code: int, bits: int, lanes: int) -> np.dtype[Any]:
 
 
 def from_cuda_array(array: Any) -> tuple[View, int | None]:
-    """View an array by its ``__cuda_array_interface__``.
+    """Return a view of an array with a ``__cuda_array_interface__``.
 
-    The interface does not name the device.
+    The interface does not name the array's device.
 
     Returns
     -------
     View
     int or None
-        The stream that uses the memory, as the array's library says. None if the library names no stream.
+        Pointer of the stream that the interface names: work of this stream may still use the memory. None if the interface names
+        no stream.
 
     Raises
     ------
@@ -151,7 +154,7 @@ def from_cuda_array(array: Any) -> tuple[View, int | None]:
     typestr = str(described["typestr"])
     if typestr.startswith(">"):
         raise ArrayTypeError(
-            f"a {kind_of(array)} has type {typestr!r}, whose byte order differs from the GPU's; convert the array"
+            f"a {kind_of(array)} has type {typestr!r}, whose byte order differs from the GPU's; make the array little-endian"
         )
     dtype = as_dtype(typestr)
     shape = tuple(described["shape"])

@@ -25,11 +25,11 @@ NAMES = {
     "float8_e4m3fn": "FP8_E4M3",
     "float8_e5m2": "FP8_E5M2",
 }
-"""The frontend's name of each type of NumPy or ml_dtypes."""
+"""The frontend's name of each data type, by NumPy's name."""
 
 
 def data_type(dtype: Any) -> Any:
-    """Return the frontend's data type.
+    """Return the frontend's data type for a NumPy type.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def _data_type(dtype: np.dtype[Any]) -> Any:
     import cudnn
 
     if dtype.name not in NAMES:
-        raise ArrayTypeError(f"cuDNN has no data type {dtype.name!r}; it has {', '.join(NAMES)}")
+        raise ArrayTypeError(f"cuDNN has no data type {dtype.name!r}; pass a type that cuDNN has: {', '.join(NAMES)}")
     return getattr(cudnn.data_type, NAMES[dtype.name])
 
 
@@ -69,7 +69,7 @@ def numpy_dtype(kind: Any) -> np.dtype[Any]:
 def _numpy_dtype(kind: str) -> np.dtype[Any]:
     name = next((name for name, upper in NAMES.items() if upper == kind), None)
     if name is None:
-        raise ArrayTypeError(f"NumPy has no type for cuDNN's {kind}")
+        raise ArrayTypeError(f"NumPy has no type for cuDNN's {kind}; give the tensor another data type")
     try:
         return np.dtype(name)
     # NumPy itself has no type of this name. The package ml_dtypes has it.

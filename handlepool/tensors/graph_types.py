@@ -1,6 +1,6 @@
-"""Define types for driver arrays, and for the frontend's graphs.
+"""Define protocols for driver arrays, and for the frontend's graphs.
 
-The types have the attributes that this package reads.
+The protocols have only the attributes that this package reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class DeviceArray(Protocol):
 
 
 class Named(Protocol):
-    """A member of an enumeration of the frontend."""
+    """A member of one of the frontend's enumerations."""
 
     @property
     def name(self) -> str:
@@ -91,11 +91,11 @@ class FrontendNode(Protocol):
 
     @property
     def inputs(self) -> Mapping[str, FrontendTensor]:
-        """Tensors by port."""
+        """The input tensors, by the name of their port."""
 
     @property
     def outputs(self) -> Mapping[str, Any]:
-        """Tensors by port; None for a port that is not used."""
+        """The output tensors by port name; None for an unused port."""
 
 
 class FrontendGraph(Protocol):

@@ -113,7 +113,7 @@ class Convolution:
         )
 
     def smallest(self, size: Sequence[int], taps: Sequence[int]) -> Shape:
-        """Return the spatial extents of the smallest image that yields ``size``."""
+        """Return the smallest image's spatial extents for an output of ``size``."""
         return tuple(
             (size[i] - 1) * self.stride[i] + extent - self.before[i] - self.after[i] for i, extent in enumerate(self.extent(taps))
         )
@@ -151,13 +151,13 @@ def conv_dgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape,
     shape = declared if assigned or (declared and declared != smallest) else smallest
     if shape is smallest and max(geometry.stride) > 1:
         raise ArgumentError(
-            f"{title(node)}: with stride {geometry.stride}, images of several sizes lead to loss {loss} by filter "
-            f"{weight}; call set_dim on its output with the image's shape, which is {smallest} for the smallest image"
+            f"{title(node)}: with stride {geometry.stride}, images of several sizes give loss {loss} with filter "
+            f"{weight}; call set_dim on the node's output with the shape of your image (of the smallest: {smallest})"
         )
     if not _yields(node, shape, weight, loss, geometry):
         raise ArgumentError(
-            f"{title(node)}: an image of shape {shape} and filter {weight} do not lead to loss {loss}; "
-            "call set_dim on its output with the shape of the image"
+            f"{title(node)}: a convolution of an image {shape} and filter {weight} cannot give loss {loss}; "
+            "call set_dim on the node's output with the shape of the image"
         )
     return shape
 
@@ -171,20 +171,21 @@ def conv_wgrad(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape,
     image, loss = _operands(node, inputs, "image", "loss")
     if not declared:
         raise ArgumentError(
-            f"{title(node)}: image {image} and loss {loss} leave the filter's shape open; call set_dim on its output"
+            f"{title(node)}: image {image} and loss {loss} do not determine the filter's shape; call set_dim on the node's output"
         )
     if not _yields(node, image, declared, loss):
         raise ArgumentError(
-            f"{title(node)}: image {image} and a filter of shape {declared} do not lead to loss {loss}; "
-            "correct the set_dim of its output, or padding, stride and dilation"
+            f"{title(node)}: a convolution of image {image} and filter {declared} cannot give loss {loss}; "
+            "correct the shape given to set_dim of the node's output, or padding, stride and dilation"
         )
     return declared
 
 
 def pointwise(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, assigned: bool) -> Shape:
-    """Broadcast inputs with the same number of axes.
+    """Infer the shape to which a pointwise node's inputs broadcast.
 
-    On each axis, the extents must be equal or 1. A scalar passed by value fits any shape.
+    The inputs must have the same number of axes. On each axis, the extents must be equal or 1. A scalar passed by
+    value fits any shape.
     """
     arrays = [shape for port, shape in inputs.items() if not node.inputs[port].is_pass_by_value]
     # If all inputs are scalars passed by value, broadcast the shapes of these scalars.
@@ -209,8 +210,8 @@ def matmul(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, ass
     batches = list(zip(a[:-2], b[:-2], strict=False))
     if len(a) != len(b) or len(a) < 2 or a[-1] != b[-2] or any(x != y and 1 not in (x, y) for x, y in batches):
         raise ArgumentError(
-            f"{title(node)}: A {a} and B {b} do not multiply; give (..., M, K) and (..., K, N) with the same number of "
-            "axes and batch axes that are equal or 1"
+            f"{title(node)}: matrices A {a} and B {b} have no product; give shapes (..., M, K) and (..., K, N) with the "
+            "same number of axes and batch axes that are equal or 1"
         )
     return (*map(broadcast, batches), a[-2], b[-1])
 
@@ -218,7 +219,7 @@ def matmul(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, ass
 def broadcast(extents: Sequence[int]) -> int:
     """Return the extent that the given extents broadcast to.
 
-    Each given extent is 1 or the same other number, which may be 0.
+    All given extents that are not 1 must be equal. They may be 0.
     """
     return 0 if 0 in extents else max(extents)
 
@@ -234,7 +235,7 @@ def reduction(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, 
     if len(declared) != len(source) or any(d not in (1, s) for d, s in zip(declared, source, strict=True)):
         raise ArgumentError(
             f"{title(node)}: its input is {source} and its output {declared or 'undeclared'}; "
-            "call set_dim on its output with the input's shape and a 1 for each axis to reduce"
+            "call set_dim on the node's output with the input's shape, but 1 on each axis to reduce"
         )
     return declared
 
@@ -247,7 +248,7 @@ def reshape(node: FrontendNode, inputs: Mapping[str, Shape], declared: Shape, as
     if not declared or math.prod(declared) != math.prod(inputs["input"]):
         raise ArgumentError(
             f"{title(node)}: its input is {inputs['input']} and its output {declared or 'undeclared'}; "
-            "call set_dim on its output with a shape of as many elements"
+            "call set_dim on the node's output with a shape of as many elements as the input"
         )
     return declared
 
@@ -318,11 +319,15 @@ def attention(node: Any, inputs: Mapping[str, Shape], declared: Shape, assigned:
     """
     q, k, v = (inputs.get(name, ()) for name in ("q", "k", "v"))
     if not len(q) == len(k) == len(v) == 4 or k != (*q[:2], k[2], q[3]) or v[:3] != k[:3]:
-        raise ArgumentError(f"{title(node)}: q {q}, k {k} and v {v} must be (N, H, L, E), (N, H, S, E) and (N, H, S, D)")
+        raise ArgumentError(
+            f"{title(node)}: q {q}, k {k} and v {v} do not fit; give shapes (N, H, L, E), (N, H, S, E) and (N, H, S, D)"
+        )
     bias = inputs.get("bias", (1, 1, 1, 1))
     full = (*q[:3], k[2])
     if len(bias) != 4 or any(extent not in (1, whole) for extent, whole in zip(bias, full, strict=True)):
-        raise ArgumentError(f"{title(node)}: bias {bias} does not broadcast to the scores, (N, H, L, S) = {full}")
+        raise ArgumentError(
+            f"{title(node)}: bias {bias} does not broadcast to the scores (N, H, L, S) = {full}; give these extents or 1"
+        )
     # The rule is called once for each of the node's two outputs. The declared shape shows which output this is: the statistics
     # have an extent of 1 along the last axis.
     return declared if declared == (*q[:3], 1) else (*q[:3], v[3])
@@ -533,13 +538,13 @@ def _input_shape(node: FrontendNode, port: str, tensor: FrontendTensor) -> Shape
     shape = tuple(tensor.dim)
     if tensor.is_virtual:
         raise ArgumentError(
-            f"{title(node)}: its {port} {tensor.name!r} is virtual, but no earlier node makes it; add that node first"
+            f"{title(node)}: its {port} {tensor.name!r} is virtual, but no earlier node makes this tensor; add that node first"
         )
     most = MOST_AXES if node.node_type.name not in MERGED else len(shape)
     if not 1 <= len(shape) <= most or min(shape) < 0 or len(tensor.stride) != len(shape):
         raise ArgumentError(
             f"{title(node)}: its {port} {tensor.name!r} has shape {shape} and strides {tuple(tensor.stride)}; "
-            f"give 1 to {MOST_AXES} axes, a stride for each, and no extent below 0"
+            f"give 1 to {MOST_AXES} axes, one stride per axis, and no extent below 0"
         )
     return shape
 
@@ -558,8 +563,8 @@ def _output_shape(node: FrontendNode, port: str, tensor: FrontendTensor, shapes:
         )
     if tensor.dim_assigned and declared != shape:
         raise ArgumentError(
-            f"{title(node)}: its output {port} was declared with shape {declared}, but comes out as {shape}; "
-            "drop the call of set_dim, or correct its shape"
+            f"{title(node)}: its output {port} was declared with shape {declared}, but the node computes shape {shape}; "
+            "drop the call of set_dim on this output, or correct the shape"
         )
     if tensor.stride_assigned and len(tensor.stride) != len(shape):
         raise ArgumentError(

@@ -24,9 +24,9 @@ from handlepool.tensors.inference import dense_strides
 _new, _set = object.__new__, object.__setattr__
 
 HOST = -1
-"""Stands for a device's ordinal if the memory is the host's."""
+"""Takes the place of a device's ordinal for memory of the host."""
 UNKNOWN = -2
-"""Stands for a device's ordinal that the array's library does not tell."""
+"""Takes the place of a device's ordinal that is not known."""
 _MOST_WORK: Any = 10_000
 """The maximum work to prove that strided arrays share no byte.
 
@@ -331,7 +331,7 @@ class Layout:
         return piece(address, self.shape, self.strides, self.dtype.itemsize)
 
     def lies_as(self, other: "Layout") -> bool:
-        """Return whether another layout has the same elements at the same places.
+        """Return whether two layouts have each element at the same offset.
 
         Strides of axes of extent 1 do not count.
         """
@@ -344,9 +344,9 @@ class Layout:
 
 
 class Token:
-    """Stand among reads and writes for an object that is no memory.
+    """Stand for an object that is no array, such as a plan.
 
-    Examples are a plan, a generator and a file. Two tokens are equal if they stand for the same object.
+    A call lists the token among its reads and writes, as it lists arrays. Two tokens are equal if they stand for the same object.
     """
 
     __slots__ = ("_value",)
@@ -392,22 +392,22 @@ class ArraySpec:
         except TypeError:
             self.shape = (-1,)
         if any(extent < 0 for extent in self.shape):
-            raise ArgumentError(f"an array of shape {shown(shape)}: each extent must be an integer, 0 or more")
+            raise ArgumentError(f"ArraySpec: shape={shown(shape)} is no shape of an array; give integers of 0 or more")
         if isinstance(layout, str):
             rank = len(self.shape)
             orders = {"NCHW": tuple(range(rank)), "NHWC": (0, *range(2, rank), 1) if rank > 1 else tuple(range(rank))}
             if layout not in orders:
-                raise ArgumentError(f"layout={shown(layout)}; it can be 'NCHW', 'NHWC' or the strides in bytes")
+                raise ArgumentError(f"layout={shown(layout)}; give 'NCHW', 'NHWC' or the strides in bytes")
             self.strides = tuple(step * self.dtype.itemsize for step in dense_strides(self.shape, orders[layout]))
         else:
             try:
                 self.strides = tuple(map(as_integer, layout))
             except TypeError:
-                raise ArgumentError(f"layout={shown(layout)}; it can be 'NCHW', 'NHWC' or the strides in bytes") from None
+                raise ArgumentError(f"layout={shown(layout)}; give 'NCHW', 'NHWC' or the strides in bytes") from None
             if len(self.strides) != len(self.shape):
                 raise ArgumentError(
-                    f"{len(self.strides)} strides for the {len(self.shape)} axes of shape {self.shape}; give one stride for "
-                    "each axis"
+                    f"layout gives {len(self.strides)} strides for the {len(self.shape)} axes of shape {self.shape}; give one "
+                    "stride for each axis"
                 )
 
     def __repr__(self) -> str:
@@ -427,12 +427,14 @@ def as_dtype(value: Any) -> np.dtype[Any]:
         dtype = np.dtype("nothing" if value is None else value)
     except (TypeError, ValueError):
         if not isinstance(value, str) or value not in frontend.NAMES:
-            raise ArrayTypeError(f"{shown(value)} is no data type; cuDNN has {', '.join(frontend.NAMES)}") from None
+            raise ArrayTypeError(
+                f"{shown(value)} is no data type; pass a type that cuDNN has: {', '.join(frontend.NAMES)}"
+            ) from None
         try:
             import ml_dtypes
         except ImportError as error:
             raise ArrayTypeError(f"arrays of {value} need the package ml_dtypes: pip install ml_dtypes") from error
         dtype = np.dtype(getattr(ml_dtypes, value))
     if dtype.name not in frontend.NAMES:
-        raise ArrayTypeError(f"cuDNN has no data type {dtype.name!r}; it has {', '.join(frontend.NAMES)}")
+        raise ArrayTypeError(f"cuDNN has no data type {dtype.name!r}; pass a type that cuDNN has: {', '.join(frontend.NAMES)}")
     return dtype

@@ -23,11 +23,14 @@ ADVICE = {
     ),
     "bytes of the driver's memory that no slot has": (
         "byte of the driver's memory that no slot has",
-        "free the memory of driver.allocate",
+        "free the memory that driver.allocate returned",
     ),
-    "handles that no slot has": ("handle that no slot has", "destroy the handles of driver.create_handle"),
+    "handles that no slot has": ("handle that no slot has", "destroy the handles that driver.create_handle returned"),
 }
-"""The singular and the remedy of each counted resource, by its plural."""
+"""The singular and the remedy for each counted resource.
+
+The keys are the plurals.
+"""
 
 
 @contextmanager
@@ -37,7 +40,7 @@ def leak_check(pool: HandlePool) -> Iterator[None]:
     Parameters
     ----------
     pool : HandlePool
-        The pool to check. At the end, `HandlePool.trim` destroys its idle handles and scratch.
+        The pool to check. At the end, `HandlePool.trim` destroys the pool's idle handles and scratch.
 
     Raises
     ------
@@ -63,7 +66,7 @@ def _said(count: int, what: str) -> str:
 
 
 def _held(pool: HandlePool) -> Counter[str]:
-    """Return the counts of the resources that can leak, as in `ADVICE`."""
+    """Count the resources that can leak, by their plural in `ADVICE`."""
     internals, stats = pool.internals, pool.stats()
     counts = Counter(
         {

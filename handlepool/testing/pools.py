@@ -19,7 +19,7 @@ from handlepool.pool.pool import HandlePool
 def host_pool(*, seed: int = 0) -> Iterator[HandlePool]:
     """Make a pool without a GPU the default pool.
 
-    The pool refuses the same input as CuPy. It detects each pair of accesses whose order is missing. Work is queued as on a
+    The pool refuses the inputs that CuPy refuses. It detects each pair of accesses whose order is missing. Work is queued as on a
     GPU, and runs in an order that the seed selects. Unwritten memory holds NaN. In the calling thread, a new stream is current.
 
     Parameters
@@ -47,7 +47,8 @@ def host_pool(*, seed: int = 0) -> Iterator[HandlePool]:
     # The tested code may have caught the error of an access. The test must fail even then.
     if found := driver.order.found:
         raise AssertionError(
-            f"the code under test caught errors of accesses without order, {len(found)} in all, the first: {found[0]}"
+            f"the code under test made accesses without order, and caught the errors ({len(found)} in all). The "
+            f"first error: {found[0]}"
         )
 
 
@@ -86,14 +87,14 @@ def _as_default(driver: Driver) -> Iterator[HandlePool]:
 def no_gpu() -> Iterator[None]:
     """Forbid any use of CUDA.
 
-    A pool that asks for a GPU is refused. A use by other libraries is detected at the end, because CUDA opens device files of
-    the GPU. If the process had already opened these files before, such a use is not detected.
+    A pool that asks for a GPU is refused. When the block ends, the function detects whether another library started CUDA in the
+    block, because CUDA then opens device files of the GPU. If these files were open before the block, it detects no such use.
 
     Raises
     ------
     AssertionError
-        At once, in code that asks handlepool for a GPU. The function also raises at the end, if that code caught the error, or
-        if another library used CUDA.
+        At once, in code that asks handlepool for a GPU. The function also raises at the end of the block, if that code caught the
+        error, or if another library used CUDA.
     """
     opened = _opened()
     nobody = _Nobody()
@@ -111,12 +112,15 @@ def no_gpu() -> Iterator[None]:
     if nobody.asked:
         raise AssertionError(REFUSAL)
     if more := _opened() - opened:
-        raise AssertionError(f"this test must not touch a GPU, and some code has opened {', '.join(sorted(more))}")
+        raise AssertionError(
+            f"this test must not touch a GPU, and some code started CUDA, which opened {', '.join(sorted(more))}; keep "
+            "that code out of the test"
+        )
 
 
 REFUSAL = (
-    "this test must not touch a GPU, and something asked handlepool for one: let the test use the fixture handlepool_host_pool, "
-    "or pass pool=HandlePool(driver='host')"
+    "this test must not touch a GPU, and some code asked handlepool for a GPU: let the test use the fixture "
+    "handlepool_host_pool, or pass pool=HandlePool(driver='host')"
 )
 
 

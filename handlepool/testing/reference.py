@@ -236,8 +236,8 @@ def _pooled(
 def _check_shapes(x: tuple[int, ...], w: tuple[int, ...], groups: int) -> None:
     if len(x) != 4 or len(w) != 4 or groups < 1 or x[1] != w[1] * groups or w[0] % groups or 0 in w:
         raise ArgumentError(
-            f"reference conv2d: x {x}, w {w} and groups={shown(groups)} do not fit; give (N, C, H, W), (K, C / groups, R, S) and "
-            "a number of groups that divides K"
+            f"reference conv2d: x {x}, w {w} and groups={shown(groups)} do not fit; give x as (N, C, H, W), w as (K, C / groups, "
+            "R, S), and a number of groups that divides K"
         )
 
 

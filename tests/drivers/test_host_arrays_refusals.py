@@ -233,7 +233,7 @@ def test_a_read_from_another_device_ends_a_capture_in_words(make_driver):
     with stream:
         stream.begin_capture()
         for read in (y.get, lambda: driver.asnumpy(y)):
-            with pytest.raises(CaptureError, match="waits for the values of a host array"):
+            with pytest.raises(CaptureError, match="a wait for the values of a host array"):
                 read()
         with pytest.raises(CaptureError):
             stream.end_capture()

@@ -280,7 +280,7 @@ def test_a_capture_ends_on_its_own_stream(driver):
         origin.end_capture()
     origin.begin_capture()
     order(driver, origin, side)
-    with pytest.raises(CaptureError, match="must be ended on that stream"):
+    with pytest.raises(CaptureError, match="end a capture on the stream that it began on"):
         side.end_capture()
     origin.end_capture()
 

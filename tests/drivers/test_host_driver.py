@@ -167,7 +167,7 @@ def test_a_stream_may_wait_for_another_device_and_events_are_recorded_on_their_o
         there = driver.create_stream()
         driver.wait_event(there.ptr, event)
         give(driver, there, log, "there")
-        with pytest.raises(ContractError, match="its own device"):
+        with pytest.raises(ContractError, match="use a stream of the event's device"):
             driver.record_event(event, there.ptr)
     latch.release()
     driver.synchronize_stream(there.ptr)
@@ -638,7 +638,7 @@ def test_a_handle_that_was_rebound_or_whose_pointer_was_recycled_behind_the_driv
     del stream
     new = driver.create_stream()
     assert new.ptr == pointer
-    with pytest.raises(ContractError, match="destroyed>; bind the handle again"):
+    with pytest.raises(ContractError, match=r"was destroyed \(.*\); bind the handle again"):
         driver.use_handle(handle, int)
     driver.bind_handle(handle, pointer)
     driver.use_handle(handle, int)

@@ -21,7 +21,7 @@ def test_a_size_is_a_number_with_or_without_a_unit(monkeypatch, text, nbytes):
 @pytest.mark.parametrize("text", ["4X", "-1", "all", "4 4", "G", "1e9", "0x10"])
 def test_what_is_no_size_is_refused_by_its_name_where_a_driver_is_made(monkeypatch, text):
     monkeypatch.setenv("HANDLEPOOL_HOST_MEMORY", text)
-    with pytest.raises(ArgumentError, match=r"^HANDLEPOOL_HOST_MEMORY='.*' is no size: .* as 4G$"):
+    with pytest.raises(ArgumentError, match=r"^HANDLEPOOL_HOST_MEMORY='.*' is no size: .* for example 4G$"):
         HostDriver()
     assert HostDriver(memory=512).memory_info() == (512, 512)
     assert "HANDLEPOOL_HOST_MEMORY" in info.collect()["host_memory"]["problem"]
@@ -56,6 +56,6 @@ def test_a_containers_limit_counts(monkeypatch, tmp_path):
 
 
 def test_scratch_that_does_not_fit_says_that_the_memory_is_simulated_and_how_to_have_more():
-    advice = r"the memory is simulated: HANDLEPOOL_HOST_MEMORY, as in HANDLEPOOL_HOST_MEMORY=4G, sets how much"
+    advice = r"the memory is simulated: set the size per device by HANDLEPOOL_HOST_MEMORY, for example HANDLEPOOL_HOST_MEMORY=4G"
     with HandlePool(driver=HostDriver(memory=4096)) as pool, pytest.raises(OutOfMemoryError, match=advice):
         pool.get_workspace(8192)

@@ -271,7 +271,7 @@ def test_what_the_host_overwrites_before_queued_work_reads_it_is_caught_whatever
             values[:] = 100
         latch.release()
         if early:
-            with pytest.raises(ContractError, match="the host wrote there before the work ran"):
+            with pytest.raises(ContractError, match="the host wrote to that array before the work ran"):
                 world.one.synchronize()
         world.one.synchronize()
 

@@ -46,4 +46,4 @@ def test_the_guard_finds_a_use_and_the_gpu_pool_stands_in_for_the_default_one(tm
     (tmp_path / "test_guarded.py").write_text(GUARDED)
     said = outcome(tmp_path)
     assert re.search(r"1 failed, 1 passed", said), said
-    assert "something asked handlepool for one" in said, said
+    assert "some code asked handlepool for a GPU" in said, said

@@ -513,8 +513,8 @@ def test_building_ahead_for_an_out_and_from_strides(pool, arrays, x, w):
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
-        (lambda: ArraySpec((2, -1), "float32"), ArgumentError, "each extent"),
-        (lambda: ArraySpec((2, 2.0), "float32"), ArgumentError, "each extent"),
+        (lambda: ArraySpec((2, -1), "float32"), ArgumentError, "give integers of 0 or more"),
+        (lambda: ArraySpec((2, 2.0), "float32"), ArgumentError, "give integers of 0 or more"),
         (lambda: ArraySpec((2, 2), "float33"), ArrayTypeError, "float33"),
         (lambda: ArraySpec((2, 2), None), ArrayTypeError, "None"),
         (lambda: ArraySpec((2, 2), "float32", "CHWN"), ArgumentError, "layout='CHWN'"),

@@ -156,7 +156,7 @@ def test_a_description_that_an_older_version_wrote_is_refused_by_the_missing_key
         assert said is None
     else:
         assert said.startswith(
-            "cuDNN 92800 refuses the properties of 'NVIDIA H200' that cuDNN 91900 wrote, without 'memoryBusWidth'"
+            "cuDNN 92800 refuses the properties of 'NVIDIA H200' that cuDNN 91900 wrote because they lack 'memoryBusWidth'"
         )
 
 

@@ -1405,7 +1405,7 @@ def test_a_call_that_synchronises_is_refused_with_its_line(scene, inside):
         return waiting(y) if inside else y.get()
 
     line = (waiting.function if inside else function).__code__.co_firstlineno + (3 if inside else 2)
-    with pytest.raises(CaptureError, match=rf"test_lanes.py:{line}, which waits for the values.* docs/host-arrays") as told:
+    with pytest.raises(CaptureError, match=rf"test_lanes.py:{line} \(a wait for the values.* docs/host-arrays") as told:
         handlepool.record(function, scene, scene.array(1), lanes=4)
     assert str(told.value).count("test_lanes.py") == 1
     assert leased(scene) == 0

@@ -25,7 +25,7 @@ KINDS = "biufc"
 def check_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Raise `ArrayTypeError` for a type that GPU memory cannot hold.
 
-    Objects and strings are such types.
+    GPU memory can hold numbers and truth values. It cannot hold Python objects and strings.
     """
     # A GPU also holds the types of ml_dtypes, whose kinds are not in `KINDS`. So only NumPy's own types are refused by kind.
     if dtype.hasobject or (dtype.kind not in KINDS and dtype.type.__module__.partition(".")[0] == "numpy"):
@@ -53,7 +53,7 @@ class Work(Protocol):
     strict: bool
 
     def ufunc(self, ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Queue a universal function."""
+        """Queue a NumPy universal function on the current stream."""
 
     def function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue a NumPy function, or wait for its inputs and run it."""
@@ -61,7 +61,7 @@ class Work(Protocol):
     def run_now(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: object
     ) -> Any:
-        """Wait for work on the arrays, and run a function now."""
+        """Wait for queued work on the arguments, then call ``function``."""
 
     def queue(self, function: Callable[..., object], writes: "Sequence[HostArray]", reads: Sequence[Any], label: str) -> None:
         """Queue a function of raw arrays on the current stream."""
@@ -78,13 +78,13 @@ class Work(Protocol):
     def read_unordered(self, array: "HostArray") -> Raw | None:
         """Return a copy of an array's elements for display.
 
-        Return None if the elements cannot be read now.
+        Return None while the current stream is captured, and in a forked child, because the elements cannot be read then.
         """
 
     def like(self, shape: Sequence[int], dtype: npt.DTypeLike, pattern: Raw | None = None) -> "HostArray":
         """Return a new array on the current device.
 
-        If ``pattern`` has the same shape, the new array gets the order of its axes in memory.
+        If ``pattern`` has the same shape, both arrays have the same order of axes in memory.
         """
 
 
@@ -150,7 +150,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def device(self) -> "int":
-        """The ordinal of the array's device; 0 for memory of no driver."""
+        """Ordinal of the array's device; 0 if no driver owns the memory."""
         return 0 if self._owner is None else self._owner.block.device
 
     @property
@@ -198,8 +198,8 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Raw:
         if self._work.strict:
             raise ArrayTypeError(
-                f"a host array does not become a NumPy array by itself, just as CuPy's arrays do not: make a copy with .get(), "
-                f"or make the NumPy array an array of the driver with {ASARRAY}"
+                f"NumPy cannot convert a host array implicitly, just as it cannot convert CuPy's arrays: make a copy by .get(), "
+                f"or convert the NumPy array to an array of the driver with {ASARRAY}"
             )
         if copy is False:
             raise ValueError(
@@ -283,7 +283,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _number(self, label: str) -> Any:
         if self.size != 1:
-            raise TypeError(f"an array of shape {self.shape} is no number; only an array of one element is a number")
+            raise TypeError(f"an array of shape {self.shape} cannot become a number: select one element first, for example y[0]")
         return self._values(label).reshape(())[()]
 
     def __float__(self) -> float:
@@ -297,7 +297,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __index__(self) -> int:
         if self._work.strict:
-            raise TypeError("a host array is no index by itself, just as CuPy's arrays are not: use int(y)")
+            raise TypeError("a host array cannot be an index, just as CuPy's arrays cannot: use int(y)")
         return int(self._values("an index").__index__())
 
     def __bool__(self) -> bool:
@@ -344,12 +344,12 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("an array without axes has no length")
+            raise TypeError("an array without axes has no length: use y.size for the number of elements")
         return self.shape[0]
 
     def __iter__(self) -> Iterator["HostArray"]:
         if not self.shape:
-            raise TypeError("an array without axes cannot be iterated over")
+            raise TypeError("an array without axes cannot be iterated over: use y.item() for its element")
         return (self[index] for index in range(self.shape[0]))
 
     def __getitem__(self, index: object) -> "HostArray":
@@ -369,7 +369,7 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.copy()
 
     def __reduce__(self) -> Any:
-        """Pickle a NumPy array, because a driver cannot be pickled."""
+        """Pickle a NumPy copy of the array, because drivers cannot be pickled."""
         return np.array, (self.get(order="A"),)
 
     def copy(self, order: str = "C") -> "HostArray":
@@ -382,7 +382,9 @@ class HostArray(np.lib.mixins.NDArrayOperatorsMixin):
         if not copy and dtype == self.dtype:
             return self
         if not np.can_cast(self.dtype, dtype, casting):
-            raise TypeError(f"an array of type {self.dtype} cannot be cast to {dtype} with casting={casting!r}")
+            raise TypeError(
+                f"an array of type {self.dtype} cannot be cast to {dtype} with casting={casting!r}; use casting='unsafe'"
+            )
         made = self._work.like(self.shape, dtype, self._raw if order == "K" else None)
         self._work.queue(lambda to, values: np.copyto(to, values, "unsafe"), [made], [self], "astype")
         return made
@@ -474,7 +476,7 @@ _put_raw, _put_owner, _put_work, _put_shape, _put_strides, _put_dtype = (
 
 
 class Pointer:
-    """An address, as CuPy's arrays expose it."""
+    """Hold an array's address as ``ptr``; ``array.data`` is such an object."""
 
     __slots__ = ("ptr",)
 
@@ -534,14 +536,14 @@ def work_of(array: HostArray) -> Work:
 
 
 def view_of(array: HostArray, raw: Raw) -> HostArray:
-    """Return an array over a part of another array's memory."""
+    """Return a `HostArray` over ``raw``, which views the memory of ``array``."""
     return HostArray(raw, array._owner, array._work)
 
 
 def raw_view(array: Array) -> tuple[Raw, Any]:
-    """Return the elements as a NumPy array, and their block.
+    """Return a NumPy array over an array's memory, and its block.
 
-    The NumPy array does not keep the owner of the memory alive. The block is None for memory of no driver.
+    The NumPy array does not keep the owner of the memory alive. If no driver owns the memory, the block is None.
     """
     if not isinstance(array, HostArray):
         return array, None
@@ -570,7 +572,7 @@ class _Keeper:
 
 
 def keeping(array: HostArray) -> Raw:
-    """Return a NumPy array over the same memory.
+    """Return a NumPy array over the memory of a host array.
 
     The NumPy array keeps the host array alive.
     """

@@ -1,8 +1,8 @@
 """Find host arrays among NumPy's arguments, and the shapes of results.
 
-To learn the shape and type of a result without its values, a rule tries the function. It passes arrays of the same types with one
-element (`ones`), or arrays of the same shapes without memory (`dummy`). The tables at the end say how NumPy's functions take
-their arguments.
+To learn the shape and type of a result without its values, the rules of `handlepool.drivers.host.array_functions` call the
+function for a trial. In a trial, small stand-ins replace the arrays: `ones` makes arrays of the same types with one element, and
+`dummy` makes arrays of the same shapes. The tables at the end say how NumPy's functions take their arguments.
 """
 
 import inspect
@@ -53,7 +53,7 @@ def operands(value: object) -> list[Any]:
 def raws(value: object, views: dict[int, Raw] | None = None) -> Any:
     """Replace host arrays in arguments with NumPy arrays.
 
-    These are the host arrays' raw arrays, or ``views[id(array)]`` if ``views`` is given.
+    A host array becomes ``views[id(array)]`` if ``views`` is given, and its own raw array otherwise.
     """
     if isinstance(value, HostArray):
         return raw_view(value)[0] if views is None else views[id(value)]
@@ -66,9 +66,9 @@ def raws(value: object, views: dict[int, Raw] | None = None) -> Any:
 
 
 def ones(value: object) -> Any:
-    """Return ``value`` with each array reduced to one element or none.
+    """Return ``value`` with each array cut to at most one element.
 
-    The result has the same types, so a trial of a function on it tells the type of the function's result.
+    The arrays keep their types. So a call of a function with the cut arrays tells the type of the function's result.
     """
     if isinstance(value, (HostArray, np.ndarray)):
         return np.ones([min(extent, 1) for extent in value.shape], value.dtype)
@@ -91,9 +91,10 @@ def dummy(value: object) -> Any:
 
 
 def contracted(function: Callable[..., Any], a: object, b: object) -> Raw:
-    """Return an array with the shape and type of `numpy.dot` or `numpy.matmul`.
+    """Return an array with the result's shape and type.
 
-    The axes that are summed over are cut to one element, so the trial costs little.
+    The result is ``function(a, b)``, and ``function`` is `numpy.dot` or `numpy.matmul`. This trial multiplies arrays whose summed
+    axes are cut to one element, so it costs little.
     """
     a, b = np.asarray(a), np.asarray(b)
     with np.errstate(all="ignore"):
@@ -149,7 +150,10 @@ def einsum_shape(args: tuple[Any, ...]) -> list[int]:
 
 
 def tried(out: object) -> dict[str, Raw]:
-    """Return a small ``out=`` of the same type, for a trial."""
+    """Return the keyword ``out`` for a trial: an array of one element.
+
+    If ``out`` is no host array, return no keyword.
+    """
     return {"out": ones(out)} if isinstance(out, HostArray) else {}
 
 

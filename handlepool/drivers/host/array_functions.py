@@ -50,8 +50,8 @@ def _structural(
 ) -> Any:
     """Queue a function whose result's shape follows from the arguments' shapes.
 
-    To learn the shape and type of the result, the rule tries the function on arrays without memory (`dummy`). The trial costs as
-    much as the function.
+    To learn the shape and type of the result, the rule first calls the function with stand-ins for the arrays (`dummy`). This
+    trial costs as much as the function.
     """
     if any(callable(value) and not isinstance(value, (type, np.dtype)) for value in walk((args, kwargs))):
         # The user may pass a function to `numpy.pad`. That function must run on the real values, so the rule waits for them.
@@ -193,7 +193,7 @@ def _check_fit(values: object, shape: tuple[int, ...]) -> None:
     while len(given) > len(shape) and given[0] == 1:
         given = given[1:]
     if len(given) > len(shape) or any(a not in (1, b) for a, b in zip(given[::-1], shape[::-1], strict=False)):
-        raise ValueError(f"values of shape {given} cannot be broadcast to the shape {shape} of the place that is written")
+        raise ValueError(f"values of shape {given} cannot be broadcast to the shape {shape} of the elements to write")
 
 
 RULES: dict[Any, Rule] = {getitem: _gets, setitem: _sets, np.copyto: _copyto, np.copy: _copied, np.einsum: _einsum}

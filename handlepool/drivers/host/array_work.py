@@ -95,7 +95,7 @@ class ArrayWork:
     def like(self, shape: Sequence[int], dtype: npt.DTypeLike, pattern: Raw | None = None) -> HostArray:
         """Return a new array on the current device.
 
-        If ``pattern`` has the same shape, the new array gets the order of its axes in memory.
+        If ``pattern`` has the same shape, both arrays have the same order of axes in memory.
         """
         dtype = check_type(np.dtype(dtype))
         order = None
@@ -109,8 +109,8 @@ class ArrayWork:
     def like_all(self, result: object, known: dict[int, Any], copies: Sequence[Raw] = ()) -> Any:
         """Replace the NumPy arrays in ``result`` with new arrays of the driver.
 
-        ``known`` maps the id of a NumPy array to the array that takes its place. If a result shares memory with one of
-        ``copies``, the new array is read-only. With NumPy alone, a write to that result would also change the argument.
+        ``known`` maps the id of a NumPy array to the array that takes its place. ``copies`` are copies of arguments. If a
+        result shares memory with one of ``copies``, the new array is read-only: in NumPy, a write to it changes the argument.
         """
         if id(result) in known:
             return known[id(result)]
@@ -191,7 +191,7 @@ class ArrayWork:
 
     def _refuse_capture(self, queue: Queue, label: str) -> None:
         if queue.capture is not None:
-            what = f"{label} at {place_of_call()}, which waits for the values of a host array,"
+            what = f"{label} at {place_of_call()} (a wait for the values of a host array)"
             queue.capture.spoil(what)
             raise CaptureError(
                 f"{what} is impossible while {queue!r} is captured, because captured work has not run. Under a capture, call "
@@ -296,9 +296,9 @@ class ArrayWork:
         )
 
     def _settled(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return arguments in the form that a rule takes, and ``out``.
+        """Return the arguments without ``out`` for a rule, and ``out`` apart.
 
-        The arguments have no ``out``. If the values of an array decide a shape, a NumPy copy of the values takes the array's
+        If the values of an array decide a shape, a NumPy copy of the values takes the array's
         place.
         """
         bound = signature(function).bind(*args, **kwargs)
@@ -324,7 +324,7 @@ class ArrayWork:
             if self.strict and holds_values(argument) and not isinstance(argument, HostArray):
                 raise ArrayTypeError(
                     f"{name} was given a {kind_of(argument)} together with a host array, which CuPy refuses: convert the "
-                    f"former with {ASARRAY}, or the host array with .get()"
+                    f"{kind_of(argument)} with {ASARRAY}, or the host array with .get()"
                 )
 
     def check_lists(self, name: str, values: Iterable[Any]) -> None:
@@ -353,7 +353,7 @@ class ArrayWork:
     ) -> HostArray:
         """Queue a function whose result has the shape and type of ``pattern``.
 
-        If the function takes ``out=``, it gets an array of the type of ``out``, because many functions add up in that type.
+        If the function takes ``out=``, it gets a new array of the type of ``out``, because many functions add up in that type.
         """
         takes_out = takes_out and out is not None
         if out is not None and not isinstance(out, HostArray):
@@ -361,10 +361,11 @@ class ArrayWork:
         if out is None:
             out = self.like(pattern.shape, pattern.dtype, pattern if pattern.size else None)
         elif pattern.shape != out.shape:
-            raise ValueError(f"{name} makes an array of shape {pattern.shape}, which out= of shape {out.shape} cannot hold")
+            raise ValueError(f"{name} makes an array of shape {pattern.shape}, and out= has shape {out.shape}; pass another out=")
         elif not np.can_cast(pattern.dtype, out.dtype, rule := kwargs.get("casting", "same_kind")):
             raise TypeError(
-                f"{name} makes an array of type {pattern.dtype}, which out= of type {out.dtype} cannot hold with casting={rule!r}"
+                f"{name} makes an array of type {pattern.dtype}, and casting={rule!r} forbids to write this type to out= of type "
+                f"{out.dtype}; pass out= of another type, or another casting"
             )
         arguments = (raws(args), raws(kwargs))
 
@@ -394,7 +395,9 @@ class ArrayWork:
                 ufunc(*probes, out=tuple(ones(out) for out in outs), **tried)
                 for out in outs:
                     if np.broadcast_shapes(shape, out.shape) != out.shape:
-                        raise ValueError(f"{name} makes an array of shape {shape}, which out= of shape {out.shape} cannot hold")
+                        raise ValueError(
+                            f"{name} makes an array of shape {shape}, and out= has shape {out.shape}; pass another out="
+                        )
         arguments, options = raws(inputs), raws(kwargs)
 
         def run(*views: Raw) -> None:
@@ -445,7 +448,7 @@ class ArrayWork:
     def run_now(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, writes: object
     ) -> Any:
-        """Wait for work on the arrays, and run a function now.
+        """Wait for queued work on the arguments, then call ``function``.
 
         The function gets the memory of the arrays that it writes, and copies of all other arrays. So if it keeps an argument or
         passes an argument on, later work does not change the values of that argument.
@@ -463,9 +466,9 @@ class ArrayWork:
 
 
 def _view(result: Any, sources: list[tuple[Any, Raw]]) -> Any:
-    """Return ``result`` as a view of the source that shares its memory.
+    """Return ``result`` as a view of the source whose memory it shares.
 
-    If no source shares its memory, return None.
+    If ``result`` shares memory with no source, return None.
     """
     for source, raw in sources:
         if result is raw:

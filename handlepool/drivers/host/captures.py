@@ -83,13 +83,13 @@ class Capture:
     def check(self) -> None:
         """Raise if the capture was invalidated."""
         if self.spoiled:
-            raise CaptureError(f"{self!r} was invalidated by {self.spoiled}")
+            raise CaptureError(f"{self!r} was invalidated by {self.spoiled}; capture again without this call")
 
 
 class Mark:
     """The moment of an event that was recorded in a capture.
 
-    ``nodes`` are the nodes that the event's stream depended on.
+    ``nodes`` are the nodes that the event's stream depended on when the event was recorded.
     """
 
     __slots__ = ("capture", "nodes")
@@ -135,12 +135,12 @@ class Captures:
         """
 
     def refuse_plain(self, queue: "Queue", what: str) -> None:
-        """Raise if a captured launch would write memory of no driver.
+        """Raise if a captured launch would write memory that no driver owns.
 
         A reader of such memory cannot wait for a replay. ``what`` names the write.
         """
         if queue.capture is not None:
-            what = f"{what}, in NumPy's or another library's memory on the host,"
+            what = f"{what} (memory of NumPy or another library on the host)"
             queue.capture.spoil(what)
             raise CaptureError(
                 f"{what} cannot be captured on {queue!r}, because a reader of that memory cannot wait for a replay. Pass an "
@@ -208,9 +208,9 @@ class Captures:
         with self._lock:
             capture = queue.capture
             if capture is None:
-                raise CaptureError(f"{queue!r} is not capturing, so it has no capture to end")
+                raise CaptureError(f"{queue!r} is not capturing, so it has no capture to end; begin a capture first")
             if capture.origin is not queue:
-                raise CaptureError(f"{capture!r} must be ended on that stream, and not on {queue!r}")
+                raise CaptureError(f"{capture!r} cannot be ended on {queue!r}; end a capture on the stream that it began on")
             # As on a GPU, only the thread that began a capture may end it, unless the capture is relaxed.
             if capture.mode != "relaxed" and capture.thread is not self._thread.token:
                 capture.spoil(f"an end_capture in thread {threading.current_thread().name!r}, which did not begin the capture")
@@ -233,7 +233,10 @@ class Captures:
         return capture.nodes
 
     def add(self, queue: "Queue", function: Callable[[], object], accesses: Sequence[Access], label: str) -> bool:
-        """Record an operation; False if the stream is not capturing."""
+        """Record an operation in the stream's capture.
+
+        Return False if the stream is not capturing.
+        """
         # Another thread may have ended the capture since the caller looked, so the stream is checked again under the lock.
         with self._lock:
             capture = queue.capture
@@ -245,7 +248,10 @@ class Captures:
             return True
 
     def embed(self, queue: "Queue", nodes: Sequence[Node]) -> bool:
-        """Record a graph's nodes in a capture; False if not capturing."""
+        """Record copies of a graph's nodes in the stream's capture.
+
+        Return False if the stream is not capturing.
+        """
         with self._lock:
             capture = queue.capture
             if capture is None:
@@ -280,7 +286,7 @@ class Captures:
     @staticmethod
     def _of(queue: "Queue") -> "Queue":
         if queue.capture is None:
-            raise CaptureError(f"{queue!r} is not capturing, so its next operation has no dependencies")
+            raise CaptureError(f"{queue!r} is not capturing, so its next operation has no dependencies; begin a capture first")
         queue.capture.check()
         return queue
 
@@ -297,7 +303,10 @@ class Captures:
             return Mark(capture, queue.frontier)
 
     def join(self, queue: "Queue", mark: Mark) -> None:
-        """Let a waiting stream join the capture of the event's mark."""
+        """Let a stream that waits for an event join the event's capture.
+
+        ``mark`` is the moment of the event.
+        """
         with self._lock:
             capture = mark.capture
             if capture.ended:
@@ -350,7 +359,9 @@ def rewired(nodes: Sequence[Node], add: Sequence[tuple[Node, Node]], remove: Seq
     after = {node: dict.fromkeys(node.after) for node in nodes}
     for earlier, later in remove:
         if earlier not in after[later]:
-            raise ContractError(f"no edge leads from {earlier.label!r} to {later.label!r}, so none can be removed")
+            raise ContractError(
+                f"no edge leads from {earlier.label!r} to {later.label!r}, so no edge can be removed; pass an edge of the graph"
+            )
         del after[later][earlier]
     for earlier, later in add:
         after[later][earlier] = None
@@ -359,7 +370,9 @@ def rewired(nodes: Sequence[Node], add: Sequence[tuple[Node, Node]], remove: Seq
     try:
         sequence = [*order.static_order()]
     except CycleError as error:
-        raise ContractError(f"the edges between {len(nodes)} nodes lead in a circle, so no order is possible: {error}") from error
+        raise ContractError(
+            f"the edges between {len(nodes)} nodes lead in a circle ({error}); pass edges that form no circle"
+        ) from error
     copies: dict[Node, Node] = {}
     last: dict[object, Node] = {}
     for node in sequence:

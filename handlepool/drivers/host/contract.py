@@ -105,8 +105,8 @@ class HandleUse:
         # A caller may have set the attribute ``stream``. A handle of cuDNN is not bound by that, so it is an error here.
         if handle.stream != handle.bound:
             raise ContractError(
-                f"{self._call}: {handle!r} names another stream than the stream that bind_handle bound it to, {bound!r}; bind a "
-                "handle by bind_handle"
+                f"{self._call}: the attribute ``stream`` of {handle!r} was changed, but the handle stays "
+                f"bound to {bound!r}; bind a handle by bind_handle"
             )
         if bound.default:
             # The pointer of a default stream names the stream of the current device, and of the calling thread for the per-thread
@@ -116,7 +116,8 @@ class HandleUse:
         # does not.
         if not bound.alive:
             raise ContractError(
-                f"{self._call}: {handle!r}, and that is {bound!r}; bind the handle again, even if a new stream has this pointer"
+                f"{self._call}: the stream of {handle!r} was destroyed ({bound!r}); bind the handle again, even if a new "
+                "stream has this pointer"
             )
         return bound
 

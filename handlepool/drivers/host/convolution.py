@@ -64,7 +64,7 @@ class Unfolding:
     def elements_per_row(self) -> int:
         """Number of column elements for one row, group and image.
 
-        This is the smallest part that can be unfolded at once.
+        A row is the smallest part of the work that can be unfolded at once.
         """
         return self.source[1] // self.groups * math.prod(self.taps) * math.prod(self.domain[1:])
 
@@ -172,7 +172,7 @@ def accumulate(loss: Array, columns: Array, total: Array, tile: Tile) -> None:
 
 
 def flip(weight: Array, geometry: Convolution) -> Array:
-    """Return the filters, flipped if the geometry says so."""
+    """Return the filters, flipped if ``geometry.flipped`` is true."""
     return np.flip(weight, tuple(range(2, weight.ndim))) if geometry.flipped else weight
 
 

@@ -80,7 +80,10 @@ class CopyWork:
         return copy() if ours or watched is None else watched[0](source, copy)
 
     def from_host(self, target: Array, values: np.ndarray[Any, Any], queue: Queue) -> object:
-        """Queue a copy of NumPy's values; return the work's source."""
+        """Queue a copy of ``values`` to ``target``.
+
+        Return the NumPy array that the queued work reads.
+        """
         # The caller may overwrite ``values`` before the work runs, so the work reads a copy of ``values``.
         read = np.array(values)
         self.queue(queue, target, read, "copy from the host")

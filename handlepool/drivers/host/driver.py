@@ -311,9 +311,10 @@ class HostDriver(Controls):
     # When something is wrong
 
     def context_lost(self, error: BaseException | None, ask: bool = True) -> BaseException | None:
-        """Return the error that `lose_context` set if ``error`` comes from that error.
+        """Return the error that `lose_context` set, or None.
 
-        With ``ask``, return the error of `lose_context` in any case, or None if the context is not lost.
+        Without ``ask``, return the error only if it is ``error`` or among the causes of ``error``. With ``ask``, return the
+        error in any case. If the context is not lost, return None.
         """
         lost = self.lost
         return lost if ask or (lost is not None and any(each is lost for each in causes(error))) else None
@@ -538,10 +539,10 @@ class HostDriver(Controls):
         self._note("adopt")
         if view.device_id != HOST:
             raise ArrayTypeError(
-                "it is in a GPU's memory, and the host driver takes arrays in host memory; copy the array to the host first"
+                "the array is in a GPU's memory, and the host driver takes arrays in host memory; copy the array to the host"
             )
         if not view.ptr and view.size:
-            raise ArrayTypeError("it has elements, but its address is 0; pass an array with memory")
+            raise ArrayTypeError("the array has elements, but its address is 0; pass an array with memory")
         return HostArray(view.as_numpy(), None, self._work)
 
     def array_over(self, view: View) -> HostArray:

@@ -228,14 +228,18 @@ class _Planner:
                 value = float(tensor.pass_by_value)
                 self.places[tensor.uid] = _TensorPlace(self.shapes[tensor.uid], self.dtype, constant=value)
             else:
-                raise ArgumentError(f"{title(node)}: its {port} {tensor.name!r} is not among the graph's operands")
+                raise ArgumentError(
+                    f"{title(node)}: its {port} {tensor.name!r} is not among the graph's operands; add the tensor to them"
+                )
         for port, tensor in node.outputs.items():
             if tensor.uid in self.operands:
                 self.places[tensor.uid] = _TensorPlace(self.shapes[tensor.uid], self.dtype, self.operands[tensor.uid])
             elif tensor.is_virtual:
                 self.places[tensor.uid] = self.region(self.shapes[tensor.uid])
             else:
-                raise ArgumentError(f"{title(node)}: its output {port} {tensor.name!r} is not among the operands")
+                raise ArgumentError(
+                    f"{title(node)}: its output {port} {tensor.name!r} is not among the operands; add this tensor"
+                )
 
     def region(self, shape: Shape) -> _TensorPlace:
         place = _TensorPlace(shape, self.dtype, offset=self.end)

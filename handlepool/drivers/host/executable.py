@@ -166,9 +166,12 @@ class HostExecutable:
         if not needed:
             return None, np.empty(0, np.uint8)
         if not pointer:
-            raise ContractError(f"launch of {self!r} with a null workspace; the graph needs {needed} bytes")
+            raise ContractError(f"launch of {self!r} with a null workspace; pass scratch of {needed} bytes")
         if pointer % ALIGNMENT:
-            raise ContractError(f"launch of {self!r} with a workspace at {pointer:#x}, which is not aligned to {ALIGNMENT} bytes")
+            raise ContractError(
+                f"launch of {self!r} with a workspace at {pointer:#x}, which is not aligned to {ALIGNMENT} bytes; pass "
+                "an aligned address"
+            )
         block, offset = self._memory.current.find(pointer, needed, f"workspace of {self!r}")
         return block, block.memory[offset : offset + needed]
 
@@ -179,7 +182,10 @@ def _declared(array: Raw, shape: tuple[int, ...], strides: tuple[int, ...]) -> R
     A GPU also uses the shape and strides that the graph declares, and not the array's own.
     """
     if array.size < math.prod(shape):
-        raise ContractError(f"a launch got an array of shape {array.shape} for an operand that the graph declares as {shape}")
+        raise ContractError(
+            f"a launch got an array of shape {array.shape}, and the graph declares this operand as {shape}; pass "
+            "an array with at least as many elements"
+        )
     return _strided(array, shape, [step * array.itemsize for step in strides])
 
 

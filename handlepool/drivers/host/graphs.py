@@ -61,7 +61,7 @@ class RecordedGraph:
         return MarkedGraph(HostGraph(self._table, nodes), self._table, self._note, moments)
 
     def instantiate(self) -> None:
-        """Check for harmed captures; the host has no device to prepare."""
+        """Raise if the call harms a capture; the host prepares nothing."""
         self._note("instantiate_graph")
         self._table.captures.forbid("instantiate_graph")
 
@@ -74,7 +74,7 @@ class RecordedGraph:
         self._table.launch_on(self.graph, self._table.resolve(pointer))
 
     def upload(self, pointer: int) -> None:
-        """Check the stream's pointer; the host has no device to upload to."""
+        """Raise for a wrong stream pointer; the host uploads nothing."""
         self._note("upload_graph")
         self._table.resolve(pointer)
 
@@ -86,7 +86,7 @@ class RecordedGraph:
 
 
 class MarkedGraph(RecordedGraph):
-    """See `handlepool.drivers.captures.MarkedGraph`."""
+    """A graph with time marks; see `handlepool.drivers.captures.MarkedGraph`."""
 
     def __init__(self, graph: HostGraph, table: StreamTable, note: Callable[[str], None], moments: dict[int, float]) -> None:
         super().__init__(graph, table, note)
@@ -97,7 +97,7 @@ class MarkedGraph(RecordedGraph):
         return [(self._moments[place] - self._moments[0]) * 1e6 for place in range(1, len(self._moments))]
 
     def cost(self) -> float:
-        """Return zero, because no node of the graph waits for a mark."""
+        """Return 0 microseconds, because marks delay no other node."""
         return 0.0
 
 
@@ -106,7 +106,10 @@ def _take(moments: dict[int, float], place: int) -> None:
 
 
 class RecordingMemory:
-    """Arenas of one recording, as `handlepool.drivers.captures.RecordingMemory`."""
+    """The memory of one recording, in arenas of its own.
+
+    See `handlepool.drivers.captures.RecordingMemory`.
+    """
 
     def __init__(self, table: StreamTable) -> None:
         self._table = table
@@ -152,7 +155,8 @@ class RecordingMemory:
     def set_reuse_policy(self, may_have: Callable[[int, int], bool] | None, known: Callable[[object], bool] = bool) -> bool:
         """Set the functions that decide the reuse of blocks.
 
-        ``may_have`` decides for a range of addresses, and ``known`` decides which streams may share blocks.
+        ``may_have(begin, end)`` decides whether the next array may reuse the freed block with these addresses. ``known(pointer)``
+        decides whether a stream shares its freed blocks with other streams.
         """
         self._may_have, self._known = may_have, known
         return True

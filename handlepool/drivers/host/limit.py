@@ -18,13 +18,15 @@ The free memory is measured when the driver is made.
 """
 UNKNOWN = 1 << 30
 """Bytes per device on machines that do not report their free memory."""
-ADVICE = f"the memory is simulated: {VARIABLE}, as in {VARIABLE}=4G, sets how much each device has"
+ADVICE = f"the memory is simulated: set the size per device by {VARIABLE}, for example {VARIABLE}=4G"
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 
 
 def limit() -> tuple[int, str]:
-    """Return the bytes of each simulated device, and their origin in words.
+    """Return the bytes per simulated device, and the number's source.
+
+    The source is a text for messages.
 
     Raises
     ------
@@ -52,7 +54,7 @@ def parse(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ArgumentError(f"{VARIABLE}={shown(text)} is no size: pass bytes, or a number with K, M, G or T, as 4G")
+        raise ArgumentError(f"{VARIABLE}={shown(text)} is no size: pass bytes, or a number with K, M, G or T, for example 4G")
     number, unit = match.groups()
     return int(float(number) * 1024 ** " KMGT".index(unit.upper() or " "))
 

@@ -49,7 +49,10 @@ class Block:
         self.nbytes = nbytes
         self.freed = False
         self.generation = 0
-        """Number of earlier owners; to the race checker, a new owner writes."""
+        """Number of earlier owners.
+
+        The race checker treats a change of owner as a write.
+        """
         self.past: list[Past] = []
         """Accesses to the block, while their order is checked."""
 
@@ -88,8 +91,8 @@ class HostValues:
         """Raise if the host has written the values since the submission."""
         if self._sum != crc32(self._values.tobytes()):
             raise ContractError(
-                f"not ordered: {label!r}, queued at {self._where}, reads {self!r}, and the host wrote there before the "
-                f"work ran. Write to the array after the stream has run the work, or pass a copy, made by {ASARRAY}"
+                f"not ordered: {label!r}, queued at {self._where}, reads {self!r}, and the host wrote to that "
+                f"array before the work ran. Write to it after the stream has run the work, or pass a copy, made by {ASARRAY}"
             )
 
 
@@ -111,7 +114,7 @@ class Owner:
 
 
 class Lease:
-    """A lease on a block of scratch, kept by its arrays.
+    """The permission to use a block of scratch, kept by arrays.
 
     Attributes
     ----------
@@ -260,13 +263,18 @@ class DeviceMemory:
             )
         offset = pointer - block.address
         if offset + nbytes > block.nbytes:
-            raise ContractError(f"{purpose}: {nbytes} bytes are needed, and {block!r} has {block.nbytes - offset} left")
+            raise ContractError(
+                f"{purpose}: {nbytes} bytes are needed, and {block!r} has {block.nbytes - offset} left; pass a larger block"
+            )
         return block, offset
 
     # Arrays
 
     def take(self, key: object, nbytes: int) -> Owner:
-        """Take a block from an arena; the last freed block comes first."""
+        """Take the block that was freed last from an arena.
+
+        If the arena has no free block of this size, take a new block from the device.
+        """
         home, size = self._home(key, nbytes)
         try:
             block = home.pop()

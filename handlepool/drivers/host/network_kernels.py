@@ -113,7 +113,7 @@ def _shuffle(kernel: Shuffle) -> Compute:
 
 def _resample(kernel: Resample) -> Compute:
     def places(count: int, extent: int, scale: float) -> tuple[Any, Any]:
-        """Return each output pixel's preceding input pixel, and their distance."""
+        """Return each output pixel's preceding input pixel, and the distance."""
         step, half = np.float32(scale), np.float32(0.5)
         place = np.arange(count, dtype=np.float32)
         found = step * place if kernel.mode == "nearest" or kernel.corners else np.maximum(step * (place + half) - half, 0)

@@ -59,7 +59,7 @@ class Access:
 
 
 class Past:
-    """A queued access, with its moment: the clock of its own component."""
+    """A queued access, with the clock of its stream at that moment."""
 
     __slots__ = ("component", "generation", "moment", "start", "stop", "view", "what", "where", "writes")
 

@@ -139,7 +139,7 @@ class Scheduler:
                 self.order = self._checker
 
     def unwatch(self) -> None:
-        """End `watch`; the last caller ends the checks."""
+        """End one `watch`; the checks end with the last `watch`."""
         with self._lock:
             self._watchers -= 1
             if not self._watchers:
@@ -267,7 +267,10 @@ class Scheduler:
         """
         label = getattr(self._inside, "operation", None)
         if label is not None:
-            raise ContractError(f"the queued operation {label!r} waits for {purpose}: queued work must not wait for streams")
+            raise ContractError(
+                f"the queued operation {label!r} waits for {purpose}: queued work must not wait for streams, so wait "
+                "before the operation is queued"
+            )
         while self._run_one(partial(self._take, operation, purpose)):
             pass
 

@@ -1,4 +1,4 @@
-"""Make a scheduler by its name, and define the adversarial one."""
+"""Make a scheduler by its name, and define the adversarial scheduler."""
 
 import random
 from collections import deque

@@ -49,10 +49,7 @@ class Stream:
             self._table.retire(queue)
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied.
-
-        The end of the copy would destroy the stream.
-        """
+        """Raise TypeError, because the end of a copy would destroy the stream."""
         raise TypeError(
             f"{self!r} cannot be copied or pickled; the end of the copy would destroy the stream. Make another stream"
         )
@@ -334,7 +331,9 @@ class StreamTable:
     def set_device(self, ordinal: int) -> None:
         """Make a device current for this thread."""
         if not 0 <= ordinal < self.devices:
-            raise ArgumentError(f"device {ordinal} does not exist: this driver has {self.devices}, counted from 0")
+            raise ArgumentError(
+                f"device {ordinal} does not exist: the number of devices is {self.devices}, and device numbers begin at 0"
+            )
         self.thread.device = ordinal
 
     # Work
@@ -414,7 +413,9 @@ class StreamTable:
         """Let an event represent the work that a queue has so far."""
         self.check_event(event)
         if event.device != queue.device:
-            raise ContractError(f"{event!r} was recorded on {queue!r}; record an event on a stream of its own device")
+            raise ContractError(
+                f"{event!r} cannot be recorded on {queue!r}, which is of another device; use a stream of the event's device"
+            )
         if queue.capture is not None and (mark := self.captures.mark(queue)) is not None:
             event.moment = mark
         elif event.timing:

@@ -10,7 +10,9 @@ from handlepool.drivers.host.scheduler import QueuedOperation
 
 
 class HostSums:
-    """See `handlepool.drivers.checksum.Sums`.
+    """Checksums of arrays, which queued work computes.
+
+    See `handlepool.drivers.checksum.Sums`.
 
     Parameters
     ----------
@@ -39,7 +41,7 @@ class HostSums:
         return self._operation is not None and self._operation.done
 
     def wait(self) -> None:
-        """Wait for the checksums; see the protocol."""
+        """Wait on the host until the checksums are computed; see the protocol."""
         if self._operation is not None:
             self._wait(self._operation)
 

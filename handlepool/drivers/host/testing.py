@@ -14,11 +14,13 @@ from handlepool.drivers.host.race_checker import Order
 from handlepool.drivers.host.streams import Event, Latch, Stream, StreamTable
 
 _ASKS = ("current_device", "current_stream", "owns_stream", "wrap_stream", "set_device", "device_count", "array_device")
-"""Calls that need no device, and succeed after its loss."""
+"""Calls that need no device, and succeed after a device is lost."""
 
 
 class Controls:
-    """The part of `HostDriver` that is no part of the protocol.
+    """Methods of `HostDriver` with which tests queue work and inject faults.
+
+    The methods are no part of the driver protocol.
 
     Attributes
     ----------
