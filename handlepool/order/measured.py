@@ -156,7 +156,7 @@ class _Answer:
         self._driver = driver
         self._before = before
         self._after = after
-        # The name is None for an array whose writes nested calls have ordered.
+        # If a nested call has already ordered its write to an array, the name of this array is None.
         self._names = names
         # A forked child shares no CUDA context with its parent. So the child must recognise the answers of its parent.
         self._process = process()

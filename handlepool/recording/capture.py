@@ -203,7 +203,7 @@ class Recording:
         """
         driver = self.pool.driver
         given = self._pieces(self.kept.values())
-        # For operations, the memory that they declare counts, because the recording does not see their launches.
+        # The recording does not see the launches of an operation. So it uses the memory that the operation declares.
         used = () if self.lanes is None else self.lanes.used
         reads, writes = self.reads.union(*[each for each, _ in used]), self.writes.union(*[each for _, each in used])
         known = self.reads if self.lanes is None else self.reads.union(*self.lanes.read)

@@ -182,7 +182,7 @@ def _subtitle(how: Explanation) -> str:
 def _colours(how: Explanation, theme: Theme) -> dict[str, str]:
     """Return the colour of each call name.
 
-    The `_NAMED` names whose calls take longest get colours of their own. All other names share a colour.
+    Eight names get a colour each: the names whose calls take longest in all. All other names share one colour.
     """
     taken: Counter[str] = Counter()
     for number, step in enumerate(how.steps):

@@ -54,9 +54,9 @@ def host_pool(*, seed: int = 0) -> Iterator[HandlePool]:
 
 @contextmanager
 def gpu_pool() -> Iterator[HandlePool]:
-    """Make a pool on the GPU, with its checks, the default pool.
+    """Use a new GPU pool with checks as the default pool.
 
-    A separate stream is current in the calling thread.
+    The pool is made with ``check=True``, and lasts to the end of the ``with`` statement. A separate stream is current in the calling thread.
 
     Raises
     ------
