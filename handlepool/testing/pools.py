@@ -56,7 +56,8 @@ def host_pool(*, seed: int = 0) -> Iterator[HandlePool]:
 def gpu_pool() -> Iterator[HandlePool]:
     """Use a new GPU pool with checks as the default pool.
 
-    The pool is made with ``check=True``, and lasts to the end of the ``with`` statement. A separate stream is current in the calling thread.
+    The pool is made with ``check=True``, and lasts to the end of the ``with`` statement. A separate stream is current in the
+    calling thread.
 
     Raises
     ------
