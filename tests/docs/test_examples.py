@@ -46,7 +46,7 @@ UNORDERED = ("STATES.fork()", "STATES.fork(ordered=False)")  # or data orders th
 MORE = {"a shared workspace": SHARED, "an in-place write to an array that a sibling branch reads": UNORDERED}
 
 
-def tested(folder, *options):
+def outcome_of(folder, *options):
     """Runs the tests of an example as its writer does: from its folder, with nothing of ours configured."""
     path = [str(folder), str(DOCS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "pytest_handlepool", "-p", "no:cacheprovider", "-W", "error", *options]
@@ -81,7 +81,7 @@ def run_tests(copied):
             assert text.count(right) == 1
             text = text.replace(right, wrong)
         source.write_text(text)
-        return tested(source.parent)
+        return outcome_of(source.parent)
 
     return run
 
@@ -95,7 +95,7 @@ def test_the_example_passes_its_tests(run_tests):
 def test_an_example_of_several_networks_passes_its_tests(name, copied):
     folder = copied(name)
     assert len((folder / f"{name}.py").read_text().splitlines()) <= 80
-    done = tested(folder, "--handlepool-seeds=2")
+    done = outcome_of(folder, "--handlepool-seeds=2")
     assert done.returncode == 0, done.stdout
 
 
@@ -116,7 +116,7 @@ def test_networks_that_wait_for_each_other_are_found(copied):
             "    return handlepool.recorded(chained, lanes=8)\n",
         )
     )
-    done = tested(folder, "--handlepool-seeds=1", "-k", "no_network_waits")
+    done = outcome_of(folder, "--handlepool-seeds=1", "-k", "no_network_waits")
     assert done.returncode == 1
     assert "FAILED tests/test_scene.py::test_no_network_waits" in done.stdout
 
