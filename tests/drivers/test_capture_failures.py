@@ -27,7 +27,7 @@ class CudaError(RuntimeError):
         (RuntimeError("the current stream is capturing, so synchronous API calls are disallowed"), "a wait for the GPU"),
         (RuntimeError("the current stream is capturing, so H2D transfers are disallowed"), "copied from the host"),
         (NotImplementedError(CUBLAS), r"refuses while a stream is captured: use handlepool\.matmul"),
-        (NotImplementedError(CUBLAS.replace("cuBLAS", "cuRAND")), "draw cupy.random's numbers before"),
+        (NotImplementedError(CUBLAS.replace("cuBLAS", "cuRAND")), "draw the numbers with cupy.random before"),
         (NotImplementedError(CUBLAS.replace("cuBLAS", "cuSOLVER")), r"is captured \(calling cuSOLVER"),
     ],
 )

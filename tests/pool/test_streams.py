@@ -95,7 +95,7 @@ def test_g4_control_a_cache_keyed_by_pointer_is_caught(make_driver):
         return cache[stream.ptr]
 
     new = recycled(driver, lambda stream: driver.use_handle(get_handle(stream), int))
-    with pytest.raises(ContractError, match="destroyed>; bind the handle again"):
+    with pytest.raises(ContractError, match=r"destroyed>\); bind the handle again"):
         ran(driver, get_handle(new), new)
 
 

@@ -826,7 +826,7 @@ def test_maps_of_several_threads_at_a_time(make_driver):
 
 CALLS = {
     "an argument missing": ((["x"],), {}, r"missing 1 required positional argument: 'w'"),
-    "an argument too many": ((["x"], ["w"], [1]), {}, r"takes x, w by position, and was given 1 after"),
+    "an argument too many": ((["x"], ["w"], [1]), {}, r"takes x, w by position, and was given 1 as a further argument"),
     "an unknown option": ((["x"], ["w"]), {"pad": 1}, r"got an unexpected keyword argument 'pad'"),
 }
 
