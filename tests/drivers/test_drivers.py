@@ -225,7 +225,9 @@ def test_the_cuda_driver_asked_for_without_a_visible_gpu_says_so():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(ASK)], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.stdout.startswith("the cuda driver (set by HANDLEPOOL_DRIVER) cannot run here: no "), done.stderr
+    assert done.stdout.startswith(
+        "the cuda driver (set by HANDLEPOOL_DRIVER) cannot run here: CUDA found no usable NVIDIA GPU"
+    ), done.stderr
     assert done.stdout.endswith("set HANDLEPOOL_DRIVER=host or pass driver='host'\n")
 
 

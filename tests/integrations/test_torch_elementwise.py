@@ -46,7 +46,7 @@ def test_torchs_functions_are_traced(pool, x):
         (lambda x: torch.cumsum(x, 0), "torch.cumsum"),
         (lambda x: torch.nn.functional.softmax(x, 1), "softmax"),
         (lambda x: torch.add(x, x, alpha=2), "alpha="),
-        (lambda x: x * torch.ones(5), "arrays as arguments"),
+        (lambda x: x * torch.ones(5), "pass each array to the elementwise function"),
     ],
 )
 def test_other_functions_of_torch_are_refused_by_their_name(pool, x, function, part):
